@@ -1,0 +1,1 @@
+"""Train language models to use tools over many turns, asynchronously."""

@@ -1,0 +1,282 @@
+"""One typed tree for a run: YAML in, dotted overrides from the command line, resolved JSON beside the run.
+
+Knows nothing of processes or models. An unknown key is an error that names the nearest known one; nothing below the entry
+point reads the environment's variables.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+
+from agentrl.errors import ConfigError
+
+Port = Annotated[int, Field(ge=0, le=65535)]
+
+
+class Section(BaseModel):
+    """A frozen node of the tree; unknown keys are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class EnvConfig(Section):
+    """Which environment, and its rows."""
+
+    target: str
+    """`module:Class`, `path/to/file.py:Class`, or a registered id such as `AimePython-v0`."""
+    train_data: str | None = None
+    """JSONL file of training rows; none for environments that generate their own."""
+    eval_data: str | None = None
+    """JSONL file of held-out rows."""
+    max_turns: PositiveInt | None = None
+    """Overrides the class's own turn budget."""
+    tool_format: Literal["hermes"] = "hermes"
+    """How the model writes tool calls."""
+
+
+class WarmstartConfig(Section):
+    """Makes a small model from scratch out of the environment's scripted demonstrations, when `model.path` is missing."""
+
+    vocab_size: PositiveInt = 768
+    hidden_size: PositiveInt = 128
+    num_layers: PositiveInt = 4
+    num_heads: PositiveInt = 4
+    num_kv_heads: PositiveInt = 2
+    intermediate_size: PositiveInt = 384
+    steps: PositiveInt = 400
+    batch_size: PositiveInt = 32
+    lr: PositiveFloat = 2e-3
+    skill: Annotated[float, Field(gt=0, le=1)] = 0.4
+    """Share of demonstrations that take the right approach: the model learns to imitate a demonstrator this good."""
+
+
+class ModelConfig(Section):
+    """The policy."""
+
+    path: str
+    """A folder in Hugging Face layout, or a hub name."""
+    warmstart: WarmstartConfig | None = None
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+class RolloutConfig(Section):
+    """How episodes are made, and how stale they may get."""
+
+    groups_per_step: PositiveInt = 8
+    group_size: Annotated[int, Field(ge=1)] = 8
+    max_lag: Annotated[int, Field(ge=0)] = 2
+    """Largest allowed learner version - oldest version of a trajectory. 0 is synchronous."""
+    on_stale: Literal["drop", "requeue", "wait"] = "drop"
+    """Too-old data: drop it, drop it and issue the task again, or let the learner wait so that it never gets too old."""
+    max_context: PositiveInt = 2048
+    """Tokens of a whole episode, prompt included."""
+    max_turn_tokens: PositiveInt = 512
+    tool_output_tokens: PositiveInt = 128
+    """Longer tool output is cut, head and tail kept."""
+    temperature: PositiveFloat = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    episode_timeout_s: PositiveFloat = 300.0
+    max_retries: Annotated[int, Field(ge=0)] = 2
+    """Times an episode is run again after an infrastructure failure before it counts as failed."""
+    max_infra_error_rate: Annotated[float, Field(ge=0, le=1)] = 0.2
+    """Stop the run when more than this share of the last 100 episodes failed for infrastructure."""
+
+
+class EngineConfig(Section):
+    """vLLM. With `urls` set, running servers are used; otherwise `agentrl train` starts one on this machine."""
+
+    urls: tuple[str, ...] = ()
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    host: str = "127.0.0.1"
+    port: Port = 0
+    """0 picks a free port."""
+    max_num_seqs: PositiveInt = 64
+    kv_cache_bytes: PositiveInt = 268_435_456
+    """KV cache on CPU; on a GPU vLLM's own memory fraction rules."""
+    kv_on_update: Literal["stale", "recompute"] = "recompute"
+    """Running requests after a weight update: keep the old KV entries, or recompute them with the new weights."""
+    start_timeout_s: PositiveFloat = 180.0
+    request_timeout_s: PositiveFloat = 120.0
+    parity_bound: PositiveFloat = 1e-3
+    """Largest allowed |engine - learner| logprob on the probe text after an update (float32 on CPU measures 1e-5)."""
+
+
+class SandboxConfig(Section):
+    """The service that runs model-written code. With `url` set a running one is used."""
+
+    url: str | None = None
+    host: str = "127.0.0.1"
+    port: Port = 0
+    backend: Literal["auto", "namespaces", "unsafe"] = "auto"
+    slots: PositiveInt = 8
+    """Executions that run at the same time."""
+    timeout_s: PositiveFloat = 5.0
+    """Wall clock of one execution."""
+    memory_bytes: PositiveInt = 512 * 1024**2
+    max_output_bytes: PositiveInt = 16_384
+
+
+class AlgorithmConfig(Section):
+    """VCPO by default (arXiv 2602.17616); each part can be switched off for comparison."""
+
+    baseline: Literal["opob", "mean", "leave_one_out", "none"] = "opob"
+    truncation: Literal["truncate", "none"] = "truncate"
+    max_weight: PositiveFloat = 8.0
+    """The c of min(w, c)."""
+    step_scale: Literal["ess_sqrt", "ess_linear", "none"] = "ess_sqrt"
+    rho_base: PositiveFloat | Literal["auto"] = 1.0
+    """ESS ratio at which the full learning rate is used; `auto` learns it from the first on-policy steps."""
+    normalize_by_length: bool = True
+    """Divide each trajectory's summed log-probability gradient by its number of action tokens."""
+    normalize_by_std: bool = False
+    """Divide a group's advantages by the standard deviation of its rewards."""
+
+
+class LearnerConfig(Section):
+    """DeepSpeed."""
+
+    lr: PositiveFloat = 1e-6
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    grad_clip: PositiveFloat = 1.0
+    zero_stage: Literal[0, 1, 2] = 1
+    num_ranks: PositiveInt = 1
+    num_threads: PositiveInt = 1
+    """CPU threads of a rank."""
+    start_timeout_s: PositiveFloat = 180.0
+    step_timeout_s: PositiveFloat = 600.0
+    save_every: Annotated[int, Field(ge=0)] = 50
+    """Steps between exports of the weights in Hugging Face layout; the last step is always saved. 0: only the last."""
+
+
+class EvalConfig(Section):
+    """Held-out measurement with the rollout's own code."""
+
+    every: Annotated[int, Field(ge=0)] = 0
+    """Steps between evaluations during training; 0 evaluates before and after only."""
+    num_tasks: PositiveInt = 64
+    samples_per_task: PositiveInt = 4
+    """The n of avg@n."""
+    temperature: PositiveFloat = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+
+
+class TrainConfig(Section):
+    """When the run ends."""
+
+    steps: PositiveInt = 100
+    max_minutes: PositiveFloat | None = None
+    """Stop after this much training time, set-up and evaluations before and after not counted."""
+    report_every_s: PositiveFloat = 30.0
+
+
+class Config(Section):
+    """A whole run."""
+
+    name: str
+    seed: int = 0
+    out_dir: str = "runs"
+    env: EnvConfig
+    model: ModelConfig
+    rollout: RolloutConfig = RolloutConfig()
+    engine: EngineConfig = EngineConfig()
+    sandbox: SandboxConfig = SandboxConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    learner: LearnerConfig = LearnerConfig()
+    eval: EvalConfig = EvalConfig()
+    train: TrainConfig = TrainConfig()
+
+    @model_validator(mode="after")
+    def _checks_across_sections(self) -> Config:
+        if self.algorithm.baseline != "none" and self.rollout.group_size < 2:
+            raise ValueError(f"algorithm.baseline={self.algorithm.baseline} needs rollout.group_size >= 2")
+        if self.rollout.max_turn_tokens >= self.rollout.max_context:
+            raise ValueError("rollout.max_turn_tokens must be smaller than rollout.max_context")
+        if self.rollout.temperature != 1.0 or self.rollout.top_p != 1.0:
+            raise ValueError(
+                "training samples at temperature 1 and top_p 1: any other distribution biases the importance ratios; "
+                "for evaluation set eval.temperature and eval.top_p"
+            )
+        return self
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a YAML file, apply `section.key=value` overrides (values are YAML), and check everything.
+
+    Raises ConfigError with the file, the key, and the nearest known key.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise ConfigError(f"cannot read config {path}: {error.strerror}. Shipped ones are in configs/.") from error
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} must hold a mapping of sections, found {type(tree).__name__}")
+    for override in overrides:
+        _apply_override(tree, override)
+    return parse(tree, source=str(path))
+
+
+def parse(tree: dict[str, Any], *, source: str) -> Config:
+    """Check a plain mapping. `source` is named in errors."""
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(f"{source}:\n" + "\n".join(_explain(item) for item in error.errors())) from error
+
+
+def save(config: Config, path: Path) -> None:
+    """Write the resolved tree as JSON."""
+    path.write_text(config.model_dump_json(indent=2) + "\n")
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> None:
+    key, separator, value = override.partition("=")
+    if not separator or not key:
+        raise ConfigError(f"override {override!r} is not of the form section.key=value")
+    *sections, last = key.split(".")
+    node = tree
+    for section in sections:
+        child = node.setdefault(section, {})
+        if not isinstance(child, dict):
+            raise ConfigError(f"override {override!r}: {section!r} is a value, not a section")
+        node = child
+    try:
+        node[last] = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"override {override!r}: the value is not valid YAML: {error}") from error
+
+
+def _explain(item: Any) -> str:
+    """One pydantic error as a sentence with the mend."""
+    where = ".".join(str(part) for part in item["loc"]) or "config"
+    if item["type"] != "extra_forbidden":
+        return f"  {where}: {item['msg'].removeprefix('Value error, ')} (got {_shorten(item.get('input'))})"
+    known = _known_keys(item["loc"][:-1])
+    near = difflib.get_close_matches(str(item["loc"][-1]), known, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(sorted(known))}"
+    return f"  {where}: unknown key; {hint}"
+
+
+def _known_keys(location: Sequence[Any]) -> list[str]:
+    model: Any = Config
+    for part in location:
+        annotation = model.model_fields[part].annotation
+        candidates = [annotation, *getattr(annotation, "__args__", ())]
+        model = next(c for c in candidates if isinstance(c, type) and issubclass(c, Section))
+    return list(model.model_fields)
+
+
+def _shorten(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,83 @@
+"""The exception tree, and `boundary`, which attributes a failure once, to the part that failed.
+
+AgentRLError
+ +- ConfigError            the user's settings or files are wrong; the message says where and what to do
+ |   +- DataError          a row of a data set is wrong: file and line
+ |   +- MissingDependencyError
+ +- InfraError             a part failed: the episode is retried or dropped and counted, never scored
+ |   +- EnvError           the environment's own code raised
+ |   +- SandboxError       the sandbox service failed (model code that fails is an observation, not this)
+ |   +- EngineError        the engine failed
+ |   |   +- WeightSyncError   an engine does not hold the weights it should: always ends the run
+ |   +- LearnerError       the learner process failed
+ +- StaleTrajectoryError   the lag bound was broken at consumption: a bug, ends the run
+ +- ErrorRateExceeded      too many episodes failed for infrastructure reasons
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class AgentRLError(Exception):
+    """Root of everything agentrl raises on purpose."""
+
+
+class ConfigError(AgentRLError, ValueError):
+    """A setting or an input file is wrong. The message says what, where, and the mend."""
+
+
+class DataError(ConfigError):
+    """A row of a data set is wrong; the message starts with file:line."""
+
+
+class MissingDependencyError(ConfigError):
+    """An optional package is needed; the message names the extra to install."""
+
+
+class InfraError(AgentRLError):
+    """A part of the system failed. Never a reward."""
+
+
+class EnvError(InfraError):
+    """Environment code raised."""
+
+
+class SandboxError(InfraError):
+    """The sandbox service failed or is gone."""
+
+
+class EngineError(InfraError):
+    """The engine failed, answered nonsense, or is gone."""
+
+
+class WeightSyncError(EngineError):
+    """An engine does not hold the weights it should hold."""
+
+
+class LearnerError(InfraError):
+    """The learner process failed."""
+
+
+class StaleTrajectoryError(AgentRLError):
+    """A trajectory older than max_lag reached the learner."""
+
+
+class ErrorRateExceeded(AgentRLError):
+    """Too many episodes failed for infrastructure; the first cause is chained."""
+
+
+@contextmanager
+def boundary(error_type: type[InfraError], what: str) -> Iterator[None]:
+    """Turn any failure inside into `error_type` once, cause kept; errors already attributed pass through.
+
+    Cancellation is never touched. Example: `with boundary(SandboxError, "python tool"): await session.exec(code)`
+    """
+    try:
+        yield
+    except (AgentRLError, asyncio.CancelledError):
+        raise
+    except Exception as error:
+        raise error_type(f"{what}: {type(error).__name__}: {error}") from error

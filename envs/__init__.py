@@ -1,0 +1,1 @@
+"""Environments as plain classes, one small file each."""

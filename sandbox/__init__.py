@@ -1,0 +1,1 @@
+"""Runs untrusted code. Imports none of the other packages."""

@@ -1,0 +1,1 @@
+"""How model-written code is walled in: one backend a file."""

@@ -1,0 +1,1 @@
+"""The learner: DeepSpeed and VCPO. Imports agentrl only."""

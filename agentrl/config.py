@@ -1,7 +1,7 @@
 """One typed tree for a run: YAML in, dotted overrides from the command line, resolved JSON beside the run.
 
-Knows nothing of processes or models. An unknown key is an error that names the nearest known one; nothing below the entry
-point reads the environment's variables.
+Knows nothing of processes or models. An unknown key is an error that names the nearest known one; nothing below the
+entry point reads the environment's variables.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class EnvConfig(Section):
 
 
 class WarmstartConfig(Section):
-    """Makes a small model from scratch out of the environment's scripted demonstrations, when `model.path` is missing."""
+    """Makes a small model from the environment's scripted demonstrations when `model.path` is missing."""
 
     vocab_size: PositiveInt = 768
     hidden_size: PositiveInt = 128
@@ -73,7 +73,7 @@ class RolloutConfig(Section):
     max_lag: Annotated[int, Field(ge=0)] = 2
     """Largest allowed learner version - oldest version of a trajectory. 0 is synchronous."""
     on_stale: Literal["drop", "requeue", "wait"] = "drop"
-    """Too-old data: drop it, drop it and issue the task again, or let the learner wait so that it never gets too old."""
+    """Too-old data: drop it, drop it and issue the task again, or let the learner wait for the oldest group."""
     max_context: PositiveInt = 2048
     """Tokens of a whole episode, prompt included."""
     max_turn_tokens: PositiveInt = 512

@@ -1,7 +1,7 @@
 """Frozen records that cross a stage: task -> turn -> trajectory -> group -> batch -> step output.
 
-Knows nothing of HTTP, models or tokenizers. Shape legend for every name below: _B trajectories, _T tokens, _G members of a
-group. All records are plain dataclasses, so msgspec carries them over the wire without a second definition.
+Knows nothing of HTTP, models or tokenizers. Shape legend for every name below: _B trajectories, _T tokens, _G members
+of a group. All records are plain dataclasses, so msgspec carries them over the wire without a second definition.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class FinishReason(StrEnum):
 class Completion:
     """One generation, exactly as sampled.
 
-    Raises ValueError at construction when the record cannot be true: lengths differ, a logprob is not finite or positive, or
-    the version spans do not tile [0, T). A completion that exists is therefore safe to train on.
+    Raises ValueError at construction when the record cannot be true: lengths differ, a logprob is not finite or is
+    positive, or the version spans do not tile [0, T). A completion that exists is therefore safe to train on.
     """
 
     token_ids: tuple[int, ...]  # [T]
@@ -125,7 +125,7 @@ class Turn:
     """What was appended before the model spoke, then what it said.
 
     `observation_ids` are the new tokens only (the whole first prompt at turn 0; later the rendered tool output, glue
-    included). The prompt of turn n is the concatenation of everything before its completion: nothing is ever re-rendered.
+    included). The prompt of turn n is everything before its completion, concatenated: nothing is ever re-rendered.
     """
 
     observation_ids: tuple[int, ...]
@@ -244,7 +244,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsRef:
-    """Weights `policy_version` lie complete in the safetensors folder `path`. `probe` proves that an engine loaded them."""
+    """Weights of one version, complete in the safetensors folder `path`; `probe` proves that an engine took them."""
 
     policy_version: int
     path: str

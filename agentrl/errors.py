@@ -69,6 +69,10 @@ class ErrorRateExceeded(AgentRLError):
     """Too many episodes failed for infrastructure; the first cause is chained."""
 
 
+class NoLearningSignal(AgentRLError):
+    """Group after group had equal rewards; a policy gradient has nothing to use."""
+
+
 @contextmanager
 def boundary(error_type: type[InfraError], what: str) -> Iterator[None]:
     """Turn any failure inside into `error_type` once, cause kept; errors already attributed pass through.

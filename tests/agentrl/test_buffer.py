@@ -1,0 +1,208 @@
+"""The staleness rule, the slots and the ledger, one property each."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentrl.buffer import OnStale, TrajectoryBuffer
+from agentrl.errors import NoLearningSignal
+from agentrl.journal import GroupState, Journal
+from agentrl.types import (
+    Completion,
+    FinishReason,
+    StopReason,
+    Task,
+    Trajectory,
+    TrajectoryGroup,
+    Turn,
+    VersionSpan,
+)
+
+TASK = Task(id="t", prompt="?", answer="1")
+
+
+def make_group(group_id: int, *, version: int, rewards: Sequence[float] = (0.0, 1.0)) -> TrajectoryGroup:
+    turn = Turn(
+        observation_ids=(1, 2),
+        completion=Completion(
+            token_ids=(3,),
+            behavior_logprobs=(-0.5,),
+            version_spans=(VersionSpan(version=version, start=0, end=1),),
+            finish_reason=FinishReason.STOP,
+        ),
+    )
+    return TrajectoryGroup(
+        group_id=group_id,
+        task=TASK,
+        trajectories=tuple(
+            Trajectory(
+                id=f"{group_id}-{member}",
+                task_id=TASK.id,
+                turns=(turn,),
+                messages=(),
+                reward=reward,
+                rewards={"correct": reward},
+                stop_reason=StopReason.COMPLETED,
+            )
+            for member, reward in enumerate(rewards)
+        ),
+    )
+
+
+def make_buffer(
+    *, groups_per_step: int = 1, max_lag: int = 1, on_stale: OnStale = "drop", requeued: list[Task] | None = None
+) -> TrajectoryBuffer:
+    sink = requeued if requeued is not None else []
+    return TrajectoryBuffer(
+        groups_per_step=groups_per_step,
+        max_lag=max_lag,
+        on_stale=on_stale,
+        journal=Journal(":memory:"),
+        requeue=sink.append,
+    )
+
+
+async def test_admission_stops_at_lag_plus_one_batches() -> None:
+    buffer = make_buffer(groups_per_step=2, max_lag=1)
+    for _ in range(4):
+        await buffer.admit(TASK)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(buffer.admit(TASK), 0.01)
+
+
+async def test_slots_are_freed_by_commit_not_by_take() -> None:
+    buffer = make_buffer(max_lag=0)
+    await buffer.finish(make_group(await buffer.admit(TASK), version=0))
+    await buffer.take()
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(buffer.admit(TASK), 0.01)
+    await buffer.commit(1)
+    assert await asyncio.wait_for(buffer.admit(TASK), 1) == 1
+
+
+async def test_batch_is_the_oldest_groups_first() -> None:
+    buffer = make_buffer(max_lag=2)
+    ids = [await buffer.admit(TASK) for _ in range(3)]
+    for group_id in reversed(ids):
+        await buffer.finish(make_group(group_id, version=0))
+    assert [group.group_id for group in (await buffer.take()).groups] == [ids[0]]
+
+
+async def overtaken(on_stale: OnStale, requeued: list[Task] | None = None) -> TrajectoryBuffer:
+    """Group 0 runs on while group 1 is trained and published, then finishes with version-0 tokens; max_lag 0 + 1."""
+    buffer = make_buffer(max_lag=1, on_stale=on_stale, requeued=requeued)
+    slow = await buffer.admit(TASK)
+    for version in (1, 2):
+        await buffer.finish(make_group(await buffer.admit(TASK), version=version - 1))
+        await buffer.take()
+        await buffer.commit(version)
+    await buffer.finish(make_group(slow, version=0))
+    return buffer
+
+
+async def test_stale_group_is_dropped_and_its_length_recorded() -> None:
+    buffer = await overtaken("drop")
+    await buffer.finish(make_group(await buffer.admit(TASK), version=2))
+    assert [group.group_id for group in (await buffer.take()).groups] == [3]
+    assert buffer.ledger().dropped_stale == 1
+    assert buffer.dropped_lengths == [1, 1]
+
+
+async def test_stale_task_is_asked_again_on_requeue() -> None:
+    requeued: list[Task] = []
+    buffer = await overtaken("requeue", requeued)
+    await buffer.commit(3)
+    assert requeued == [TASK]
+
+
+async def test_wait_mode_holds_the_learner_for_the_oldest_group() -> None:
+    buffer = make_buffer(max_lag=1, on_stale="wait")
+    slow = await buffer.admit(TASK)
+    await buffer.finish(make_group(await buffer.admit(TASK), version=0))
+    await buffer.take()
+    await buffer.commit(1)
+    await buffer.finish(make_group(await buffer.admit(TASK), version=1))
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(buffer.take(), 0.01)
+    await buffer.finish(make_group(slow, version=0))
+    assert [group.group_id for group in (await buffer.take()).groups] == [slow]
+
+
+async def test_equal_rewards_free_the_slot_and_are_counted() -> None:
+    buffer = make_buffer(max_lag=0)
+    await buffer.finish(make_group(await buffer.admit(TASK), version=0, rewards=(1.0, 1.0)))
+    assert buffer.ledger().dropped_zero_variance == 1
+    assert await asyncio.wait_for(buffer.admit(TASK), 1) == 1
+
+
+async def test_a_run_without_any_signal_ends_with_a_reason() -> None:
+    buffer = make_buffer(max_lag=0)
+    for _ in range(8):
+        await buffer.finish(make_group(await buffer.admit(TASK), version=0, rewards=(0.0, 0.0)))
+    with pytest.raises(NoLearningSignal, match="no success"):
+        await buffer.take()
+
+
+async def test_failed_group_frees_its_slot() -> None:
+    buffer = make_buffer(max_lag=0)
+    await buffer.fail(await buffer.admit(TASK), "sandbox gone")
+    assert buffer.ledger().failed == 1
+    assert await asyncio.wait_for(buffer.admit(TASK), 1) == 1
+
+
+def test_finished_groups_survive_without_a_clean_close(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    first = Journal(path)
+    group = make_group(0, version=0)
+    first.issued(0, "t")
+    first.ready(group)
+    # No close: another connection sees what a restart after kill -9 would see.
+    second = Journal(path)
+    assert list(second.unconsumed()) == [group]
+    second.moved(0, GroupState.TRAINED)
+    assert list(second.unconsumed()) == []
+    assert second.counts() == {GroupState.TRAINED: 1}
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), max_lag=st.integers(0, 3), groups_per_step=st.integers(1, 3))
+def test_lag_bound_and_ledger_hold_under_any_interleaving(
+    data: st.DataObject, max_lag: int, groups_per_step: int
+) -> None:
+    async def scenario() -> None:
+        buffer = make_buffer(groups_per_step=groups_per_step, max_lag=max_lag)
+        flying: dict[int, int] = {}
+        for _ in range(60):
+            action = data.draw(st.sampled_from(("admit", "finish", "fail", "step")))
+            if action == "admit" and buffer.ledger().issued - _closed(buffer) < buffer.num_slots:
+                flying[await asyncio.wait_for(buffer.admit(TASK), 1)] = buffer.version
+            elif action in ("finish", "fail") and flying:
+                group_id = data.draw(st.sampled_from(sorted(flying)))
+                version = flying.pop(group_id)
+                if action == "fail":
+                    await buffer.fail(group_id, "infra")
+                else:
+                    rewards = data.draw(st.sampled_from(((0.0, 1.0), (1.0, 1.0))))
+                    await buffer.finish(make_group(group_id, version=version, rewards=rewards))
+            elif action == "step" and buffer.ledger().ready >= groups_per_step:
+                try:
+                    batch = await asyncio.wait_for(buffer.take(), 1)
+                except NoLearningSignal:
+                    return
+                assert len(batch.groups) == groups_per_step
+                assert all(buffer.version - group.policy_version <= max_lag for group in batch.groups)
+                await buffer.commit(buffer.version + 1)
+            assert buffer.ledger().balanced()
+
+    asyncio.run(scenario())
+
+
+def _closed(buffer: TrajectoryBuffer) -> int:
+    ledger = buffer.ledger()
+    return ledger.issued - ledger.in_flight - ledger.ready - ledger.training

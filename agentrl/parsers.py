@@ -1,0 +1,101 @@
+"""How a model writes tool calls as text: parse, and its inverse, format. Hermes / Qwen `<tool_call>` JSON.
+
+Knows nothing of tokens, schemas or environments. Nothing is repaired: what does not parse is reported, never guessed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from agentrl.types import Message, ToolCall
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
+# strict=False: models write raw newlines inside the JSON string that holds their code
+_DECODER = json.JSONDecoder(strict=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParsedText:
+    """An assistant turn taken apart. A malformed call stays in `content`, and one line about it is in `errors`."""
+
+    content: str
+    tool_calls: tuple[ToolCall, ...]
+    errors: tuple[str, ...]
+
+
+def parse_hermes(text: str, *, id_prefix: str = "call", thinking: bool = False) -> ParsedText:
+    """Split a turn into its text and its calls, in order.
+
+    Calls inside `<think>` are thoughts, not calls; `thinking` says that the prompt itself had opened the thought.
+    The JSON is decoded from the opener onwards, so code that contains `</tool_call>` in a string is no problem.
+    """
+    calls: list[ToolCall] = []
+    errors: list[str] = []
+    kept: list[str] = []
+    position = _after_thought(text, thinking=thinking)
+    kept.append(text[:position])
+    while (start := text.find(OPEN, position)) >= 0:
+        kept.append(text[position:start])
+        try:
+            name, arguments, end = _decode_call(text, start + len(OPEN))
+        except ValueError as error:
+            errors.append(str(error))
+            end = text.find(CLOSE, start)
+            end = len(text) if end < 0 else end + len(CLOSE)
+            kept.append(text[start:end])
+        else:
+            calls.append(ToolCall(id=f"{id_prefix}_{len(calls)}", name=name, arguments=arguments))
+        position = end
+    kept.append(text[position:])
+    content = "".join(kept).rstrip("\n") if calls else "".join(kept)
+    return ParsedText(content=content, tool_calls=tuple(calls), errors=tuple(errors))
+
+
+def format_hermes(content: str, tool_calls: Sequence[ToolCall]) -> str:
+    """The text a model writes for this turn: the inverse of `parse_hermes`."""
+    blocks = [
+        f"{OPEN}\n{json.dumps({'name': call.name, 'arguments': call.arguments}, ensure_ascii=False)}\n{CLOSE}"
+        for call in tool_calls
+    ]
+    return "\n".join([content, *blocks] if content else blocks)
+
+
+def format_message(message: Message) -> str:
+    """`format_hermes` of an assistant message."""
+    return format_hermes(message.content, message.tool_calls)
+
+
+def _after_thought(text: str, *, thinking: bool) -> int:
+    if not thinking and not text.lstrip().startswith(THINK_OPEN):
+        return 0
+    end = text.find(THINK_CLOSE)
+    return len(text) if end < 0 else end + len(THINK_CLOSE)
+
+
+def _decode_call(text: str, start: int) -> tuple[str, dict[str, object], int]:
+    """Name, arguments, and where the block ends. Raises ValueError with a sentence for the model."""
+    start = _skip_space(text, start)
+    try:
+        call, end = _DECODER.raw_decode(text, start)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"the tool call is not valid JSON: {error.msg} at character {error.pos - start}") from error
+    except RecursionError as error:
+        raise ValueError("the tool call is nested too deeply") from error
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        raise ValueError('a tool call is an object {"name": ..., "arguments": {...}}')
+    arguments = call.get("arguments", {})
+    if not isinstance(arguments, dict):
+        raise ValueError(f"the arguments of {call['name']!r} must be an object")
+    end = _skip_space(text, end)
+    if not text.startswith(CLOSE, end):
+        raise ValueError(f"the tool call is not closed with {CLOSE}")
+    return call["name"], arguments, end + len(CLOSE)
+
+
+def _skip_space(text: str, position: int) -> int:
+    while position < len(text) and text[position].isspace():
+        position += 1
+    return position

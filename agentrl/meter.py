@@ -1,0 +1,59 @@
+"""Counts what an engine generates and when it was busy, from the outside. Knows nothing of what is generated."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from agentrl.engine import Engine
+from agentrl.types import Completion, Sampling, WeightsRef
+
+
+class BusyClock:
+    """Seconds during which at least one piece of work was under way."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._num_running = 0
+        self._since = 0.0
+        self._total_s = 0.0
+
+    def start(self) -> None:
+        """One more piece of work."""
+        if self._num_running == 0:
+            self._since = self._clock()
+        self._num_running += 1
+
+    def stop(self) -> None:
+        """One piece of work less."""
+        self._num_running -= 1
+        if self._num_running == 0:
+            self._total_s += self._clock() - self._since
+
+    @property
+    def seconds(self) -> float:
+        """Busy time so far, the current stretch included."""
+        return self._total_s + (self._clock() - self._since if self._num_running else 0.0)
+
+
+class MeteredEngine:
+    """An engine that counts its tokens and its busy seconds; time paused for new weights is not busy."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.busy = BusyClock()
+        self.num_tokens = 0
+
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling, *, request_id: str) -> Completion:
+        """See Engine.generate."""
+        self.busy.start()
+        try:
+            completion = await self._engine.generate(token_ids, sampling, request_id=request_id)
+        finally:
+            self.busy.stop()
+        self.num_tokens += len(completion.token_ids)
+        return completion
+
+    async def update_weights(self, ref: WeightsRef) -> float:
+        """See Engine.update_weights."""
+        return await self._engine.update_weights(ref)

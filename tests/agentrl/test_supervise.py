@@ -1,0 +1,93 @@
+"""No child outlives its owner, whatever way the owner goes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from agentrl.supervise import ChildDied, child
+
+STUBBORN = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+grandchild = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+print(os.getpid(), grandchild.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+
+
+async def pids_in(log: Path) -> list[int]:
+    async with asyncio.timeout(10):
+        while not (log.exists() and log.read_text().strip()):
+            await asyncio.sleep(0.02)
+    return [int(word) for word in log.read_text().split()]
+
+
+async def test_leaving_the_block_ends_the_whole_group(tmp_path: Path) -> None:
+    log = tmp_path / "child.log"
+    async with child("part", [sys.executable, "-c", STUBBORN], log_path=log):
+        pids = await pids_in(log)
+        assert all(alive(pid) for pid in pids)
+    assert not any(alive(pid) for pid in pids)
+
+
+async def test_a_dead_child_is_named_with_its_last_words(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "import sys; print('no model at /nowhere'); sys.exit(3)"]
+    async with child("engine", command, log_path=tmp_path / "engine.log") as part:
+        with pytest.raises(ChildDied, match=r"(?s)engine process ended with exit code 3.*no model at /nowhere"):
+            await part.watch()
+
+
+async def test_a_clean_exit_is_no_error(tmp_path: Path) -> None:
+    async with child("learner", [sys.executable, "-c", ""], log_path=tmp_path / "log") as part:
+        await part.watch()
+
+
+async def test_cancellation_still_ends_the_child(tmp_path: Path) -> None:
+    log = tmp_path / "child.log"
+
+    async def owner() -> None:
+        async with child("part", [sys.executable, "-c", STUBBORN], log_path=log):
+            await asyncio.sleep(60)
+
+    task = asyncio.create_task(owner())
+    pids = await pids_in(log)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not any(alive(pid) for pid in pids)
+
+
+async def test_killing_the_owner_kills_the_child(tmp_path: Path) -> None:
+    log = tmp_path / "child.log"
+    script = (
+        "import asyncio, sys, pathlib\n"
+        "from agentrl.supervise import child\n"
+        "async def main():\n"
+        f"    async with child('part', [sys.executable, '-c', {STUBBORN!r}], log_path=pathlib.Path({str(log)!r})):\n"
+        "        await asyncio.sleep(60)\n"
+        "asyncio.run(main())\n"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", script])
+    pids = await pids_in(log)
+    owner.send_signal(signal.SIGKILL)
+    owner.wait(10)
+    deadline = time.monotonic() + 15
+    while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
+        await asyncio.sleep(0.05)
+    assert not any(alive(pid) for pid in pids)

@@ -86,7 +86,7 @@ class TrajectoryBuffer:
         self._num_issued = 0
         # A run in which no group carries signal would otherwise wait for ever (or spin) without a word.
         self._recent_useless: deque[float] = deque(maxlen=8 * self.num_slots)
-        self.dropped_lengths: list[int] = []
+        self._dropped_lengths: list[int] = []
 
     async def admit(self, task: Task) -> int:
         """Wait for a free slot, take it for `task`, and return the new group's id."""
@@ -151,6 +151,11 @@ class TrajectoryBuffer:
         """The policy version that every engine holds."""
         return self._version
 
+    def pop_dropped_lengths(self) -> list[int]:
+        """Action tokens of each trajectory dropped as stale since the last call: dropping stale is dropping long."""
+        lengths, self._dropped_lengths = self._dropped_lengths, []
+        return lengths
+
     def ledger(self) -> Ledger:
         """A consistent snapshot."""
         return Ledger(
@@ -183,7 +188,7 @@ class TrajectoryBuffer:
             if self._version - group.policy_version > self._max_lag:
                 del self._ready[group_id]
                 self._close(group_id, GroupState.DROPPED_STALE)
-                self.dropped_lengths.extend(t.num_action_tokens for t in group.trajectories)
+                self._dropped_lengths.extend(t.num_action_tokens for t in group.trajectories)
                 if self._on_stale == "requeue":
                     self._requeue(group.task)
 

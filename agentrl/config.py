@@ -48,7 +48,7 @@ class WarmstartConfig(Section):
     num_layers: PositiveInt = 4
     num_heads: PositiveInt = 4
     num_kv_heads: PositiveInt = 2
-    intermediate_size: PositiveInt = 384
+    intermediate_size: PositiveInt = 512
     steps: PositiveInt = 400
     batch_size: PositiveInt = 32
     lr: PositiveFloat = 2e-3
@@ -173,7 +173,8 @@ class TrainConfig(Section):
     steps: PositiveInt = 100
     max_minutes: PositiveFloat | None = None
     """Stop after this much training time, set-up and evaluations before and after not counted."""
-    report_every_s: PositiveFloat = 30.0
+    stall_timeout_s: PositiveFloat = 900.0
+    """End the run, by name, when no full batch came together for this long."""
 
 
 class Config(Section):

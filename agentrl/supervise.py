@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -59,12 +59,18 @@ class Child:
 
 @asynccontextmanager
 async def child(
-    name: str, command: Sequence[str], *, log_path: Path, env: Mapping[str, str] | None = None
+    name: str,
+    command: Sequence[str],
+    *,
+    log_path: Path,
+    env: Mapping[str, str] | None = None,
+    on_line: Callable[[str], None] | None = None,
 ) -> AsyncIterator[Child]:
     """Run `command` for the length of the block; its whole process group is gone when the block is left.
 
     Args:
         env: variables added to this process's own.
+        on_line: called with each line of standard output, which then does not go to the log.
 
     Raises:
         InfraError: the command could not be started.
@@ -75,19 +81,27 @@ async def child(
         process = await asyncio.create_subprocess_exec(
             *guarded,
             stdin=asyncio.subprocess.PIPE,
-            stdout=log,
+            stdout=log if on_line is None else asyncio.subprocess.PIPE,
             stderr=log,
             env={**os.environ, **(env or {})},
             start_new_session=True,
         )
+    reader = asyncio.create_task(_read_lines(process, on_line), name=f"output of {name}")
     try:
         yield Child(name, process, log_path)
     finally:
         await _stop(process)
+        await reader
+
+
+async def _read_lines(process: asyncio.subprocess.Process, on_line: Callable[[str], None] | None) -> None:
+    if process.stdout is not None and on_line is not None:
+        async for line in process.stdout:
+            on_line(line.decode(errors="replace").rstrip("\n"))
 
 
 async def _stop(process: asyncio.subprocess.Process) -> None:
-    """Close the guard's input and wait for its end, also when cancelled again meanwhile: no orphan by a second Ctrl-C."""
+    """Close the guard's input and wait for its end, also when cancelled again: a second Ctrl-C leaves no orphan."""
     assert process.stdin is not None
     process.stdin.close()
     ended = asyncio.ensure_future(process.wait())

@@ -111,7 +111,7 @@ async def test_stale_group_is_dropped_and_its_length_recorded() -> None:
     await buffer.finish(make_group(await buffer.admit(TASK), version=2))
     assert [group.group_id for group in (await buffer.take()).groups] == [3]
     assert buffer.ledger().dropped_stale == 1
-    assert buffer.dropped_lengths == [1, 1]
+    assert buffer.pop_dropped_lengths() == [1, 1]
 
 
 async def test_stale_task_is_asked_again_on_requeue() -> None:

@@ -1,0 +1,121 @@
+"""The three HTTP routes between orchestrator and learner (see wire.py). Knows nothing of what a batch holds."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Protocol
+
+import msgspec
+import uvicorn
+from fastapi import FastAPI, HTTPException, Request, Response
+
+from agentrl import wire
+from agentrl.errors import AgentRLError, ConfigError
+from agentrl.types import Batch, StepOutput, WeightsRef
+
+MAX_BODY_BYTES = 64 * 1024**2
+
+
+class RunOver(AgentRLError):
+    """There will be no further batch."""
+
+
+class LearnerPort(Protocol):
+    """What the learner asks of the orchestrator."""
+
+    async def next_batch(self, policy_version: int) -> Batch:
+        """The batch to consume at this version. Raises RunOver."""
+        ...
+
+    async def step_done(self, output: StepOutput) -> None:
+        """A step was made."""
+        ...
+
+    async def weights_published(self, ref: WeightsRef) -> None:
+        """Returns once every engine holds the weights."""
+        ...
+
+
+def create_app(port: LearnerPort, *, token: str) -> FastAPI:
+    """The app; every route wants `Authorization: Bearer TOKEN`."""
+    app = FastAPI(title="agentrl orchestrator", openapi_url=None)
+
+    def check(request: Request) -> None:
+        if not hmac.compare_digest(request.headers.get("authorization", ""), f"Bearer {token}"):
+            raise HTTPException(401, "wrong or missing token: learner and orchestrator need the same AGENTRL_TOKEN")
+
+    @app.get(wire.BATCH)
+    async def batch(request: Request, policy_version: int) -> Response:
+        check(request)
+        try:
+            async with asyncio.timeout(wire.LONG_POLL_S):
+                return _packed(await port.next_batch(policy_version))
+        except TimeoutError:
+            return Response(status_code=204)
+        except RunOver:
+            return Response(status_code=410)
+
+    @app.post(wire.STEP)
+    async def step(request: Request) -> Response:
+        check(request)
+        await port.step_done(_decoded(await _body(request), StepOutput))
+        return Response(status_code=200)
+
+    @app.post(wire.WEIGHTS)
+    async def weights(request: Request) -> Response:
+        check(request)
+        await port.weights_published(_decoded(await _body(request), WeightsRef))
+        return Response(status_code=200)
+
+    return app
+
+
+async def _body(request: Request) -> bytes:
+    if int(request.headers.get("content-length", 0)) > MAX_BODY_BYTES:
+        raise HTTPException(413, f"bodies are limited to {MAX_BODY_BYTES} bytes")
+    return await request.body()
+
+
+def _packed(record: object) -> Response:
+    return Response(content=wire.encode(record), media_type=wire.MEDIA_TYPE)
+
+
+def _decoded(body: bytes, record_type: type[wire.T]) -> wire.T:
+    try:
+        return wire.decode(body, record_type)
+    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+        raise HTTPException(422, str(error)) from error
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its own signal handlers: Ctrl-C belongs to whoever runs the event loop."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@asynccontextmanager
+async def serving(app: FastAPI, *, host: str, port: int) -> AsyncIterator[str]:
+    """Serve for the length of the block; yields the base URL. Raises ConfigError when the port is taken."""
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except OSError as error:
+        sock.close()
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; choose another port") from error
+    server = _Server(uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=2))
+    task = asyncio.create_task(server.serve(sockets=[sock]), name="batch server")
+    try:
+        yield f"http://{host}:{sock.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        try:
+            await asyncio.wait_for(task, 10)
+        finally:
+            sock.close()

@@ -1,0 +1,38 @@
+# `make` alone lists the targets. Each target sets up what it needs in .venv and is fast the second time.
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+CONFIG ?= configs/quickstart.yaml
+PYTEST_ARGS ?=
+
+.PHONY: help setup train test lint check format lock clean
+help: ## list the targets
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+
+setup: $(READY) ## make .venv with the pinned dependencies
+$(READY): requirements/lock.txt requirements/install.sh pyproject.toml
+	@bash requirements/install.sh $(VENV)
+	@touch $@
+
+train: $(READY) ## train the quickstart: a small model, real vLLM and DeepSpeed, two CPU cores (CONFIG=... for another)
+	@$(BIN)/agentrl train $(CONFIG)
+
+test: $(READY) ## run the tests
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(READY) ## formatting, lint, types
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+
+check: lint test ## everything that must hold before a commit
+
+format: $(READY) ## rewrite the files in the project's format
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+lock: $(READY) ## write what is installed into requirements/lock.txt
+	@$(BIN)/python requirements/freeze.py > requirements/lock.new && mv requirements/lock.new requirements/lock.txt
+
+clean: ## remove runs, models and caches (not .venv)
+	@rm -rf runs models .pytest_cache .mypy_cache .ruff_cache .hypothesis

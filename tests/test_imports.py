@@ -1,0 +1,65 @@
+"""The import rules of the four packages, frozen."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("agentrl", "envs", "sandbox", "trainer")
+HEAVY = ("torch", "vllm", "deepspeed", "transformers")
+
+# Who may import whom. The sandbox knows nobody; agentrl knows the sandbox's client alone.
+ALLOWED = {
+    "sandbox": set(),
+    "agentrl": {"sandbox.client", "sandbox.protocol", "sandbox.__main__", "envs"},
+    "envs": {"agentrl", "sandbox.client", "sandbox.protocol"},
+    "trainer": {"agentrl", "sandbox.client"},
+}
+
+
+def imports_of(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            found.add(node.module)
+    return found
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_packages_import_only_what_the_design_allows(package: str) -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in (ROOT / package).rglob("*.py")
+        for name in imports_of(path)
+        if name.split(".")[0] in PACKAGES and name.split(".")[0] != package
+        if name not in ALLOWED[package] and name.split(".")[0] not in ALLOWED[package]
+    ]
+    assert wrong == []
+
+
+def test_importing_agentrl_loads_nothing_heavy() -> None:
+    code = (
+        "import sys, agentrl, agentrl.env, agentrl.types, agentrl.config, agentrl.rollout, agentrl.orchestrator, "
+        f"agentrl.cli; loaded = set({HEAVY!r}) & set(sys.modules); assert not loaded, loaded"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_importing_the_sandbox_client_loads_no_server() -> None:
+    code = "import sys, sandbox.client; loaded = {'fastapi', 'torch', 'numpy'} & set(sys.modules); assert not loaded, loaded"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_what_is_imported_is_ours(package: str) -> None:
+    # Generic names such as `envs` exist on PyPI.
+    code = f"import {package}; print({package}.__file__)"
+    out = subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True, cwd="/")
+    assert Path(out.stdout.strip()).resolve() == (ROOT / package / "__init__.py").resolve()

@@ -1,0 +1,145 @@
+"""A small Qwen3 policy and its tokenizer, made on the spot, in Hugging Face layout.
+
+Knows the shape of the model, the vocabulary and the chat template. Knows nothing of environments or of training.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from agentrl.config import WarmstartConfig
+from agentrl.errors import ConfigError
+
+HEAD_DIM = 32  # the smallest head that vLLM's CPU attention supports
+MAX_POSITIONS = 4096
+
+END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+SPECIAL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END)
+# Single tokens, yet not special: like Qwen3's own, they survive decoding with skip_special_tokens.
+TOOL_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+
+# Qwen3's ChatML without thinking and with a shorter tool preamble: prompt tokens cost learner time in every episode.
+CHAT_TEMPLATE = r"""
+{%- set system = messages[0].content if messages[0].role == 'system' else '' -%}
+{%- if system or tools -%}
+{{- '<|im_start|>system\n' + system -}}
+{%- if tools -%}
+{{- ('\n\n' if system else '') + '# Tools\n<tools>' -}}
+{%- for tool in tools -%}
+{{- '\n' -}}{{- tool | tojson -}}
+{%- endfor -%}
+{{- '\n</tools>\nCall as <tool_call>\n{"name": NAME, "arguments": ARGUMENTS}\n</tool_call>' -}}
+{%- endif -%}
+{{- '<|im_end|>\n' -}}
+{%- endif -%}
+{%- for message in messages -%}
+{%- if message.role == 'tool' -%}
+{{- '<|im_start|>user' if loop.first or loop.previtem.role != 'tool' else '' -}}
+{{- '\n<tool_response>\n' + message.content + '\n</tool_response>' -}}
+{{- '<|im_end|>\n' if loop.last or loop.nextitem.role != 'tool' else '' -}}
+{%- elif message.role != 'system' -%}
+{{- '<|im_start|>' + message.role + '\n' + (message.content or '') -}}
+{%- for call in message.tool_calls or [] -%}
+{%- set function = call.function or call -%}
+{{- '\n' if message.content or not loop.first else '' -}}
+{{- '<tool_call>\n{"name": ' -}}{{- function.name | tojson -}}{{- ', "arguments": ' -}}
+{{- function.arguments if function.arguments is string else function.arguments | tojson -}}
+{{- '}\n</tool_call>' -}}
+{%- endfor -%}
+{{- '<|im_end|>\n' -}}
+{%- endif -%}
+{%- endfor -%}
+{{- '<|im_start|>assistant\n' if add_generation_prompt else '' -}}
+"""
+
+
+def make_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
+    """Byte-level BPE learned from `texts`; returns a `PreTrainedTokenizerFast` of at most `vocab_size` tokens.
+
+    Every digit is its own token, so a number is copied digit by digit. Elsewhere merges may cross word borders: what
+    an environment says in every episode (tool schema, call syntax, idioms of code) becomes a handful of tokens.
+    Raises ConfigError when `vocab_size` leaves no room for the 256 bytes and the markers.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    markers = (*SPECIAL_TOKENS, *TOOL_TOKENS)
+    if vocab_size < 256 + len(markers):
+        raise ConfigError(f"vocab_size={vocab_size} is too small: 256 bytes and {len(markers)} markers come first")
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex("|".join(_literal(marker) for marker in markers)), behavior="isolated"),
+            pre_tokenizers.Split(Regex(r"\p{N}"), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - len(markers),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        min_frequency=2,
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer)
+    bpe.add_special_tokens(list(SPECIAL_TOKENS))
+    bpe.add_tokens(list(TOOL_TOKENS))
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token=TURN_END, pad_token=END_OF_TEXT, clean_up_tokenization_spaces=False
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def make_model(config: WarmstartConfig, tokenizer: Any, *, seed: int) -> Any:
+    """A randomly initialised float32 `Qwen3ForCausalLM` with tied embeddings. Seeds torch's global generator."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=len(tokenizer),
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_hidden_layers=config.num_layers,
+            num_attention_heads=config.num_heads,
+            num_key_value_heads=config.num_kv_heads,
+            head_dim=HEAD_DIM,
+            max_position_embeddings=MAX_POSITIONS,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            dtype="float32",
+        )
+    )
+
+
+def save(folder: Path, model: Any, tokenizer: Any) -> None:
+    """Write model and tokenizer into `folder`, which appears whole or not at all.
+
+    Raises ConfigError when `folder` exists: a model is never overwritten.
+    """
+    if folder.exists():
+        raise ConfigError(f"{folder} exists already; remove it or choose another model.path")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        temporary.chmod(0o755)
+        model.generation_config.update(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+        os.rename(temporary, folder)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _literal(marker: str) -> str:
+    return marker.replace("|", r"\|")

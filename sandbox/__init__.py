@@ -1,1 +1,1 @@
-"""Runs untrusted code. Imports none of the other packages."""
+"""Runs untrusted Python in isolated sessions, over HTTP. Imports no other package of the project."""

@@ -1,1 +1,1 @@
-"""How model-written code is walled in: one backend a file."""
+"""Ways to isolate a session. `probe.py` picks one; importing this package loads none of them."""

@@ -1,0 +1,156 @@
+"""Command line of the service: `python -m sandbox`. Knows nothing of how sessions work."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import ipaddress
+import json
+import logging
+import os
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+
+from sandbox.backends.base import BackendError
+from sandbox.backends.probe import BACKENDS, start_backend
+from sandbox.pool import Pool, PoolSettings
+from sandbox.protocol import Limits
+
+EXIT_USAGE = 2
+SHUTDOWN_DEADLINE_S = 3
+
+log = logging.getLogger("sandbox")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until SIGTERM or SIGINT. Returns the exit code: 2 when the settings cannot be served, with one line why."""
+    options = _parser().parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    tokens = [token for token in os.environ.get(options.token_env or "", "").split(",") if token]
+    if options.token_env and not tokens:
+        return _refuse(f"the environment variable {options.token_env} holds no token")
+    if not tokens and not _is_loopback(options.host):
+        return _refuse(f"{options.host} can be reached by others: give a token with --token-env NAME")
+    try:
+        listener = _listen(options.host, options.port)
+    except OSError as error:
+        return _refuse(f"cannot listen on {options.host}:{options.port}: {error.strerror or error}")
+    with listener:
+        try:
+            asyncio.run(_serve(options, listener, tokens))
+        except BackendError as error:
+            return _refuse(f"no sandbox can run here: {error}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="sandbox", description="Run untrusted Python in isolated sessions, over HTTP."
+    )
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8321, help="0 takes a free one")
+    parser.add_argument("--backend", choices=BACKENDS, default="auto", help="auto: the strongest that works here")
+    parser.add_argument("--slots", type=int, default=8, help="executions at the same time")
+    parser.add_argument("--warm", type=int, default=None, help="interpreters kept ready (default: as many as slots)")
+    parser.add_argument("--max-sessions", type=int, default=1024)
+    parser.add_argument("--memory-bytes", type=int, default=512 * 1024**2, help="of one session")
+    parser.add_argument("--num-processes", type=int, default=64, help="processes and threads of one session")
+    parser.add_argument("--disk-bytes", type=int, default=64 * 1024**2, help="of a session's work folder, and of /tmp")
+    parser.add_argument("--token-env", metavar="NAME", help="variable with the bearer tokens, one a tenant, by comma")
+    parser.add_argument("--allow-unsafe", action="store_true", help="permit the backend that isolates nothing")
+    parser.add_argument("--ready-fd", type=int, help="write {port, backend} as a JSON line here when serving")
+    parser.add_argument("--alive-fd", type=int, help="stop when this descriptor is closed at its other end")
+    return parser
+
+
+def _refuse(message: str) -> int:
+    sys.stderr.write(f"sandbox: {message}\n")
+    return EXIT_USAGE
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # named protocol: asyncio turns Nagle off only where it can see that it is TCP, which saves 40 ms a call
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(2048)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+async def _serve(options: argparse.Namespace, listener: socket.socket, tokens: Sequence[str]) -> None:
+    import uvicorn  # here, so that --help and the refusals above stay fast
+
+    from sandbox.server import create_app
+
+    class Server(uvicorn.Server):
+        """Leaves signals to this file: uvicorn's own way ends the process before the sandboxes are gone."""
+
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield
+
+    _raise_descriptor_limit()
+    limits = Limits(memory_bytes=options.memory_bytes, num_processes=options.num_processes)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, stop.set)
+    if options.alive_fd is not None:
+        loop.add_reader(options.alive_fd, stop.set)
+    backend = await start_backend(
+        options.backend, limits=limits, disk_bytes=options.disk_bytes, allow_unsafe=options.allow_unsafe
+    )
+    warm = options.slots if options.warm is None else options.warm
+    settings = PoolSettings(slots=options.slots, warm=warm, max_sessions=options.max_sessions, limits=limits)
+    try:
+        async with Pool(backend, settings) as pool:
+            config = uvicorn.Config(
+                create_app(pool, tokens=tokens),
+                lifespan="off",
+                log_level="warning",
+                access_log=False,
+                timeout_graceful_shutdown=SHUTDOWN_DEADLINE_S,
+            )
+            server = Server(config)
+            async with asyncio.TaskGroup() as group:
+                group.create_task(server.serve(sockets=[listener]), name="http")
+                _announce(options.ready_fd, listener.getsockname()[1], backend.name)
+                await stop.wait()
+                server.should_exit = True
+    finally:
+        await backend.stop()
+
+
+def _announce(ready_fd: int | None, port: int, name: str) -> None:
+    """The socket listens already: whoever connects now is answered as soon as the loop turns."""
+    log.info("serving on port %d with the %s backend", port, name)
+    if ready_fd is not None:
+        os.write(ready_fd, json.dumps({"port": port, "backend": name}).encode() + b"\n")
+        os.close(ready_fd)
+
+
+def _raise_descriptor_limit() -> None:
+    """A session holds seven descriptors."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,163 @@
+"""One control group a session, v1 or v2, where the service may write them. Knows nothing of what runs inside."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+_CONTROLLERS = ("memory", "pids", "cpu")
+_CPU_PERIOD_US = 100_000
+
+
+class Cgroup:
+    """The group of one session: a folder per controller under v1, the same folder for all under v2."""
+
+    def __init__(self, folders: Mapping[str, Path], *, is_v2: bool) -> None:
+        self._folders, self._is_v2 = folders, is_v2
+        for folder in set(folders.values()):
+            folder.mkdir()
+
+    def limit(self, *, memory_bytes: int, num_processes: int, cpus: float) -> None:
+        """Set the sums over all processes of the group; `cpus` is in cores."""
+        quota_us = int(cpus * _CPU_PERIOD_US)
+        if self._is_v2:
+            settings = [("memory", "memory.max", str(memory_bytes)), ("cpu", "cpu.max", f"{quota_us} {_CPU_PERIOD_US}")]
+        else:
+            settings = [
+                ("memory", "memory.limit_in_bytes", str(memory_bytes)),
+                ("cpu", "cpu.cfs_quota_us", str(quota_us)),
+            ]
+        for controller, name, value in [*settings, ("pids", "pids.max", str(num_processes))]:
+            if controller in self._folders:
+                (self._folders[controller] / name).write_text(value)
+
+    def attach(self, pid: int) -> None:
+        """Move a process in; what it forks from now on is born inside."""
+        for folder in dict.fromkeys(self._folders.values()):
+            (folder / "cgroup.procs").write_text(str(pid))
+
+    def processes(self) -> list[int]:
+        """Every process inside."""
+        folder = self._folders.get("pids") or next(iter(self._folders.values()))
+        try:
+            return [int(line) for line in (folder / "cgroup.procs").read_text().split()]
+        except OSError:
+            return []
+
+    def num_oom_kills(self) -> int:
+        """How often the kernel killed here for memory."""
+        if "memory" not in self._folders:
+            return 0
+        name = "memory.events" if self._is_v2 else "memory.oom_control"
+        with contextlib.suppress(OSError):
+            for line in (self._folders["memory"] / name).read_text().splitlines():
+                key, _, value = line.partition(" ")
+                if key == "oom_kill":
+                    return int(value)
+        return 0
+
+    def remove(self, *, deadline_s: float = 2.0) -> bool:
+        """Delete the folders once the last process is gone; False when the deadline came first."""
+        return _remove(list(set(self._folders.values())), deadline_s)
+
+
+class CgroupParent:
+    """The service's own group, under which sessions get theirs."""
+
+    def __init__(self, folders: Mapping[str, Path], *, is_v2: bool) -> None:
+        self._folders, self._is_v2 = folders, is_v2
+        self.controllers = tuple(folders)
+
+    def create(self, name: str) -> Cgroup:
+        """Raises OSError."""
+        return Cgroup({key: folder / name for key, folder in self._folders.items()}, is_v2=self._is_v2)
+
+    def remove(self, *, deadline_s: float = 2.0) -> bool:
+        """Delete the group and what is left of its sessions."""
+        folders = [child for folder in set(self._folders.values()) for child in folder.glob("*/")]
+        return _remove([*folders, *set(self._folders.values())], deadline_s)
+
+    @property
+    def folders(self) -> list[str]:
+        """The folders on disk, for whoever cleans up after a killed service."""
+        return [str(folder) for folder in set(self._folders.values())]
+
+
+def open_parent(name: str) -> CgroupParent:
+    """Make a group `name` below the own one, with every controller that can be written. Raises OSError."""
+    places = _own_folders()
+    v1 = {controller: places[controller] for controller in _CONTROLLERS if controller in places}
+    made: dict[str, Path] = {}
+    for controller, folder in v1.items():
+        with contextlib.suppress(OSError):
+            (folder / name).mkdir()
+            made[controller] = folder / name
+    if "memory" in made:
+        return CgroupParent(made, is_v2=False)
+    _remove(list(made.values()), 0.0)
+    if "" not in places:
+        raise OSError("no control group with a memory controller is writable")
+    return _open_v2(places[""], name)
+
+
+def _open_v2(own: Path, name: str) -> CgroupParent:
+    available = (own / "cgroup.controllers").read_text().split()
+    wanted = [controller for controller in _CONTROLLERS if controller in available]
+    if "memory" not in wanted:
+        raise OSError("cgroup v2 has no memory controller here")
+    enable = " ".join(f"+{controller}" for controller in wanted)
+    try:
+        (own / "cgroup.subtree_control").write_text(enable)
+    except OSError:  # a group with processes of its own cannot share out: move them into a leaf
+        leaf = own / f"{name}-service"
+        leaf.mkdir(exist_ok=True)
+        for pid in (own / "cgroup.procs").read_text().split():
+            (leaf / "cgroup.procs").write_text(pid)
+        (own / "cgroup.subtree_control").write_text(enable)
+    folder = own / name
+    folder.mkdir()
+    (folder / "cgroup.subtree_control").write_text(enable)
+    return CgroupParent(dict.fromkeys(wanted, folder), is_v2=True)
+
+
+def _own_folders() -> dict[str, Path]:
+    """Controller -> folder of this process' group; the key "" stands for v2."""
+    own = {}
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        for controller in controllers.split(","):
+            own[controller] = path
+    found = {}
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        left, _, right = line.partition(" - ")
+        kind, _, options = right.split(" ", 2)
+        if kind not in ("cgroup", "cgroup2"):
+            continue
+        root, mountpoint = left.split()[3:5]
+        for controller in {""} if kind == "cgroup2" else set(options.split(",")) & set(_CONTROLLERS):
+            inside = os.path.relpath(own.get(controller, "/"), root)
+            folder = Path(mountpoint) if inside.startswith("..") else Path(mountpoint) / inside
+            found[controller] = folder if folder.is_dir() else Path(mountpoint)
+    return found
+
+
+def _remove(folders: list[Path], deadline_s: float) -> bool:
+    deadline = time.monotonic() + deadline_s
+    while folders := [folder for folder in folders if not _rmdir(folder)]:
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+def _rmdir(folder: Path) -> bool:
+    try:
+        folder.rmdir()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return True

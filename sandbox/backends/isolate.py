@@ -1,0 +1,197 @@
+"""The walls, from the inside: the read-only root all sessions share, then one session's namespaces and limits.
+
+Runs in the zygote and in its children, in this order: `build_root`, `enter_user_namespace`, and in each child
+`isolate_session`. Knows nothing of the service and of what will run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import socket
+import sys
+from dataclasses import dataclass
+
+from sandbox.backends import linux, seccomp
+
+HOST_UID_BASE = 1_600_000_000
+"""Host uids of sessions when the service is root: a range no distribution hands out."""
+NUM_HOST_UIDS = 65_536
+WORK_FOLDER = "/home/sandbox"
+SESSION_UID = 1000
+"""What a session believes its uid is."""
+
+_SYSTEM_FOLDERS = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin")
+_ETC_FILES = ("/etc/ld.so.cache", "/etc/localtime")
+_DEVICES = ("null", "zero", "full", "random", "urandom")
+_PASSWD = f"root:x:0:0:root:/:/bin/false\nsandbox:x:{SESSION_UID}:{SESSION_UID}:sandbox:{WORK_FOLDER}:/bin/false\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionLimits:
+    """What the kernel enforces for one session from the start; the cgroup adds the sums over processes."""
+
+    memory_bytes: int
+    num_processes: int
+    disk_bytes: int  # of each of the work folder, /tmp, /dev/shm
+
+
+def build_root() -> None:
+    """A new root with Python and the system's libraries, read-only. Needs CAP_SYS_ADMIN; raises OSError."""
+    linux.mount("none", "/", None, linux.MS_REC | linux.MS_PRIVATE)
+    sources = _library_folders()
+    if hidden := [source for source in sources if f"{source}/".startswith(("/tmp/", "/dev/", "/proc/", WORK_FOLDER))]:
+        raise OSError(f"Python lives in {hidden[0]}, which sessions replace by a folder of their own")
+    root = next(path for path in ("/mnt", "/media", "/srv", "/opt", "/tmp") if _is_free(path, sources))
+    linux.mount("sandbox", root, "tmpfs", linux.MS_NOSUID, "mode=755,size=1m")
+    for source in sources:
+        _bind(source, root + source)
+    for name in _SYSTEM_FOLDERS:
+        if os.path.islink(name):
+            os.symlink(os.readlink(name), root + name)
+    for folder in ("/dev/shm", "/proc", "/tmp", WORK_FOLDER, "/etc"):
+        os.makedirs(root + folder, mode=0o755, exist_ok=True)
+    for file in (*(f"/dev/{name}" for name in _DEVICES), *_ETC_FILES):
+        if os.path.exists(file):
+            _write(root + file, "")
+            linux.mount(os.path.realpath(file), root + file, None, linux.MS_BIND)
+    _write(root + "/etc/passwd", _PASSWD)
+    _write(root + "/etc/group", f"root:x:0:\nsandbox:x:{SESSION_UID}:\n")
+    os.symlink("/proc/self/fd", root + "/dev/fd")
+    linux.make_readonly(root)
+    # kept whole and uncovered: the kernel lets a user namespace mount /proc only where one is already fully visible
+    linux.mount("/proc", root + "/proc", None, linux.MS_BIND | linux.MS_REC)
+    linux.pivot_into(root)
+
+
+def _library_folders() -> list[str]:
+    """Real folders to show, outermost only."""
+    wanted = {*_SYSTEM_FOLDERS, sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix}
+    real = sorted(
+        path for path in wanted if os.path.isdir(path) and not (path in _SYSTEM_FOLDERS and os.path.islink(path))
+    )
+    return [path for path in real if not any(path.startswith(other + "/") for other in real)]
+
+
+def _is_free(path: str, sources: list[str]) -> bool:
+    return os.path.isdir(path) and not any(f"{source}/".startswith(path + "/") for source in sources)
+
+
+def _bind(source: str, target: str) -> None:
+    os.makedirs(target, mode=0o755, exist_ok=True)
+    linux.mount(source, target, None, linux.MS_BIND | linux.MS_REC)
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+def enter_user_namespace(*, build: bool) -> None:
+    """Own user, pid, mount, net, ipc and uts namespaces, as an unprivileged host uid. The caller forks next.
+
+    As root: the root must be built already, and a helper maps a range of host uids. As a plain user: only the own uid
+    can be mapped, and the root is built inside (`build`). Raises OSError.
+    """
+    all_new = linux.CLONE_NEWNS | linux.CLONE_NEWPID | linux.CLONE_NEWNET | linux.CLONE_NEWIPC | linux.CLONE_NEWUTS
+    uid, gid = os.getuid(), os.getgid()
+    if uid == 0:
+        os.setgroups([])
+        _unshare_mapped(linux.CLONE_NEWUSER | all_new)
+        os.setresgid(0, 0, 0)
+        os.setresuid(0, 0, 0)
+    else:
+        linux.unshare(linux.CLONE_NEWUSER | all_new)
+        linux.set_dumpable()
+        _map_self(0, uid, gid)
+    if build:
+        build_root()
+
+
+def _unshare_mapped(flags: int) -> None:
+    """Unshare while a child that stays real root waits to write the map of this process."""
+    ready_read, ready_write = os.pipe()
+    target = os.getpid()
+    helper = os.fork()
+    if helper == 0:
+        os.close(ready_write)
+        status = 1
+        with contextlib.suppress(OSError):
+            if os.read(ready_read, 1):
+                for name in ("uid_map", "gid_map"):
+                    _write(f"/proc/{target}/{name}", f"0 {HOST_UID_BASE} {NUM_HOST_UIDS}")
+                status = 0
+        os._exit(status)
+    os.close(ready_read)
+    try:
+        linux.unshare(flags)
+        os.write(ready_write, b"1")
+    finally:
+        os.close(ready_write)
+        _, status = os.waitpid(helper, 0)
+    if status:
+        raise OSError("the uid map of the sandbox could not be written")
+
+
+def _map_self(inner: int, uid: int, gid: int) -> None:
+    _write("/proc/self/setgroups", "deny")
+    _write("/proc/self/uid_map", f"{inner} {uid} 1")
+    _write("/proc/self/gid_map", f"{inner} {gid} 1")
+
+
+def mount_proc() -> None:
+    """/proc of this pid namespace, over the one before it."""
+    flags = linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC
+    linux.mount("proc", "/proc", "proc", flags)
+
+
+def isolate_session(*, uid: int, limits: SessionLimits) -> None:
+    """Called as pid 1 of a fresh pid namespace; afterwards this process can hurt only itself. Raises OSError.
+
+    The mounts belong to the zygote's user namespace, so the session's own one has no power over them, even if some
+    kernel bug gave it every capability inside. `uid` counts within the zygote's map (0 when only one uid is mapped).
+    """
+    linux.unshare(linux.CLONE_NEWNS | linux.CLONE_NEWNET | linux.CLONE_NEWIPC | linux.CLONE_NEWUTS)
+    flags = linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC
+    size = f"size={limits.disk_bytes},nr_inodes=10000,uid={uid},gid={uid}"
+    for folder, mode in ((WORK_FOLDER, 700), ("/tmp", 1777), ("/dev/shm", 1777)):
+        linux.mount("sandbox", folder, "tmpfs", flags, f"{size},mode={mode}")
+    linux.mount("proc", "/proc", "proc", flags, "subset=pid,hidepid=2")  # no /proc/sys, no /proc/sysrq-trigger
+    socket.sethostname("sandbox")
+    if uid:
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+    linux.unshare(linux.CLONE_NEWUSER)
+    linux.set_dumpable()
+    _map_self(SESSION_UID, uid, uid)
+    os.chdir(WORK_FOLDER)
+    set_rlimits(limits)
+    linux.drop_capabilities()
+    linux.no_new_privileges()
+    seccomp.install()
+
+
+def set_rlimits(limits: SessionLimits) -> None:
+    """Limits a process cannot lift again."""
+    for name, value in {
+        "RLIMIT_AS": address_space_bytes() + limits.memory_bytes,
+        "RLIMIT_NPROC": limits.num_processes,
+        "RLIMIT_FSIZE": limits.disk_bytes,
+        "RLIMIT_NOFILE": 256,
+        "RLIMIT_CORE": 0,
+        "RLIMIT_MEMLOCK": 0,
+        "RLIMIT_MSGQUEUE": 0,
+        "RLIMIT_SIGPENDING": 1024,
+    }.items():
+        kind = getattr(resource, name)
+        hard = resource.getrlimit(kind)[1]
+        if hard != resource.RLIM_INFINITY:
+            value = min(value, hard)
+        resource.setrlimit(kind, (value, value))
+
+
+def address_space_bytes(pid: int | str = "self") -> int:
+    """Virtual size of a process: what the preloaded libraries already take."""
+    with open(f"/proc/{pid}/statm", encoding="ascii") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()

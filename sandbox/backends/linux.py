@@ -1,0 +1,103 @@
+"""The Linux calls Python does not wrap, each as one function that raises OSError. Knows nothing of sandboxes."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+
+CLONE_NEWNS = 0x00020000
+CLONE_NEWUTS = 0x04000000
+CLONE_NEWIPC = 0x08000000
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWPID = 0x20000000
+CLONE_NEWNET = 0x40000000
+
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
+MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
+MNT_DETACH = 2
+
+_SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+_SYS_CAPSET = {"x86_64": 126, "aarch64": 91}
+_SYS_MOUNT_SETATTR = 442
+_AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_CAPBSET_DROP = 1, 4, 24
+_PR_SET_NO_NEW_PRIVS, _PR_SET_CHILD_SUBREAPER = 38, 36
+
+
+@functools.cache
+def libc() -> ctypes.CDLL:
+    """The C library of this process."""
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _check(result: int, what: str) -> None:
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{what}: {os.strerror(code)}")
+
+
+def _long(*values: int) -> list[ctypes.c_long]:
+    return [ctypes.c_long(value) for value in values]
+
+
+def unshare(flags: int) -> None:
+    """Leave the namespaces named by `flags` for new ones."""
+    _check(libc().unshare(flags), f"unshare({flags:#x})")
+
+
+def setns(fd: int, flags: int) -> None:
+    """Join the namespace behind `fd`."""
+    _check(libc().setns(fd, flags), "setns")
+
+
+def mount(source: str, target: str, kind: str | None, flags: int, data: str = "") -> None:
+    """mount(2)."""
+    arguments = [text.encode() if text is not None else None for text in (source, target, kind)]
+    _check(libc().mount(*arguments, ctypes.c_ulong(flags), data.encode()), f"mount {target}")
+
+
+def make_readonly(path: str) -> None:
+    """The mount at `path` and all below it: read-only, no setuid, no devices (Linux 5.12)."""
+    attributes = (ctypes.c_uint64 * 4)(MS_RDONLY | MS_NOSUID, 0, 0, 0)
+    arguments = [*_long(_SYS_MOUNT_SETATTR, _AT_FDCWD), path.encode(), *_long(_AT_RECURSIVE)]
+    _check(libc().syscall(*arguments, ctypes.byref(attributes), ctypes.c_long(32)), f"mount_setattr {path}")
+
+
+def pivot_into(path: str) -> None:
+    """Make `path` the root and let go of the old one."""
+    os.chdir(path)
+    _check(libc().syscall(*_long(_SYS_PIVOT_ROOT[os.uname().machine]), b".", b"."), "pivot_root")
+    _check(libc().umount2(b".", MNT_DETACH), "umount of the old root")
+    os.chdir("/")
+
+
+def die_with_parent(signum: int) -> None:
+    """Ask the kernel for `signum` when the thread that made this process ends; a change of uid forgets this."""
+    _check(libc().prctl(_PR_SET_PDEATHSIG, *_long(signum, 0, 0, 0)), "prctl(PDEATHSIG)")
+
+
+def adopt_orphans() -> None:
+    """Orphaned descendants become children of this process."""
+    _check(libc().prctl(_PR_SET_CHILD_SUBREAPER, *_long(1, 0, 0, 0)), "prctl(CHILD_SUBREAPER)")
+
+
+def set_dumpable() -> None:
+    """Own /proc/self again after a change of uid."""
+    _check(libc().prctl(_PR_SET_DUMPABLE, *_long(1, 0, 0, 0)), "prctl(DUMPABLE)")
+
+
+def no_new_privileges() -> None:
+    """From here on no exec raises privileges; also what lets a plain user install a filter."""
+    _check(libc().prctl(_PR_SET_NO_NEW_PRIVS, *_long(1, 0, 0, 0)), "prctl(NO_NEW_PRIVS)")
+
+
+def drop_capabilities() -> None:
+    """Empty every capability set, the bounding set first."""
+    for capability in range(64):
+        if libc().prctl(_PR_CAPBSET_DROP, *_long(capability, 0, 0, 0)) < 0:
+            break  # past the last capability this kernel knows
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)
+    empty = (ctypes.c_uint32 * 6)()
+    number = _SYS_CAPSET[os.uname().machine]
+    _check(libc().syscall(*_long(number), ctypes.byref(header), ctypes.byref(empty)), "capset")

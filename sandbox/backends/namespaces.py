@@ -1,0 +1,71 @@
+"""The `namespaces` backend: every session in its own user, pid, mount, net, ipc and uts namespaces, under seccomp.
+
+Works for root (sessions get host uids of their own) and for plain users. Knows nothing of executions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+
+from sandbox.backends import cgroups, seccomp
+from sandbox.backends.base import BackendError, Child
+from sandbox.backends.forkserver import ForkServer
+from sandbox.protocol import Limits
+
+
+class NamespacesBackend:
+    """See base.Backend."""
+
+    name = "namespaces"
+
+    def __init__(self, *, limits: Limits, disk_bytes: int) -> None:
+        self.isolation = ""
+        self.degraded: list[str] = []
+        self._limits, self._disk_bytes = limits, disk_bytes
+        self._cgroups: cgroups.CgroupParent | None = None
+        self._server: ForkServer | None = None
+
+    async def start(self) -> None:
+        """See base.Backend."""
+        if sys.platform != "linux":
+            raise BackendError("namespaces exist on Linux only")
+        try:
+            seccomp.program(os.uname().machine)
+        except KeyError as error:
+            raise BackendError(f"no system call table for this machine: {error}") from error
+        try:
+            self._cgroups = await asyncio.to_thread(cgroups.open_parent, f"sandbox-{os.getpid()}")
+        except OSError as error:
+            self.degraded.append(f"no control groups ({error}): memory is watched by polling, CPU is not shared out")
+        else:
+            missing = {"memory", "pids", "cpu"} - set(self._cgroups.controllers)
+            self.degraded += [f"no {name} control group" for name in sorted(missing)]
+        held = f"cgroup ({', '.join(self._cgroups.controllers)})" if self._cgroups else "memory watchdog"
+        who = "an unprivileged host uid for each session" if os.getuid() == 0 else "the service's own unprivileged uid"
+        self.isolation = (
+            f"user, pid, mount, net, ipc and uts namespaces; {who}; seccomp allow-list; no capabilities; "
+            f"read-only root, sized tmpfs; rlimits; {held}"
+        )
+        self._server = ForkServer(
+            namespaces=True, limits=self._limits, disk_bytes=self._disk_bytes, cgroups=self._cgroups
+        )
+        try:
+            await self._server.start()
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def spawn(self) -> Child:
+        """See base.Backend."""
+        if self._server is None:
+            raise BackendError("the backend is not running")
+        return await self._server.spawn()
+
+    async def stop(self) -> None:
+        """See base.Backend."""
+        if self._server is not None:
+            await self._server.stop()
+        if self._cgroups is not None:
+            await asyncio.to_thread(self._cgroups.remove)

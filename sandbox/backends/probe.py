@@ -1,0 +1,53 @@
+"""Picks the strongest backend that really works here, by running a program in it. Knows no backend's insides."""
+
+from __future__ import annotations
+
+import logging
+
+from sandbox.backends.base import Backend, BackendError
+from sandbox.backends.namespaces import NamespacesBackend
+from sandbox.backends.unsafe import UnsafeBackend
+from sandbox.protocol import Limits
+from sandbox.supervisor import Interpreter
+
+log = logging.getLogger(__name__)
+
+BACKENDS = ("auto", "namespaces", "unsafe")
+"""Names that can be asked for; after `auto`, strongest first."""
+
+
+async def start_backend(name: str, *, limits: Limits, disk_bytes: int, allow_unsafe: bool) -> Backend:
+    """A started backend that has run a program. Never weaker than asked: raises BackendError with every reason."""
+    candidates = BACKENDS[1:] if name == "auto" else (name,)
+    reasons = []
+    for candidate in candidates:
+        backend: Backend
+        if candidate == "namespaces":
+            backend = NamespacesBackend(limits=limits, disk_bytes=disk_bytes)
+        elif candidate == "unsafe":
+            backend = UnsafeBackend(limits=limits, disk_bytes=disk_bytes, allow_unsafe=allow_unsafe)
+        else:
+            raise BackendError(f"unknown backend {candidate!r}: one of {', '.join(BACKENDS)}")
+        try:
+            await backend.start()
+            await _try_out(backend)
+        except BackendError as error:
+            await backend.stop()
+            reasons.append(f"{candidate}: {error}")
+            continue
+        except BaseException:
+            await backend.stop()
+            raise
+        log.info("backend %s: %s", backend.name, backend.isolation)
+        return backend
+    raise BackendError("; ".join(reasons))
+
+
+async def _try_out(backend: Backend) -> None:
+    interpreter = await Interpreter.start(backend)
+    try:
+        result = await interpreter.execute("6 * 7", timeout_s=10.0, max_output_bytes=1000, stdin=None, seed=None)
+        if result.result != "42":
+            raise BackendError(f"a test program failed: {result.status} {result.stderr} {result.traceback}")
+    finally:
+        await interpreter.close()

@@ -1,0 +1,79 @@
+"""Builds and installs the system call filter of a session: an allow-list in classic BPF.
+
+Own code because the Python bindings of libseccomp are stale and need the C library on the machine. Knows nothing of
+namespaces.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import struct
+
+from sandbox.backends import linux, syscalls
+
+_AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+_X32_BIT = 0x40000000
+
+_LOAD, _JEQ, _JGE, _JSET, _RET = 0x20, 0x15, 0x35, 0x45, 0x06
+_OFFSET_NR, _OFFSET_ARCH, _OFFSET_ARGS = 0, 4, 16
+_ALLOW, _KILL_PROCESS, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+
+_NAMESPACE_FLAGS = 0x7E020080  # CLONE_NEW* of clone(2), time included
+_AF_UNIX = 1
+_IOCTLS = [0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451]  # TCGETS TIOCGWINSZ FIONREAD FIONBIO FIONCLEX FIOCLEX
+_PRCTLS = [3, 15, 16, 0x53564D41]  # GET_DUMPABLE SET_NAME GET_NAME SET_VMA
+
+_SECCOMP_MODE_FILTER, _PR_SET_SECCOMP = 2, 22
+
+Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, constant
+
+
+def program(machine: str) -> bytes:
+    """The filter as `struct sock_filter[]`. Raises KeyError for a machine without a table."""
+    special = syscalls.CONDITIONAL[machine]
+    refuse: Instruction = (_RET, 0, 0, _ERRNO | errno.EPERM)
+    code: list[Instruction] = [
+        (_LOAD, 0, 0, _OFFSET_ARCH),
+        (_JEQ, 1, 0, _AUDIT_ARCH[machine]),
+        (_RET, 0, 0, _KILL_PROCESS),
+        (_LOAD, 0, 0, _OFFSET_NR),
+        (_JGE, 0, 1, _X32_BIT),
+        refuse,
+    ]
+    for number in syscalls.allowed(machine):
+        code += [(_JEQ, 0, 1, number), (_RET, 0, 0, _ALLOW)]
+    code += _when(special["clone3"], [(_RET, 0, 0, _ERRNO | errno.ENOSYS)])  # libc falls back to clone
+    code += _when(special["clone"], [_argument(0), (_JSET, 1, 0, _NAMESPACE_FLAGS), (_RET, 0, 0, _ALLOW), refuse])
+    for name, argument, values in (("socket", 0, [_AF_UNIX]), ("ioctl", 1, _IOCTLS), ("prctl", 0, _PRCTLS)):
+        body = [_argument(argument)]
+        for value in values:
+            body += [(_JEQ, 0, 1, value), (_RET, 0, 0, _ALLOW)]
+        code += _when(special[name], [*body, refuse])
+    code.append(refuse)
+    return b"".join(struct.pack("=HBBI", *instruction) for instruction in code)
+
+
+def _argument(index: int) -> Instruction:
+    """Load the low half of an argument (both machines are little-endian); the kernel ignores the rest of an int."""
+    return (_LOAD, 0, 0, _OFFSET_ARGS + 8 * index)
+
+
+def _when(number: int, body: list[Instruction]) -> list[Instruction]:
+    """`body` (which must return) for the call `number`."""
+    return [(_JEQ, 0, len(body), number), *body]
+
+
+class _Program(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_void_p))
+
+
+def install() -> None:
+    """Put the filter on this thread and all it makes. Needs no_new_privileges() first. Raises OSError."""
+    code = program(os.uname().machine)
+    buffer = ctypes.create_string_buffer(code, len(code))
+    block = _Program(len(code) // 8, ctypes.cast(buffer, ctypes.c_void_p))
+    arguments = [ctypes.c_long(_SECCOMP_MODE_FILTER), ctypes.byref(block), ctypes.c_long(0), ctypes.c_long(0)]
+    if linux.libc().prctl(_PR_SET_SECCOMP, *arguments) < 0:
+        raise OSError(ctypes.get_errno(), "prctl(SECCOMP) refused the filter")

@@ -1,0 +1,36 @@
+"""The `unsafe` backend: resource limits and nothing else. For trusted code on machines where nothing better runs.
+
+A program can read this user's files, reach the network and signal this user's processes. Knows nothing of executions.
+"""
+
+from __future__ import annotations
+
+from sandbox.backends.base import BackendError, Child
+from sandbox.backends.forkserver import ForkServer
+from sandbox.protocol import Limits
+
+
+class UnsafeBackend:
+    """See base.Backend."""
+
+    name = "unsafe"
+
+    def __init__(self, *, limits: Limits, disk_bytes: int, allow_unsafe: bool) -> None:
+        self.isolation = "UNSAFE: resource limits only; programs reach this user's files, processes and network"
+        self.degraded = ["UNSAFE: no isolation"]
+        self._allow_unsafe = allow_unsafe
+        self._server = ForkServer(namespaces=False, limits=limits, disk_bytes=disk_bytes, cgroups=None)
+
+    async def start(self) -> None:
+        """See base.Backend."""
+        if not self._allow_unsafe:
+            raise BackendError("the unsafe backend isolates nothing: it starts only with --allow-unsafe")
+        await self._server.start()
+
+    async def spawn(self) -> Child:
+        """See base.Backend."""
+        return await self._server.spawn()
+
+    async def stop(self) -> None:
+        """See base.Backend."""
+        await self._server.stop()

@@ -1,0 +1,191 @@
+"""The process that imports the libraries once and forks a walled-in interpreter for every session.
+
+Single-threaded, so that forking is safe; as pid 1 of a pid namespace around all sessions, so that its death, whatever
+the cause, ends every one of them. Knows nothing of HTTP, of executions and of who asks.
+Messages are JSON packets on one socket: {op: spawn, id, ...} with the descriptors control, stdout, stderr comes in;
+{event: ready | failed | spawned | exit, ...} goes out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import traceback
+from typing import Any, NoReturn
+
+from sandbox import worker
+from sandbox.backends import isolate, linux
+
+_MAX_PACKET_BYTES = 65_536
+_CONTROL_FD = 3
+_SETUP_FAILED = 70  # EX_SOFTWARE
+
+
+def main(config_json: str) -> None:
+    """Entry point of the zygote's process; returns when the service hangs up."""
+    config = json.loads(config_json)
+    control = socket.socket(fileno=config["fd"])
+    try:
+        linux.die_with_parent(signal.SIGKILL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if config["namespaces"]:
+            _enter_walls()
+        _preload(config["preload"])
+    except Exception as error:
+        _send(control, {"event": "failed", "error": f"{type(error).__name__}: {error}"})
+        return
+    Zygote(control, namespaces=config["namespaces"]).serve()
+
+
+def _enter_walls() -> None:
+    """Move into the shared namespaces; the calling process stays outside, waits, and never returns from here."""
+    is_root = os.getuid() == 0
+    if is_root:
+        linux.unshare(linux.CLONE_NEWNS)
+        isolate.build_root()
+    isolate.enter_user_namespace(build=not is_root)
+    linux.die_with_parent(signal.SIGKILL)
+    if pid := os.fork():
+        os.closerange(3, 256)
+        os.waitpid(pid, 0)
+        os._exit(0)
+    linux.die_with_parent(signal.SIGKILL)
+    isolate.mount_proc()
+
+
+def _preload(modules: list[str]) -> None:
+    for name in modules:
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module(name)
+    if "sympy" in sys.modules:
+        sympy = sys.modules["sympy"]
+        sympy.solve(sympy.sympify("x**2 - 2"))  # pulls in what sympy imports on first use
+    gc.collect()
+    gc.freeze()  # a collection in a child would otherwise copy every page
+
+
+class Zygote:
+    """The fork loop."""
+
+    def __init__(self, control: socket.socket, *, namespaces: bool) -> None:
+        self._control, self._namespaces = control, namespaces
+        self._ids: dict[int, str] = {}  # pid -> id
+        self._own_pid_namespace = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+
+    def serve(self) -> None:
+        """Fork on request and report ends, until the service hangs up."""
+        wake_read, wake_write = os.pipe()
+        os.set_blocking(wake_read, False)
+        os.set_blocking(wake_write, False)
+        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        if not self._namespaces:
+            linux.adopt_orphans()
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._control, selectors.EVENT_READ)
+            selector.register(wake_read, selectors.EVENT_READ)
+            _send(self._control, {"event": "ready"})
+            while True:
+                for key, _ in selector.select():
+                    if key.fileobj is not self._control:
+                        with contextlib.suppress(BlockingIOError):
+                            os.read(wake_read, 4096)
+                    elif not self._answer():
+                        return
+                self._reap()
+
+    def _answer(self) -> bool:
+        packet, fds, _, _ = socket.recv_fds(self._control, _MAX_PACKET_BYTES, 3)
+        if not packet:
+            return False
+        request = json.loads(packet)
+        try:
+            pid = self._fork(request, fds)
+        except OSError as error:
+            _send(self._control, {"event": "exit", "id": request["id"], "error": str(error)})
+            return True
+        finally:
+            for fd in fds:
+                os.close(fd)
+        self._ids[pid] = request["id"]
+        handle = os.pidfd_open(pid)
+        _send(self._control, {"event": "spawned", "id": request["id"]}, [handle])
+        os.close(handle)
+        return True
+
+    def _fork(self, request: dict[str, Any], fds: list[int]) -> int:
+        if self._namespaces:
+            # the first child of a process after unshare(NEWPID) is pid 1; going home first lets us do it again
+            linux.setns(self._own_pid_namespace, linux.CLONE_NEWPID)
+            linux.unshare(linux.CLONE_NEWPID)
+        pid = os.fork()
+        if pid == 0:
+            _become_session(request, fds, namespaces=self._namespaces)
+        return pid
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status, usage = os.wait4(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if (name := self._ids.pop(pid, None)) is not None:
+                report = {
+                    "exit_code": os.waitstatus_to_exitcode(status),
+                    "cpu_s": usage.ru_utime + usage.ru_stime,
+                    "peak_rss_bytes": usage.ru_maxrss * 1024,
+                }
+                _send(self._control, {"event": "exit", "id": name, **report})
+
+
+def _become_session(request: dict[str, Any], fds: list[int], *, namespaces: bool) -> NoReturn:
+    """In the child: descriptors, walls, limits, then the worker. Never returns."""
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        _arrange_descriptors(fds)
+        os.setsid()
+        limits = isolate.SessionLimits(**request["limits"])
+        if namespaces:
+            isolate.isolate_session(uid=request["uid"], limits=limits)
+        else:
+            linux.die_with_parent(signal.SIGKILL)
+            os.chdir(request["folder"])
+            os.environ["HOME"] = os.environ["TMPDIR"] = request["folder"]
+            isolate.set_rlimits(limits)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed()  # else every session without a seed would draw the same numbers
+        worker.Worker(_CONTROL_FD, _CONTROL_FD).serve()
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.write(_CONTROL_FD, b"\n" + json.dumps({"failed": traceback.format_exc()[-4000:]}).encode() + b"\n")
+        os._exit(_SETUP_FAILED)
+    os._exit(0)
+
+
+def _arrange_descriptors(fds: list[int]) -> None:
+    """0: /dev/null, 1: stdout, 2: stderr, 3: control; everything else that was inherited is closed."""
+    null = os.open("/dev/null", os.O_RDONLY)
+    control, stdout, stderr = fds
+    high = [os.dup(fd) for fd in (null, stdout, stderr, control)]
+    floor = max(high) + 1
+    moved: list[int] = []
+    for fd in high:  # above every target, so that no dup2 below overwrites a source
+        os.dup2(fd, floor + 8 + len(moved))
+        moved.append(floor + 8 + len(moved))
+    for target, fd in enumerate(moved):
+        os.dup2(fd, target, inheritable=False)
+    os.closerange(4, os.sysconf("SC_OPEN_MAX"))
+
+
+def _send(control: socket.socket, message: dict[str, Any], fds: list[int] | None = None) -> None:
+    socket.send_fds(control, [json.dumps(message).encode()], fds or [])

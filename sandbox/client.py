@@ -1,0 +1,304 @@
+"""Async client of the service: sessions over pooled HTTP, retries for infrastructure only. Loads no server code.
+
+Knows nothing of episodes and rewards: what a program does is a result, what the service fails to do is an exception.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import secrets
+import sys
+import time
+import uuid
+from collections.abc import AsyncIterator, Generator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import httpx
+
+from sandbox.protocol import INFRA_STATUSES, ExecRequest, ExecResult, Health, Limits, SessionReply, SessionRequest
+
+MAX_ATTEMPTS = 6
+BACKOFF_S = 0.1  # doubles, with jitter, up to BACKOFF_MAX_S
+BACKOFF_MAX_S = 5.0
+CALL_DEADLINE_S = 30.0
+EXEC_QUEUE_DEADLINE_S = 300.0
+"""How long an execution may wait for a slot beyond its own time limit."""
+START_DEADLINE_S = 90.0
+STOP_DEADLINE_S = 15.0
+
+
+class SandboxUnavailable(RuntimeError):
+    """The service failed, is gone, or has no room, after the retries. Never the program's fault."""
+
+
+class SessionLost(SandboxUnavailable):
+    """The service no longer knows this session: it restarted, or the session expired."""
+
+
+class SandboxClient:
+    """`async with SandboxClient(url, token=...) as client:`, or `SandboxClient.embedded()` for a local service."""
+
+    def __init__(self, url: str, token: str | None = None) -> None:
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
+        self.url = url
+        self._http = httpx.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=None, trust_env=False)
+
+    async def __aenter__(self) -> SandboxClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Close the connections; sessions that are still open expire on their own."""
+        await self._http.aclose()
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def embedded(
+        cls, backend: str = "auto", slots: int = 8, **options: int | bool
+    ) -> AsyncIterator[SandboxClient]:
+        """A service of our own on a free port of 127.0.0.1, gone at the end, also when this process is killed.
+
+        `options` are the flags of `python -m sandbox`: `memory_bytes=2**28, allow_unsafe=True`.
+        Raises SandboxUnavailable when no backend works here.
+        """
+        async with _local_service(backend, slots, options) as (url, token), cls(url, token) as client:
+            yield client
+
+    def session(self, *, seed: int | None = None, limits: Limits | None = None, ttl_s: float | None = None) -> _Lease:
+        """`async with client.session() as session:` or `session = await client.session()` and `session.close()`."""
+        return _Lease(self, SessionRequest(seed=seed, limits=limits, ttl_s=ttl_s, idempotency_key=uuid.uuid4().hex))
+
+    async def open_session(
+        self, *, seed: int | None = None, limits: Limits | None = None, ttl_s: float | None = None
+    ) -> SandboxSession:
+        """An open session; the caller closes it. Raises SandboxUnavailable."""
+        return await self.session(seed=seed, limits=limits, ttl_s=ttl_s)
+
+    async def health(self) -> Health:
+        """What the service says of itself. Raises SandboxUnavailable."""
+        return Health.model_validate_json(await self.call("GET", "/healthz"))
+
+    async def call(
+        self, method: str, path: str, *, content: bytes | None = None, deadline_s: float = CALL_DEADLINE_S
+    ) -> bytes:
+        """One request with retries, all within `deadline_s`. Raises SandboxUnavailable, SessionLost, ValueError."""
+        deadline = time.monotonic() + deadline_s
+        problem = "no attempt was made"
+        for attempt in range(MAX_ATTEMPTS):
+            wait_s = 0.0
+            try:
+                async with asyncio.timeout(deadline - time.monotonic()):
+                    response = await self._http.request(method, path, content=content)
+            except (httpx.TransportError, TimeoutError) as error:
+                problem = f"{type(error).__name__}: {error}"
+            else:
+                if not (reason := _infra_failure(response)):
+                    return response.content
+                problem = reason
+                wait_s = float(response.headers.get("retry-after", 0))
+            wait_s = max(wait_s, min(BACKOFF_S * 2**attempt, BACKOFF_MAX_S)) * random.uniform(0.5, 1.0)
+            if attempt == MAX_ATTEMPTS - 1 or time.monotonic() + wait_s >= deadline:
+                break
+            await asyncio.sleep(wait_s)
+        raise SandboxUnavailable(f"{method} {self.url}{path.split('/sessions/')[0]}: {problem}")
+
+
+def _infra_failure(response: httpx.Response) -> str:
+    """Why to try again, or "" when the answer counts. Raises what no retry mends."""
+    text = response.text[:500] if response.status_code != 200 else ""
+    match response.status_code:
+        case 200:
+            return ""
+        case 404 if "session_lost" in text:
+            raise SessionLost("the sandbox service no longer knows this session")
+        case 429 | 503:
+            return text
+        case 401:
+            raise SandboxUnavailable("the sandbox service refused the token")
+        case code if code >= 500:
+            return f"HTTP {code}: {text}"
+        case code:
+            raise ValueError(f"the sandbox service refused the request: HTTP {code}: {text}")
+
+
+class SandboxSession:
+    """A persistent interpreter. Calls of one session run one after the other."""
+
+    def __init__(self, client: SandboxClient, reply: SessionReply) -> None:
+        self._client, self._path = client, f"/v1/sessions/{reply.session_id}"
+        self.limits = reply.limits
+        self._closed = False
+
+    async def __aenter__(self) -> SandboxSession:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def exec(
+        self,
+        code: str,
+        timeout_s: float | None = None,
+        *,
+        stdin: str | None = None,
+        max_output_bytes: int | None = None,
+    ) -> ExecResult:
+        """Run code and say what happened; whatever the program does is a result.
+
+        Raises SandboxUnavailable for failures of the service (SessionLost when it forgot the session), ValueError for
+        a request it can never serve.
+        """
+        order: dict[str, Any] = {"exec_id": uuid.uuid4().hex, "code": code, "stdin": stdin}
+        order |= {"timeout_s": timeout_s} if timeout_s is not None else {}
+        order |= {"max_output_bytes": max_output_bytes} if max_output_bytes is not None else {}
+        request = ExecRequest(**order)
+        deadline_s = request.timeout_s + EXEC_QUEUE_DEADLINE_S
+        for attempt in range(MAX_ATTEMPTS):
+            # json.dumps, not pydantic: the code may hold lone surrogates, which travel escaped
+            body = json.dumps(order).encode()
+            content = await self._client.call("POST", f"{self._path}/exec", content=body, deadline_s=deadline_s)
+            result = ExecResult.model_validate_json(content)
+            if result.status not in INFRA_STATUSES:
+                return result
+            order["exec_id"] = uuid.uuid4().hex  # the same id would only get the same answer
+            await asyncio.sleep(min(BACKOFF_S * 2**attempt, BACKOFF_MAX_S))
+        raise SandboxUnavailable(f"{result.status}: {result.stderr}")
+
+    async def put_file(self, path: str, data: bytes) -> None:
+        """Write below the session's work folder. Raises SandboxUnavailable, ValueError (path or size refused)."""
+        await self._client.call("PUT", f"{self._path}/files/{path}", content=data)
+
+    async def get_file(self, path: str) -> bytes:
+        """Read from the session's work folder. Raises SandboxUnavailable, ValueError (no file, a link, too large)."""
+        return await self._client.call("GET", f"{self._path}/files/{path}")
+
+    async def close(self) -> None:
+        """Give the session back. Safe to call twice, under cancellation, and after the service is gone."""
+        if self._closed:
+            return
+        self._closed = True
+        request = asyncio.create_task(self._delete())
+        try:
+            await asyncio.shield(request)
+        except asyncio.CancelledError:
+            await request  # bounded by its own deadline
+            raise
+
+    async def _delete(self) -> None:
+        with contextlib.suppress(httpx.HTTPError, TimeoutError):  # it expires there, or is gone already
+            async with asyncio.timeout(CALL_DEADLINE_S / 6):
+                await self._client._http.delete(self._path)
+
+
+class _Lease:
+    """What `client.session()` returns: awaitable, and an async context manager."""
+
+    def __init__(self, client: SandboxClient, request: SessionRequest) -> None:
+        self._client, self._request = client, request
+        self._session: SandboxSession | None = None
+
+    def __await__(self) -> Generator[Any, None, SandboxSession]:
+        return self._open().__await__()
+
+    async def _open(self) -> SandboxSession:
+        content = await self._client.call("POST", "/v1/sessions", content=self._request.model_dump_json().encode())
+        return SandboxSession(self._client, SessionReply.model_validate_json(content))
+
+    async def __aenter__(self) -> SandboxSession:
+        self._session = await self._open()
+        return self._session
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+
+@contextlib.asynccontextmanager
+async def _local_service(backend: str, slots: int, options: dict[str, int | bool]) -> AsyncIterator[tuple[str, str]]:
+    """(url, token) of a child process that ends with this block, or with this process."""
+    token = secrets.token_urlsafe(24)
+    ready_read, ready_write = os.pipe()
+    alive_read, alive_write = os.pipe()  # held open by this process only: its end, however it comes, is the signal
+    command = [sys.executable, "-m", "sandbox", "--port", "0", "--backend", backend, "--slots", str(slots)]
+    command += ["--token-env", "SANDBOX_TOKEN", "--ready-fd", str(ready_write), "--alive-fd", str(alive_read)]
+    for name, value in options.items():
+        flag = f"--{name.replace('_', '-')}"
+        command += [flag] if value is True else [] if value is False else [flag, str(value)]
+    path = os.pathsep.join([_package_root(), *filter(None, [os.environ.get("PYTHONPATH")])])
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            env={**os.environ, "PYTHONPATH": path, "SANDBOX_TOKEN": token},
+            pass_fds=[ready_write, alive_read],
+            stdin=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for the owner, who then stops the service
+        )
+    finally:
+        os.close(ready_write)
+        os.close(alive_read)
+    errors: list[str] = []
+    reader = asyncio.create_task(_collect_errors(process, errors))
+    try:
+        port = await _read_ready(ready_read, errors, reader)
+        yield f"http://127.0.0.1:{port}", token
+    finally:
+        os.close(alive_write)
+        await asyncio.shield(_stop(process, reader))
+
+
+def _package_root() -> str:
+    return str(Path(__file__).resolve().parents[1])
+
+
+async def _collect_errors(process: asyncio.subprocess.Process, errors: list[str]) -> None:
+    """Keep the last lines the service said, so that its pipe never fills."""
+    assert process.stderr is not None
+    while line := await process.stderr.readline():
+        errors.append(line.decode("utf-8", "replace").rstrip())
+        del errors[:-20]
+
+
+async def _read_ready(fd: int, errors: list[str], reader: asyncio.Task[None]) -> int:
+    loop = asyncio.get_running_loop()
+    readable = asyncio.Event()
+    loop.add_reader(fd, readable.set)
+    try:
+        async with asyncio.timeout(START_DEADLINE_S):
+            await readable.wait()
+            line = os.read(fd, 4096)
+            if line:
+                return int(json.loads(line)["port"])
+            await reader  # it ended: let its last words come in
+    except TimeoutError:
+        errors.append("it was not ready in time")
+    finally:
+        loop.remove_reader(fd)
+        os.close(fd)
+    raise SandboxUnavailable(f"the local sandbox service did not start: {errors[-1] if errors else 'no reason given'}")
+
+
+async def _stop(process: asyncio.subprocess.Process, reader: asyncio.Task[None]) -> None:
+    """The closed pipe has told it to stop; if it does not, kill it: the kernel then ends its sandboxes."""
+    try:
+        async with asyncio.timeout(STOP_DEADLINE_S):
+            await process.wait()
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+    await reader

@@ -1,0 +1,318 @@
+"""Sessions, the slots they execute on, and interpreters kept ready. Knows nothing of HTTP nor of any one backend."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import logging
+import secrets
+import time
+from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, TypeVar
+
+from sandbox.backends.base import Backend, BackendError
+from sandbox.protocol import MAX_FILE_BYTES, ExecRequest, ExecResult, Limits
+from sandbox.supervisor import Interpreter
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+FILE_TIMEOUT_S = 10.0
+NUM_KEPT_RESULTS = 16  # per session, for clients that ask again
+NUM_KEPT_KEYS = 4096
+REAP_INTERVAL_S = 5.0
+REFILL_PAUSE_S = 1.0
+
+
+class Overloaded(Exception):
+    """No room now; the message says for what."""
+
+
+class UnknownSession(Exception):
+    """No such session for this tenant: never opened, closed, expired, or lost with an earlier service."""
+
+
+class FileRefused(Exception):
+    """The session's answer to a file request was no."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Session:
+    """One tenant's interpreter over time. The interpreter itself is taken from the warm ones at the first call."""
+
+    id: str
+    tenant: str
+    limits: Limits
+    seed: int | None
+    ttl_s: float
+    last_used_s: float
+    interpreter: Interpreter | None = None
+    has_state: bool = False  # something has run since the start: a fresh interpreter means a loss
+    closed: bool = False
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    results: OrderedDict[str, asyncio.Task[ExecResult]] = field(default_factory=OrderedDict)
+
+
+@dataclass(slots=True, kw_only=True)
+class PoolSettings:
+    """Sizes of a pool."""
+
+    slots: int = 8
+    warm: int = 8
+    max_sessions: int = 1024
+    max_queue: int = 4096
+    default_ttl_s: float = 3600.0
+    limits: Limits = field(default_factory=Limits)
+
+
+class Pool:
+    """`async with Pool(...)`: keeps interpreters warm while open, ends all of them at the end."""
+
+    def __init__(self, backend: Backend, settings: PoolSettings) -> None:
+        self.backend, self.settings = backend, settings
+        self.num_running = 0
+        self.num_queued = 0
+        self._sessions: dict[str, Session] = {}
+        self._keys: OrderedDict[tuple[str, str], str] = OrderedDict()
+        self._slots = asyncio.Semaphore(settings.slots)
+        self._warm: deque[Interpreter] = deque()
+        self._wants_refill = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Pool:
+        self._background(self._keep_warm(), "warm interpreters")
+        self._background(self._close_expired(), "expired sessions")
+        self._wants_refill.set()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        tasks: list[asyncio.Task[Any]] = list(self._tasks)
+        for session in self._sessions.values():
+            tasks += [task for task in session.results.values() if not task.done()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        interpreters = [session.interpreter for session in self._sessions.values() if session.interpreter]
+        await asyncio.gather(*(one.close() for one in [*interpreters, *self._warm]), return_exceptions=True)
+        self._sessions.clear()
+        self._warm.clear()
+
+    @property
+    def num_sessions(self) -> int:
+        """Open sessions."""
+        return len(self._sessions)
+
+    @property
+    def num_warm(self) -> int:
+        """Interpreters ready for a session."""
+        return len(self._warm)
+
+    # -- sessions -----------------------------------------------------------------------------------------------
+
+    def open_session(
+        self, *, tenant: str, limits: Limits | None, ttl_s: float | None, seed: int | None, key: str | None
+    ) -> Session:
+        """A new session, or the one this tenant opened under the same key. Raises Overloaded."""
+        if key is not None and (known := self._sessions.get(self._keys.get((tenant, key), ""))) is not None:
+            return known
+        if len(self._sessions) >= self.settings.max_sessions:
+            raise Overloaded(f"{self.settings.max_sessions} sessions are open")
+        session = Session(
+            id=secrets.token_urlsafe(24),
+            tenant=tenant,
+            limits=self._clamp(limits),
+            seed=seed,
+            ttl_s=min(ttl_s or self.settings.default_ttl_s, self.settings.default_ttl_s),
+            last_used_s=time.monotonic(),
+        )
+        self._sessions[session.id] = session
+        if key is not None:
+            self._keys[tenant, key] = session.id
+            if len(self._keys) > NUM_KEPT_KEYS:
+                self._keys.popitem(last=False)
+        return session
+
+    def _clamp(self, limits: Limits | None) -> Limits:
+        most = self.settings.limits
+        if limits is None:
+            return most
+        return Limits(
+            memory_bytes=min(limits.memory_bytes, most.memory_bytes),
+            num_processes=min(limits.num_processes, most.num_processes),
+        )
+
+    def find(self, session_id: str, tenant: str) -> Session:
+        """Raises UnknownSession, also for another tenant's session."""
+        session = self._sessions.get(session_id)
+        if session is None or session.tenant != tenant:
+            raise UnknownSession(session_id)
+        session.last_used_s = time.monotonic()
+        return session
+
+    def close_session(self, session: Session) -> None:
+        """Forget it at once; its interpreter ends in the background, with the call it may be in."""
+        session.closed = True
+        self._sessions.pop(session.id, None)
+        for task in session.results.values():
+            task.cancel()
+        if session.interpreter is not None:
+            self._discard(session.interpreter)
+            session.interpreter = None
+
+    # -- calls --------------------------------------------------------------------------------------------------
+
+    def execute(self, session: Session, request: ExecRequest) -> asyncio.Task[ExecResult]:
+        """The execution as a task: the same one for the same exec_id. Raises Overloaded. Cancel it to stop it."""
+        if (known := session.results.get(request.exec_id)) is not None:
+            return known
+        if self.num_queued >= self.settings.max_queue:
+            raise Overloaded(f"{self.settings.max_queue} executions are waiting")
+        task = asyncio.create_task(self._execute(session, request), name="execution")
+        session.results[request.exec_id] = task
+        for old in [key for key, one in session.results.items() if one.done()][:-NUM_KEPT_RESULTS]:
+            del session.results[old]
+        return task
+
+    async def _execute(self, session: Session, request: ExecRequest) -> ExecResult:
+        arrived = time.monotonic()
+        try:
+            return await self._on_a_slot(
+                session, lambda one, is_fresh: self._run(session, request, one, is_fresh, arrived)
+            )
+        except asyncio.CancelledError:
+            # the record says so to whoever asks again; a failure of the service's own, never an observation
+            return ExecResult(status="sandbox_error", stderr="cancelled: the client went away or closed the session")
+        except BackendError as error:
+            log.error("an execution failed for the sandbox's own reasons: %s", error)
+            return ExecResult(status="sandbox_error", stderr=str(error), queue_s=time.monotonic() - arrived)
+
+    async def _run(
+        self, session: Session, request: ExecRequest, interpreter: Interpreter, is_fresh: bool, arrived: float
+    ) -> ExecResult:
+        queue_s = time.monotonic() - arrived
+        result = await interpreter.execute(
+            request.code,
+            timeout_s=request.timeout_s,
+            max_output_bytes=request.max_output_bytes,
+            stdin=request.stdin,
+            seed=session.seed if is_fresh else None,
+        )
+        state_lost = is_fresh and session.has_state
+        session.has_state = True
+        return result.model_copy(update={"queue_s": queue_s, "state_lost": state_lost})
+
+    async def put_file(self, session: Session, path: str, data: bytes) -> None:
+        """Write a file below the session's work folder. Raises FileRefused, BackendError, Overloaded."""
+        await self._transfer(session, {"op": "put", "path": path, "data": base64.b64encode(data).decode()})
+        session.has_state = True
+
+    async def get_file(self, session: Session, path: str) -> bytes:
+        """Read one. Raises FileRefused, BackendError, Overloaded."""
+        answer = await self._transfer(session, {"op": "get", "path": path, "max_bytes": MAX_FILE_BYTES})
+        try:
+            return base64.b64decode(str(answer), validate=True)
+        except ValueError as error:
+            raise FileRefused("the session's answer is not a file") from error
+
+    async def _transfer(self, session: Session, request: dict[str, object]) -> object:
+        async def transfer(interpreter: Interpreter, _is_fresh: bool) -> object:
+            frame = await interpreter.transfer(request, timeout_s=FILE_TIMEOUT_S, max_frame_bytes=2 * MAX_FILE_BYTES)
+            if frame.get("ok") is not True:
+                raise FileRefused(str(frame.get("traceback"))[:500])
+            return frame.get("result")
+
+        return await self._on_a_slot(session, transfer)
+
+    async def _on_a_slot(self, session: Session, work: Callable[[Interpreter, bool], Awaitable[T]]) -> T:
+        """`work(interpreter, is_fresh)` once the session is free and a slot is. Raises BackendError."""
+        self.num_queued += 1
+        is_queued = True
+        try:
+            async with session.lock, self._slots:
+                self.num_queued -= 1
+                is_queued = False
+                self.num_running += 1
+                try:
+                    interpreter, is_fresh = await self._interpreter_of(session)
+                    return await work(interpreter, is_fresh)
+                finally:
+                    self.num_running -= 1
+                    self._drop_if_dead(session)
+                    session.last_used_s = time.monotonic()
+        finally:
+            self.num_queued -= is_queued
+
+    async def _interpreter_of(self, session: Session) -> tuple[Interpreter, bool]:
+        self._drop_if_dead(session)
+        if session.closed:
+            raise BackendError("the session was closed")
+        if session.interpreter is not None:
+            return session.interpreter, False
+        interpreter = await self._take()
+        if session.closed:
+            self._discard(interpreter)
+            raise BackendError("the session was closed")
+        try:
+            if session.limits != self.settings.limits:
+                interpreter.restrict(session.limits)
+        except BackendError:
+            self._discard(interpreter)
+            raise
+        interpreter.watch_memory(session.limits.memory_bytes)
+        session.interpreter = interpreter
+        return interpreter, True
+
+    def _drop_if_dead(self, session: Session) -> None:
+        if session.interpreter is not None and not session.interpreter.is_alive:
+            self._discard(session.interpreter)
+            session.interpreter = None
+
+    # -- interpreters -------------------------------------------------------------------------------------------
+
+    async def _take(self) -> Interpreter:
+        self._wants_refill.set()
+        while self._warm:
+            interpreter = self._warm.popleft()
+            if interpreter.is_alive:
+                return interpreter
+            self._discard(interpreter)
+        return await Interpreter.start(self.backend)
+
+    def _discard(self, interpreter: Interpreter) -> None:
+        self._background(interpreter.close(), "closing an interpreter")
+
+    def _background(self, work: Awaitable[None], name: str) -> None:
+        task = asyncio.ensure_future(work)
+        assert isinstance(task, asyncio.Task)
+        task.set_name(name)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_task_end)
+
+    def _on_task_end(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("%s failed", task.get_name(), exc_info=error)
+
+    async def _keep_warm(self) -> None:
+        while True:
+            await self._wants_refill.wait()
+            self._wants_refill.clear()
+            while len(self._warm) < self.settings.warm:
+                try:
+                    self._warm.append(await Interpreter.start(self.backend))
+                except BackendError as error:
+                    log.error("no interpreter could be made ready: %s", error)
+                    await asyncio.sleep(REFILL_PAUSE_S)
+
+    async def _close_expired(self) -> None:
+        while True:
+            await asyncio.sleep(REAP_INTERVAL_S)
+            now = time.monotonic()
+            for session in list(self._sessions.values()):
+                if not session.lock.locked() and now - session.last_used_s > session.ttl_s:
+                    self.close_session(session)

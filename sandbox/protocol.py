@@ -1,0 +1,137 @@
+"""The records that cross the wire between a sandbox client and the service. Knows nothing of processes or HTTP."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator
+
+Status = Literal["ok", "error", "timeout", "oom", "output_limit", "crashed", "sandbox_error", "overloaded"]
+
+INFRA_STATUSES: frozenset[str] = frozenset({"sandbox_error", "overloaded"})
+"""Failures of the service, never of the program: the client retries them, then raises."""
+
+MAX_CODE_CHARS = 16 * 1024**2
+MAX_FILE_BYTES = 8 * 1024**2
+MAX_TIMEOUT_S = 600.0
+
+
+def _text(value: Any) -> str:
+    """Any Python string, lone surrogates included: those are for the interpreter to refuse, not for the wire."""
+    if not isinstance(value, str):
+        raise ValueError("must be a string")
+    if len(value) > MAX_CODE_CHARS:
+        raise ValueError(f"must have at most {MAX_CODE_CHARS} characters")
+    return value
+
+
+Text = Annotated[str, PlainValidator(_text)]
+Identifier = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\x21-\x7e]+$")]
+
+
+class Message(BaseModel):
+    """A frozen record; unknown keys are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Limits(Message):
+    """What one session may use. The service clamps each to its own maximum and answers with what holds."""
+
+    memory_bytes: Annotated[int, Field(ge=32 * 1024**2, le=2**46)] = 512 * 1024**2
+    """All processes and files of the session together; the preloaded libraries are not counted."""
+    num_processes: Annotated[int, Field(ge=1, le=4096)] = 64
+    """Processes and threads."""
+
+
+class SessionRequest(Message):
+    """Body of POST /v1/sessions."""
+
+    profile: Literal["python"] = "python"
+    limits: Limits | None = None
+    ttl_s: Annotated[float, Field(gt=0, le=86_400)] | None = None
+    """The session is closed after this long without a call."""
+    seed: Annotated[int, Field(ge=0, lt=2**32)] | None = None
+    """Seeds `random` and `numpy.random`, again after every loss of state."""
+    idempotency_key: Identifier | None = None
+
+
+class SessionReply(Message):
+    """Answer to POST /v1/sessions."""
+
+    session_id: str
+    backend: str
+    limits: Limits
+
+
+class ExecRequest(Message):
+    """Body of POST /v1/sessions/{id}/exec."""
+
+    exec_id: Identifier
+    code: Text
+    timeout_s: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] = 5.0
+    stdin: Text | None = None
+    max_output_bytes: Annotated[int, Field(ge=0, le=16 * 1024**2)] = 65_536
+    """Cap on each of stdout, stderr, result and traceback; the middle is cut out."""
+
+
+class ExecResult(Message):
+    """What one execution did. `status` is the supervisor's own observation; the texts are the program's."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)  # a client may be older than its service
+
+    status: Status
+    stdout: str = ""
+    stderr: str = ""
+    result: str | None = None
+    """repr of the last expression; None when the code ends in a statement or in the value None."""
+    traceback: str | None = None
+    truncated: bool = False
+    exit_code: int | None = None
+    """Set when the program asked to exit, or its interpreter ended (negative: by that signal)."""
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+    queue_s: float = 0.0
+    """Waiting for a free slot and an interpreter; not part of `wall_s`."""
+    peak_rss_bytes: int = 0
+    state_lost: bool = False
+    """This call ran in a fresh interpreter though an earlier call of the session had left state."""
+
+    def to_text(self, *, traceback_lines: int = 20) -> str:
+        """What the model reads: output, then the last expression, the end of the traceback, or one line of why not."""
+        parts = []
+        if self.state_lost:
+            parts.append("[the interpreter was restarted: earlier variables are gone]")
+        parts += [self.stdout.rstrip("\n"), self.stderr.rstrip("\n")]
+        if self.status == "ok":
+            parts.append(self.result or "")
+        elif self.status == "error":
+            lines = (self.traceback or f"[exit code {self.exit_code}]").rstrip("\n").split("\n")
+            parts.append("\n".join(lines[-traceback_lines:]))
+        else:
+            parts.append(self._note())
+        return "\n".join(part for part in parts if part) or "(no output)"
+
+    def _note(self) -> str:
+        return {
+            "timeout": f"[timed out after {self.wall_s:.1f} s]",
+            "oom": "[killed: out of memory]",
+            "output_limit": "[stopped: too much output]",
+            "crashed": f"[the interpreter ended, exit code {self.exit_code}]",
+            "overloaded": "[the sandbox is overloaded]",
+        }.get(self.status, "[the sandbox failed]")
+
+
+class Health(Message):
+    """Answer to GET /healthz."""
+
+    status: Literal["ok", "degraded", "unsafe"]
+    backend: str
+    isolation: str
+    """Which walls are really up, in words."""
+    degraded: list[str]
+    """What is weaker than it should be, and why."""
+    slots: int
+    sessions: int
+    running: int
+    warm: int

@@ -1,0 +1,368 @@
+"""Watches one interpreter from outside: sends it a request, holds the clock, caps its output, decides the status.
+
+Everything read from the interpreter is untrusted. Knows nothing of sessions, slots and HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import signal
+import socket
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from sandbox.backends.base import Backend, BackendError, Child, Exit, Usage
+from sandbox.protocol import ExecResult, Limits, Status
+from sandbox.worker import OUTPUT_HARD_CAP_BYTES
+
+READY_DEADLINE_S = 15.0
+INTERRUPT_GRACE_S = 0.5
+DEATH_DEADLINE_S = 5.0
+WATCH_INTERVAL_S = 0.05
+_READ_BYTES = 65_536
+
+
+class _Capture:
+    """One output stream: the head and the tail of what came, within a cap."""
+
+    def __init__(self, cap_bytes: int) -> None:
+        self._cap = cap_bytes
+        self._head, self._tail = bytearray(), bytearray()
+        self.num_bytes = 0
+
+    def add(self, data: bytes) -> None:
+        self.num_bytes += len(data)
+        room = max(self._cap - len(self._head), 0)
+        self._head += data[:room]
+        self._tail += data[room:]
+        del self._tail[: max(len(self._tail) - self._cap // 2, 0)]
+
+    @property
+    def truncated(self) -> bool:
+        return self.num_bytes > self._cap
+
+    def text(self) -> str:
+        """At most the cap; what was cut is counted in the middle."""
+        if not self.truncated:
+            return self._head.decode("utf-8", "replace")
+        marker = f"\n... [{self.num_bytes} bytes in all, the middle is cut] ...\n".encode()
+        half = (self._cap - len(marker)) // 2
+        if half <= 0:
+            return self._head[: self._cap].decode("utf-8", "ignore")
+        data = self._head[:half] + marker + (self._head + self._tail)[-half:]
+        return data.decode("utf-8", "ignore")
+
+
+@dataclass(slots=True, kw_only=True)
+class _Call:
+    """One request in progress."""
+
+    token: str
+    stdout: _Capture
+    stderr: _Capture
+    max_frame_bytes: int
+    done: asyncio.Future[dict[str, Any] | None]  # the worker's frame, or None: it ended, or must be stopped
+    is_flooding: bool = False
+    is_over_memory: bool = False
+
+
+class Interpreter:
+    """A child and the state of its one call at a time."""
+
+    def __init__(self, child: Child) -> None:
+        self._child = child
+        self._call: _Call | None = None
+        self._buffer = bytearray()
+        self._skipping = False
+        self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._memory_bytes: int | None = None
+        self._closed = False
+        self._socket = socket.socket(fileno=os.dup(child.control_fd))
+        loop = asyncio.get_running_loop()
+        loop.add_reader(child.control_fd, self._read_control)
+        loop.add_reader(child.stdout_fd, self._read_output, child.stdout_fd)
+        loop.add_reader(child.stderr_fd, self._read_output, child.stderr_fd)
+        child.exited.add_done_callback(self._on_exit)
+
+    @classmethod
+    async def start(cls, backend: Backend) -> Interpreter:
+        """A fresh interpreter that waits for work. Raises BackendError."""
+        self = cls(await backend.spawn())
+        try:
+            async with asyncio.timeout(READY_DEADLINE_S):
+                await self._ready
+        except TimeoutError:
+            await self.close()
+            raise BackendError("a session was not ready in time") from None
+        except BaseException:
+            await asyncio.shield(self.close())
+            raise
+        return self
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it can take another call."""
+        return not self._closed and not self._child.exited.done()
+
+    def restrict(self, limits: Limits) -> None:
+        """Lower its limits, before it has run anything. Raises BackendError."""
+        try:
+            self._child.restrict(limits)
+        except OSError as error:
+            raise BackendError(f"the limits of a session could not be set: {error}") from error
+
+    def watch_memory(self, memory_bytes: int) -> None:
+        """Where no control group bounds the sum over processes, look at it during calls."""
+        self._memory_bytes = None if self._child.has_memory_cgroup else memory_bytes
+
+    async def close(self) -> None:
+        """Kill it and free what it held; safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        loop = asyncio.get_running_loop()
+        for fd in (self._child.control_fd, self._child.stdout_fd, self._child.stderr_fd):
+            if fd >= 0:
+                loop.remove_reader(fd)
+        self._socket.close()
+        await self._child.close()
+
+    # -- reading ------------------------------------------------------------------------------------------------
+
+    def _read_output(self, fd: int) -> None:
+        call = self._call
+        capture = None if call is None else call.stdout if fd == self._child.stdout_fd else call.stderr
+        try:
+            data = os.read(fd, _READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            asyncio.get_running_loop().remove_reader(fd)
+        elif call is not None and capture is not None:
+            capture.add(data)
+            if capture.num_bytes > OUTPUT_HARD_CAP_BYTES and not call.is_flooding:
+                call.is_flooding = True
+                self._finish(None)
+
+    def _drain(self, fd: int, capture: _Capture | None) -> None:
+        """What the pipe still holds; bounded, since something may still be writing."""
+        for _ in range(64):
+            try:
+                data = os.read(fd, _READ_BYTES)
+            except OSError:
+                return
+            if not data:
+                return
+            if capture is not None:
+                capture.add(data)
+
+    def _read_control(self) -> None:
+        try:
+            data = os.read(self._child.control_fd, _READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            asyncio.get_running_loop().remove_reader(self._child.control_fd)
+            if self._ready.done():  # without its line of orders it is of no use
+                self._child.signal(signal.SIGKILL)
+            return
+        *lines, rest = data.split(b"\n")
+        for line in lines:
+            if not self._skipping and len(self._buffer) + len(line) <= self._max_frame_bytes():
+                self._on_line(bytes(self._buffer) + line)
+            self._buffer.clear()
+            self._skipping = False
+        self._buffer += rest
+        if len(self._buffer) > self._max_frame_bytes():  # garbage: wait for its end
+            self._buffer.clear()
+            self._skipping = True
+
+    def _max_frame_bytes(self) -> int:
+        return self._call.max_frame_bytes if self._call is not None else _READ_BYTES
+
+    def _on_line(self, line: bytes) -> None:
+        try:
+            frame = json.loads(line)
+        except (ValueError, RecursionError):
+            return
+        if not isinstance(frame, dict):
+            return
+        if not self._ready.done():
+            if "failed" in frame:
+                self._ready.set_exception(BackendError(f"a session could not be set up: {frame['failed']}"))
+            elif frame.get("ready"):
+                self._ready.set_result(None)
+        elif self._call is not None and frame.get("token") == self._call.token:
+            self._finish(frame)
+
+    def _on_exit(self, exited: asyncio.Future[Exit]) -> None:
+        if not self._ready.done():
+            self._ready.set_exception(BackendError(f"a session ended at once: {exited.result()}"))
+            self._ready.exception()  # nobody may be waiting any more
+        self._finish(None)
+
+    def _finish(self, frame: dict[str, Any] | None) -> None:
+        if self._call is not None and not self._call.done.done():
+            self._call.done.set_result(frame)
+
+    # -- calls --------------------------------------------------------------------------------------------------
+
+    async def execute(
+        self, code: str, *, timeout_s: float, max_output_bytes: int, stdin: str | None, seed: int | None
+    ) -> ExecResult:
+        """Run `code`; `seed` only on the first call. Raises nothing for whatever the program does."""
+        request = {"op": "exec", "code": code, "stdin": stdin, "seed": seed, "max_output_bytes": max_output_bytes}
+        frame_bytes = 8 * max_output_bytes + _READ_BYTES  # result and traceback, escaped
+        before = self._child.usage()
+        began = time.monotonic()
+        frame, call, status = await self._request(request, timeout_s, max_output_bytes, frame_bytes)
+        wall_s = time.monotonic() - began
+        return self._result(frame, call, status, wall_s, before, max_output_bytes)
+
+    async def transfer(self, request: dict[str, Any], *, timeout_s: float, max_frame_bytes: int) -> dict[str, Any]:
+        """A file in or out: the worker's (untrusted) answer. Raises BackendError when there is none."""
+        frame, _, _ = await self._request(request, timeout_s, 0, max_frame_bytes)
+        if frame is None:
+            raise BackendError("the interpreter ended during a file transfer")
+        return frame
+
+    async def _request(
+        self, request: dict[str, Any], timeout_s: float, cap: int, max_frame_bytes: int
+    ) -> tuple[dict[str, Any] | None, _Call, Status | None]:
+        """The frame and the reason for stopping it, if it was stopped."""
+        call = _Call(
+            token=secrets.token_hex(16),
+            stdout=_Capture(cap),
+            stderr=_Capture(cap),
+            max_frame_bytes=max_frame_bytes,
+            done=asyncio.get_running_loop().create_future(),
+        )
+        self._drain(self._child.stdout_fd, None)
+        self._drain(self._child.stderr_fd, None)
+        self._call = call
+        if not self.is_alive:
+            self._finish(None)
+        status: Status | None = None
+        watch = asyncio.create_task(self._watch(call)) if self._memory_bytes is not None else None
+        try:
+            self._child.signal(signal.SIGCONT)
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._send({**request, "token": call.token})
+                    frame = await asyncio.shield(call.done)
+            except TimeoutError:
+                status, frame = "timeout", None
+            if call.is_flooding and status is None:
+                status = "output_limit"
+            if status is not None and not call.is_over_memory:
+                await self._interrupt(call)
+            await self._settle(call)
+            return frame, call, status
+        except BaseException:
+            self._child.signal(signal.SIGKILL)  # cancelled: the caller is gone
+            raise
+        finally:
+            self._call = None
+            if watch is not None:
+                watch.cancel()
+
+    async def _send(self, request: dict[str, Any]) -> None:
+        with contextlib.suppress(ConnectionError):  # it ended; its exit tells the rest
+            await asyncio.get_running_loop().sock_sendall(self._socket, json.dumps(request).encode() + b"\n")
+
+    async def _interrupt(self, call: _Call) -> None:
+        """SIGINT first, which keeps the state of most programs; SIGKILL for the rest."""
+        call.done = asyncio.get_running_loop().create_future()
+        if not self._child.exited.done():
+            self._child.signal(signal.SIGINT)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(INTERRUPT_GRACE_S):
+                    if await asyncio.shield(call.done) is not None:
+                        return
+        self._child.signal(signal.SIGKILL)
+
+    async def _settle(self, call: _Call) -> None:
+        """Nothing of the session runs between calls: strays are killed, the interpreter is stopped."""
+        if call.done.done() and call.done.result() is not None:
+            self._child.signal(signal.SIGSTOP)
+            if not self._child.end_strays() and not self._child.end_strays():
+                self._child.signal(signal.SIGKILL)
+            else:
+                self._collect(call)
+                return
+        else:
+            self._child.signal(signal.SIGKILL)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DEATH_DEADLINE_S):
+                await asyncio.shield(self._child.exited)
+        self._collect(call)
+
+    def _collect(self, call: _Call) -> None:
+        self._drain(self._child.stdout_fd, call.stdout)
+        self._drain(self._child.stderr_fd, call.stderr)
+
+    async def _watch(self, call: _Call) -> None:
+        assert self._memory_bytes is not None
+        while True:
+            await asyncio.sleep(WATCH_INTERVAL_S)
+            if await asyncio.to_thread(self._child.memory_bytes) > self._memory_bytes:
+                call.is_over_memory = True
+                self._child.signal(signal.SIGKILL)
+                return
+
+    # -- results ------------------------------------------------------------------------------------------------
+
+    def _result(
+        self,
+        frame: dict[str, Any] | None,
+        call: _Call,
+        status: Status | None,
+        wall_s: float,
+        before: Usage,
+        cap: int,
+    ) -> ExecResult:
+        exited = self._child.exited.result() if self._child.exited.done() else None
+        if call.is_over_memory or (exited is not None and exited.is_oom):
+            status = "oom"
+        elif status is None:
+            status = "crashed" if frame is None else "ok" if frame.get("ok") is True else "error"
+        if exited is not None:
+            after = Usage(cpu_s=exited.cpu_s, peak_rss_bytes=max(exited.peak_rss_bytes, before.peak_rss_bytes))
+        else:
+            after = self._child.usage()
+        exit_code = exited.exit_code if exited is not None else frame.get("exit_code") if frame is not None else None
+        texts = {key: _text(frame, key, cap) for key in ("result", "traceback")}
+        return ExecResult(
+            status=status,
+            stdout=call.stdout.text(),
+            stderr=call.stderr.text(),
+            result=texts["result"] if status == "ok" else None,
+            traceback=texts["traceback"] if status == "error" else None,
+            truncated=call.stdout.truncated or call.stderr.truncated or bool(frame and _is_cut(frame, cap)),
+            exit_code=exit_code if isinstance(exit_code, int) and abs(exit_code) < 2**31 else None,
+            wall_s=wall_s,
+            cpu_s=max(after.cpu_s - before.cpu_s, 0.0),
+            peak_rss_bytes=after.peak_rss_bytes,
+        )
+
+
+def _is_cut(frame: dict[str, Any], cap: int) -> bool:
+    """The worker marks its cuts by exceeding the cap with the note of how much it cut."""
+    return any(isinstance(text := frame.get(key), str) and len(text) > cap for key in ("result", "traceback"))
+
+
+def _text(frame: dict[str, Any] | None, key: str, cap: int) -> str | None:
+    """A text of the worker's, made safe: a string, of bounded length, without lone surrogates."""
+    text = None if frame is None else frame.get(key)
+    if not isinstance(text, str):
+        return None
+    return text[: cap + 100].encode("utf-8", "backslashreplace").decode("utf-8")

@@ -1,0 +1,308 @@
+"""Env x Engine -> Trajectory; G of them -> TrajectoryGroup. Token budgets, stop reasons, retries.
+
+Knows nothing of HTTP, staleness or learners. A Trajectory exists only for an episode in which every part worked:
+whatever fails of the infrastructure raises.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from agentrl import env as environments
+from agentrl.config import RolloutConfig
+from agentrl.engine import Engine
+from agentrl.env import Action, Env, Episode, StepResult
+from agentrl.errors import ConfigError, EngineError, EnvError, InfraError, WeightSyncError, boundary
+from agentrl.parsers import parse_hermes
+from agentrl.renderer import TurnTokenizer
+from agentrl.types import (
+    Completion,
+    FinishReason,
+    Message,
+    Sampling,
+    StopReason,
+    Task,
+    Trajectory,
+    TrajectoryGroup,
+    Turn,
+)
+
+log = logging.getLogger(__name__)
+
+MIN_TURN_TOKENS = 16
+"""A turn with less room than this is not begun."""
+RETRY_BACKOFF_S = 0.5
+"""Wait before the first retry of an episode; doubles with each."""
+
+
+async def run_group(
+    make_env: Callable[[], Env],
+    task: Task,
+    *,
+    group_id: int,
+    size: int,
+    engine: Engine,
+    tokenizer: TurnTokenizer,
+    limits: RolloutConfig,
+    max_turns: int | None = None,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    name: str | None = None,
+) -> TrajectoryGroup:
+    """Play `task` `size` times at once, each in an environment of its own.
+
+    An episode that fails for infrastructure is run again up to `limits.max_retries` times; then its error is raised
+    and the other episodes are cancelled: a group is whole or is none. `name` prefixes the ids (default: `group_id`).
+    Raises InfraError, ConfigError.
+    """
+
+    async def member(index: int) -> Trajectory:
+        episode_id = f"{group_id if name is None else name}-{index}"
+        episode_seed = zlib.crc32(f"{seed}/{task.id}/{group_id}/{index}".encode())
+        for attempt in range(limits.max_retries + 1):
+            try:
+                return await run_episode(
+                    make_env(),
+                    task,
+                    engine=engine,
+                    tokenizer=tokenizer,
+                    limits=limits,
+                    max_turns=max_turns,
+                    temperature=temperature,
+                    top_p=top_p,
+                    episode_id=episode_id,
+                    attempt=attempt,
+                    seed=episode_seed,
+                )
+            except WeightSyncError:
+                raise
+            except InfraError as error:
+                if attempt == limits.max_retries:
+                    raise
+                log.warning("episode %s failed, retry %d: %s", episode_id, attempt + 1, error)
+                await asyncio.sleep(RETRY_BACKOFF_S * 2**attempt)
+        raise AssertionError("unreachable")
+
+    try:
+        async with asyncio.TaskGroup() as tg:
+            members = [tg.create_task(member(index), name=f"episode {group_id}-{index}") for index in range(size)]
+    except BaseExceptionGroup as group:
+        raise group.exceptions[0] from group
+    return TrajectoryGroup(group_id=group_id, task=task, trajectories=tuple(m.result() for m in members))
+
+
+async def run_episode(
+    env: Env,
+    task: Task,
+    *,
+    engine: Engine,
+    tokenizer: TurnTokenizer,
+    limits: RolloutConfig,
+    episode_id: str,
+    seed: int,
+    max_turns: int | None = None,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    attempt: int = 0,
+) -> Trajectory:
+    """Play one episode and score it; `env` is closed whatever happens.
+
+    Args:
+        max_turns: turn budget; None takes the environment's own.
+        temperature, top_p: None takes those of `limits`.
+        attempt: part of the request ids, which are thus unique over retries.
+
+    Raises EnvError, SandboxError, EngineError when a part failed; ConfigError when the prompt does not fit.
+    """
+    sampling = Sampling(
+        max_tokens=limits.max_turn_tokens,
+        temperature=limits.temperature if temperature is None else temperature,
+        top_p=limits.top_p if top_p is None else top_p,
+        stop_token_ids=tokenizer.stop_token_ids,
+    )
+    player = _Player(
+        env=env,
+        engine=engine,
+        tokenizer=tokenizer,
+        limits=limits,
+        sampling=sampling,
+        max_turns=env.max_turns if max_turns is None else max_turns,
+        request_prefix=f"{episode_id}-{attempt}",
+    )
+    started = time.monotonic()
+    try:
+        await player.begin(task, seed)
+        stop_reason = await player.play()
+        episode = Episode(
+            task=task,
+            messages=tuple(player.messages),
+            stop_reason=stop_reason,
+            step_reward=player.step_reward,
+            info=player.counts | {"turns": len(player.turns), "wall_s": time.monotonic() - started},
+        )
+        episode = await _score(env, episode, limits.episode_timeout_s)
+    finally:
+        await environments.close(env)
+    return Trajectory(
+        id=episode_id,
+        task_id=task.id,
+        turns=tuple(player.turns),
+        messages=episode.messages,
+        reward=episode.reward,
+        rewards=dict(episode.rewards),
+        stop_reason=stop_reason,
+        info=dict(episode.info),
+    )
+
+
+@dataclass(kw_only=True)
+class _Player:
+    """The state of one episode under way."""
+
+    env: Env
+    engine: Engine
+    tokenizer: TurnTokenizer
+    limits: RolloutConfig
+    sampling: Sampling
+    max_turns: int
+    request_prefix: str
+    messages: list[Message] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)  # all so far: prompts, completions, observations
+    turns: list[Turn] = field(default_factory=list)
+    step_reward: float = 0.0
+    counts: dict[str, float] = field(
+        default_factory=lambda: {"tool_calls": 0.0, "tool_errors": 0.0, "tool_s": 0.0, "generate_s": 0.0}
+    )
+    _seen: list[int] = field(default_factory=list)  # observation tokens the model has not answered yet
+
+    @property
+    def _floor(self) -> int:
+        return min(MIN_TURN_TOKENS, self.limits.max_turn_tokens)
+
+    async def begin(self, task: Task, seed: int) -> None:
+        """Reset the environment and render the opening."""
+        try:
+            async with asyncio.timeout(self.limits.episode_timeout_s):
+                self.messages = await environments.start(self.env, task, seed)
+        except TimeoutError as error:
+            raise EnvError(f"reset of task {task.id} took more than {self.limits.episode_timeout_s} s") from error
+        self._seen = self.tokenizer.first_prompt(self.messages, self.env.tool_schemas())
+        if len(self._seen) + self._floor > self.limits.max_context:
+            raise ConfigError(
+                f"task {task.id}: its prompt has {len(self._seen)} tokens, which leaves no room in "
+                f"rollout.max_context={self.limits.max_context}; raise it or drop the task"
+            )
+
+    async def play(self) -> StopReason:
+        """Turns until something ends the episode. The wall clock ends it with what was finished by then."""
+        try:
+            async with asyncio.timeout(self.limits.episode_timeout_s):
+                return await self._turns()
+        except TimeoutError:
+            if not self.turns:
+                raise EngineError(f"no turn was generated within {self.limits.episode_timeout_s} s") from None
+            return StopReason.TIMEOUT
+
+    async def _turns(self) -> StopReason:
+        for turn in range(self.max_turns):
+            max_tokens = self._budget(is_last=turn == self.max_turns - 1)
+            if max_tokens < self._floor:
+                return StopReason.MAX_CONTEXT
+            completion = await self._generate(turn, max_tokens)
+            action = self._record(turn, completion)
+            if completion.finish_reason is FinishReason.LENGTH:
+                return StopReason.MAX_CONTEXT
+            result = await self._step(action)
+            if result.terminated or result.truncated:
+                self.messages.extend(self._shortened(result.observation))
+                return StopReason.COMPLETED if result.terminated else StopReason.TRUNCATED
+            self._observe(result.observation, completion)
+        return StopReason.MAX_TURNS
+
+    def _budget(self, *, is_last: bool) -> int:
+        """Tokens this turn may have: what is left, less room for a tool's answer where one can follow."""
+        left = self.limits.max_context - len(self.token_ids) - len(self._seen)
+        reserve = 0 if is_last or not self.env.tools else self.limits.tool_output_tokens
+        if left - reserve < self._floor:
+            reserve = 0  # a last word without the possibility of an answer
+        return min(self.limits.max_turn_tokens, left - reserve)
+
+    async def _generate(self, turn: int, max_tokens: int) -> Completion:
+        prompt = self.token_ids + self._seen
+        self._check_prefix(prompt)
+        sampling = replace(self.sampling, max_tokens=max_tokens)
+        started = time.monotonic()
+        with boundary(EngineError, "generate"):
+            completion = await self.engine.generate(prompt, sampling, request_id=f"{self.request_prefix}-{turn}")
+        self.counts["generate_s"] += time.monotonic() - started
+        _check_completion(completion, max_tokens, self.tokenizer.stop_token_ids)
+        return completion
+
+    def _check_prefix(self, prompt: Sequence[int]) -> None:
+        """The invariant of the token path: a prompt is the one before, what was said to it, and something new."""
+        position = 0
+        for turn in self.turns:
+            for ids in (turn.observation_ids, turn.completion.token_ids):
+                if tuple(prompt[position : position + len(ids)]) != ids:
+                    raise AssertionError(f"{self.request_prefix}: the prompt does not extend the recorded turns")
+                position += len(ids)
+
+    def _record(self, turn: int, completion: Completion) -> Action:
+        """Append what was prompted and said, and read it."""
+        self.turns.append(Turn(observation_ids=tuple(self._seen), completion=completion))
+        self.token_ids += [*self._seen, *completion.token_ids]
+        self._seen = []
+        text = self.tokenizer.assistant_text(completion.token_ids)
+        parsed = parse_hermes(text, id_prefix=f"call_{turn}", thinking=self.tokenizer.opens_thought)
+        message = Message(role="assistant", content=parsed.content, tool_calls=parsed.tool_calls)
+        self.messages.append(message)
+        return Action(message=message, parse_errors=parsed.errors, finish_reason=completion.finish_reason)
+
+    async def _step(self, action: Action) -> StepResult:
+        result = await environments.advance(self.env, action)
+        environments.add_counts(self.counts, result.info)
+        self.step_reward += result.reward
+        return result
+
+    def _observe(self, observation: Sequence[Message], previous: Completion) -> None:
+        shown = self._shortened(observation)
+        self.messages.extend(shown)
+        self._seen = self.tokenizer.observation(shown, previous=previous.token_ids)
+
+    def _shortened(self, observation: Sequence[Message]) -> list[Message]:
+        """Tool output cut in tokens; several answers of one turn share the allowance."""
+        num_answers = sum(message.role == "tool" for message in observation)
+        share = self.limits.tool_output_tokens // max(num_answers, 1)
+        return [
+            replace(message, content=self.tokenizer.truncate(message.content, share))
+            if message.role == "tool"
+            else message
+            for message in observation
+        ]
+
+
+def _check_completion(completion: Completion, max_tokens: int, stop_token_ids: Sequence[int]) -> None:
+    """Raises EngineError for an answer that cannot be one to what was asked."""
+    ids = completion.token_ids
+    if completion.finish_reason is FinishReason.ABORT:
+        raise EngineError(f"the engine aborted the request after {len(ids)} tokens")
+    if not ids:
+        raise EngineError("the engine returned no token")
+    if len(ids) > max_tokens:
+        raise EngineError(f"the engine returned {len(ids)} tokens, {max_tokens} were allowed")
+    if completion.finish_reason is FinishReason.STOP and ids[-1] not in stop_token_ids:
+        raise EngineError(f"the engine stopped at token {ids[-1]}, which is none of {tuple(stop_token_ids)}")
+
+
+async def _score(env: Env, episode: Episode, timeout_s: float) -> Episode:
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await environments.scored(env, episode)
+    except TimeoutError as error:
+        raise EnvError(f"scoring task {episode.task.id} took more than {timeout_s} s") from error

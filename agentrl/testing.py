@@ -1,0 +1,67 @@
+"""Fakes for users' own tests: an engine that says what a script tells it. Runs no model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from agentrl.errors import EngineError
+from agentrl.parsers import format_message
+from agentrl.renderer import TurnTokenizer
+from agentrl.types import Completion, FinishReason, Message, Sampling, ToolCall, VersionSpan, WeightsRef
+
+Script = Sequence[str | Message] | Callable[[str], str | Message]
+
+
+def call(name: str, **arguments: object) -> Message:
+    """An assistant message with one tool call."""
+    return Message(role="assistant", content="", tool_calls=(ToolCall(id="call_0", name=name, arguments=arguments),))
+
+
+@dataclass(kw_only=True)
+class ScriptedEngine:
+    """An Engine that needs no model: turn n of every episode is `script[n]`, or `script(prompt_text)`.
+
+    Answers obey the sampling: cut at `max_tokens`, ended by the close token otherwise. Behaviour logprobs are
+    `logprob`, versions are those of `update_weights`. A script that runs out raises EngineError; the
+    turn is the last part of the request id, as `run_episode` writes it. `prompts` keeps the
+    ids of every request for assertions.
+    """
+
+    tokenizer: TurnTokenizer
+    script: Script
+    logprob: float = -0.5
+    latency_s: float = 0.0
+    policy_version: int = 0
+    prompts: dict[str, list[int]] = field(default_factory=dict)
+
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling, *, request_id: str) -> Completion:
+        """The next scripted turn."""
+        self.prompts[request_id] = list(token_ids)
+        if self.latency_s:
+            await asyncio.sleep(self.latency_s)
+        ids = [*self.tokenizer.encode_assistant(self._say(token_ids, request_id)), self.tokenizer.close_id]
+        is_cut = len(ids) > sampling.max_tokens
+        ids = ids[: sampling.max_tokens]
+        return Completion(
+            token_ids=tuple(ids),
+            behavior_logprobs=(self.logprob,) * len(ids),
+            version_spans=(VersionSpan(version=self.policy_version, start=0, end=len(ids)),),
+            finish_reason=FinishReason.LENGTH if is_cut else FinishReason.STOP,
+        )
+
+    async def update_weights(self, ref: WeightsRef) -> float:
+        """Later tokens carry the new version."""
+        self.policy_version = ref.policy_version
+        return 0.0
+
+    def _say(self, token_ids: Sequence[int], request_id: str) -> str:
+        if callable(self.script):
+            said = self.script(self.tokenizer.decode(token_ids))
+        else:
+            turn = int(request_id.rpartition("-")[2])
+            if turn >= len(self.script):
+                raise EngineError(f"the script has {len(self.script)} turns, turn {turn + 1} was asked for")
+            said = self.script[turn]
+        return said if isinstance(said, str) else format_message(said)

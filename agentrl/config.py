@@ -116,10 +116,10 @@ class SandboxConfig(Section):
     backend: Literal["auto", "namespaces", "unsafe"] = "auto"
     slots: PositiveInt = 8
     """Executions that run at the same time."""
-    timeout_s: PositiveFloat = 5.0
-    """Wall clock of one execution."""
     memory_bytes: PositiveInt = 512 * 1024**2
-    max_output_bytes: PositiveInt = 16_384
+    """Of one session."""
+    allow_unsafe: bool = False
+    """Permit backend `unsafe`, which isolates nothing: only for code that you trust."""
 
 
 class AlgorithmConfig(Section):

@@ -1,0 +1,185 @@
+"""The `agentrl` command. Parses, calls one function of the library, shows errors on one screen, sets the exit code.
+
+Exit codes: 0 done, 1 a part failed, 2 the settings or files are wrong, 130 interrupted. Heavy modules are imported by
+the command that needs them, so that `--help` is instant.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from agentrl.errors import AgentRLError, ConfigError
+
+if TYPE_CHECKING:
+    from agentrl.config import Config
+
+T = TypeVar("T")
+
+app = typer.Typer(
+    name="agentrl",
+    help="Train language models to use tools over many turns, asynchronously.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+env_app = typer.Typer(help="Check an environment.", no_args_is_help=True)
+app.add_typer(env_app, name="env")
+
+ConfigPath = Annotated[Path, typer.Argument(help="YAML file, e.g. configs/quickstart.yaml", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="e.g. learner.lr=1e-4 train.steps=20", show_default=False),
+]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")]
+
+
+@app.command()
+def train(config_path: ConfigPath, overrides: Overrides = None, debug: Debug = False) -> None:
+    """Start sandbox, engine and learner on this machine, train, write the run folder with report.html, stop them."""
+    from agentrl import config as configs
+    from agentrl.console import TrainConsole
+
+    config = configs.load(config_path, overrides or [])
+    _run(_train(config, TrainConsole(total_steps=config.train.steps)), debug=debug)
+
+
+async def _train(config: Config, console: Any) -> None:
+    from agentrl.report import write_report
+    from agentrl.run_folder import RunFolder
+    from agentrl.train import Training, check_model
+
+    check_model(config)
+    run = RunFolder.create(config.out_dir, config.name, config=config)
+    training = Training(config, run, console)
+    try:
+        with console:
+            summary = await training.run()
+    finally:
+        report = write_report(run)
+    console.summary(summary, report)
+
+
+@app.command(name="eval")
+def evaluate(
+    config_path: ConfigPath,
+    overrides: Overrides = None,
+    model: Annotated[str | None, typer.Option(help="Folder, hub name, or URL of a running vLLM server.")] = None,
+    data: Annotated[Path | None, typer.Option(help="JSONL rows {id, problem, answer}.")] = None,
+    target: Annotated[str | None, typer.Option("--env", help="Another environment, module:Class.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="Tokenizer folder, where MODEL is a URL.")] = None,
+    samples: Annotated[int | None, typer.Option("-n", min=1, help="Samples a task.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first rows.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Measure a model on held-out rows: avg@n and pass@k with 95 % confidence intervals."""
+    from agentrl import config as configs
+    from agentrl.measure import Request, measure
+
+    config = configs.load(config_path, overrides or [])
+    request = Request.from_options(
+        config, model=model, data=data, target=target, tokenizer=tokenizer, samples=samples, limit=limit
+    )
+    _run(measure(request), debug=debug)
+
+
+@app.command()
+def warmstart(
+    config_path: Annotated[Path, typer.Argument(help="YAML config, or a run's config.json.")],
+    overrides: Overrides = None,
+    out: Annotated[Path | None, typer.Option(help="Folder to make; default model.path of the config.")] = None,
+    sandbox_url: Annotated[str | None, typer.Option(help="A running sandbox; default: one is started.")] = None,
+    progress_json: Annotated[bool, typer.Option(hidden=True)] = False,
+    debug: Debug = False,
+) -> None:
+    """Make a small model from the environment's scripted demonstrations (supervised, a minute or two)."""
+    from agentrl import config as configs
+    from agentrl.warm import make_model
+
+    config = configs.load(config_path, overrides or [])
+    _run(make_model(config, out=out, sandbox_url=sandbox_url, progress_json=progress_json), debug=debug)
+
+
+@env_app.command(name="check")
+def env_check(
+    target: Annotated[str, typer.Argument(help="module:Class, path/to/file.py:Class, or a registered id.")],
+    data: Annotated[Path | None, typer.Option(help="JSONL rows {id, problem, answer}.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first rows.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Judge an environment: contract, tools, seeds, clean-up; each gold answer scores 1.0 and a wrong one 0.0."""
+    from agentrl.console import check_environment
+
+    if not _run(check_environment(target, data=data, limit=limit), debug=debug):
+        raise typer.Exit(1)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+def sandbox(context: typer.Context) -> None:
+    """Serve the sandbox that runs model-written code (`agentrl sandbox --help` lists its options)."""
+    from sandbox.__main__ import main as serve
+
+    raise typer.Exit(serve(context.args))
+
+
+@app.command()
+def engine(config_path: ConfigPath, overrides: Overrides = None, debug: Debug = False) -> None:
+    """Serve the config's model with vLLM, with the flags that in-flight weight updates need."""
+    from agentrl import config as configs
+    from agentrl.launch import replace_by_engine
+
+    config = configs.load(config_path, overrides or [])
+    _guarded(lambda: replace_by_engine(config), debug=debug)
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(help="Run folder, e.g. runs/quickstart; the run may still be going on.")],
+    debug: Debug = False,
+) -> None:
+    """Draw report.html again from what a run folder holds now."""
+    from agentrl.report import write_report
+    from agentrl.run_folder import RunFolder
+
+    _guarded(lambda: typer.echo(write_report(RunFolder.open(run))), debug=debug)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        app()
+    except ConfigError as error:
+        _fail(error, code=2, debug="--debug" in sys.argv)
+
+
+def _run(work: Coroutine[Any, Any, T], *, debug: bool) -> T:
+    return _guarded(lambda: asyncio.run(work), debug=debug)
+
+
+def _guarded(work: Any, *, debug: bool) -> Any:
+    """Run it; show what went wrong on one screen and exit with the code that belongs to it."""
+    try:
+        return work()
+    except KeyboardInterrupt:
+        typer.echo("interrupted: every part was stopped; what was finished is in the run folder", err=True)
+        raise typer.Exit(130) from None
+    except ConfigError as error:
+        _fail(error, code=2, debug=debug)
+    except AgentRLError as error:
+        _fail(error, code=1, debug=debug)
+
+
+def _fail(error: AgentRLError, *, code: int, debug: bool) -> None:
+    from agentrl.console import show_error
+
+    if debug:
+        raise error
+    show_error(error)
+    sys.exit(code)

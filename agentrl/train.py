@@ -1,0 +1,140 @@
+"""`agentrl train`: every part started on this machine, one run made, everything stopped again, whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from agentrl import launch
+from agentrl.batch_server import create_app, serving
+from agentrl.config import Config
+from agentrl.console import TrainConsole
+from agentrl.env import load_env_class
+from agentrl.errors import ConfigError, LearnerError
+from agentrl.metrics import MetricsLog
+from agentrl.orchestrator import Orchestrator, Summary
+from agentrl.player import Player
+from agentrl.run_folder import RunFolder
+from agentrl.source import TaskSource, held_out_tasks
+
+if TYPE_CHECKING:
+    from agentrl.engine import Engine
+    from agentrl.supervise import Child
+    from sandbox.client import SandboxClient
+
+# The final export of a large model takes a while; the run itself is over and only waits for it.
+LEARNER_EXIT_TIMEOUT_S = 600.0
+
+
+class Training:
+    """One run on this machine. Each method starts one part and runs the rest inside it: all stop in reverse order."""
+
+    def __init__(self, config: Config, run: RunFolder, console: TrainConsole) -> None:
+        self._config = config
+        self._run = run
+        self._console = console
+        self._token = secrets.token_urlsafe(16)
+        self._env_class = load_env_class(config.env.target)
+        # Read before anything is started: a broken row or an empty split should cost a second, not a minute.
+        self._held_out = held_out_tasks(self._env_class, config.env, num_tasks=config.eval.num_tasks)
+        self._source = TaskSource(self._env_class, config.env, seed=config.seed)
+
+    async def run(self) -> Summary:
+        """Raises AgentRLError for whatever ended it; the run folder keeps what was there by then."""
+        async with launch.sandbox_service(self._config, logs=self._run.logs, token=self._token) as (sandbox, parts):
+            with self._console.phase("starting the sandbox"):
+                await launch.sandbox_ready(sandbox, parts)
+            async with launch.watching(*parts):
+                model_path = await self._model(sandbox)
+                return await self._with_engine(sandbox, model_path)
+
+    async def _model(self, sandbox: SandboxClient) -> str:
+        """Path of the model, made by the warm start where it is missing and the config says how."""
+        model = self._config.model
+        if model.warmstart is None or is_model_folder(Path(model.path)):
+            return model.path
+        with self._console.progress("warm start: learning from demonstrations") as advance:
+            async with launch.warmstart_process(
+                config_path=self._run.config,
+                out=Path(model.path),
+                sandbox_url=sandbox.url,
+                token=self._token,
+                logs=self._run.logs,
+                on_line=lambda line: advance(*json.loads(line)),
+            ) as part:
+                await part.watch()
+        return model.path
+
+    async def _with_engine(self, sandbox: SandboxClient, model_path: str) -> Summary:
+        from agentrl.renderer import TurnTokenizer
+
+        async with (
+            launch.engine_process(self._config, model_path=model_path, logs=self._run.logs) as (url, parts),
+            launch.watching(*parts),
+        ):
+            with self._console.phase("starting the engine (vLLM)"):
+                tokenizer = await asyncio.to_thread(TurnTokenizer.load, model_path)
+                await launch.engine_ready(url, self._config.engine, parts)
+            player = Player(self._config, env_class=self._env_class, tokenizer=tokenizer, sandbox=sandbox)
+            async with launch.engine_client(url, self._config.engine, parts) as engine:
+                return await self._with_learner(engine, player)
+
+    async def _with_learner(self, engine: Engine, player: Player) -> Summary:
+        with MetricsLog(self._run) as metrics, launch.weights_folder(self._run.path) as weights_dir:
+            orchestrator = Orchestrator(
+                self._config,
+                engine=engine,
+                play_group=player.play_group,
+                source=self._source,
+                held_out=self._held_out,
+                run=self._run,
+                metrics=metrics,
+                observer=self._console,
+            )
+            async with (
+                serving(create_app(orchestrator.learner_port, token=self._token), host="127.0.0.1", port=0) as url,
+                launch.learner_process(
+                    self._config,
+                    config_path=self._run.config,
+                    orchestrator_url=url,
+                    weights_dir=weights_dir,
+                    run_dir=self._run.path,
+                    token=self._token,
+                ) as learner,
+            ):
+                return await self._watched(orchestrator, learner)
+
+    async def _watched(self, orchestrator: Orchestrator, learner: Child) -> Summary:
+        async with launch.watching(learner):
+            summary = await orchestrator.run()
+            with self._console.phase("exporting the trained model"):
+                await _exported(learner)
+            return summary
+
+
+async def _exported(learner: Child) -> None:
+    """Wait for the learner's last export."""
+    try:
+        async with asyncio.timeout(LEARNER_EXIT_TIMEOUT_S):
+            await learner.wait()
+    except TimeoutError as error:
+        raise LearnerError(f"the learner did not finish its export within {LEARNER_EXIT_TIMEOUT_S:g} s") from error
+
+
+def is_model_folder(path: Path) -> bool:
+    """Whether a complete model in Hugging Face layout lies there."""
+    return (path / "config.json").is_file()
+
+
+def check_model(config: Config) -> None:
+    """Raises ConfigError when the model is a local path that does not exist and nothing says how to make it."""
+    path = Path(config.model.path)
+    looks_local = path.is_absolute() or config.model.path.startswith(".") or len(path.parts) != 2 or path.exists()
+    if config.model.warmstart is None and looks_local and not is_model_folder(path):
+        raise ConfigError(
+            f"model.path: there is no model at {path} (no config.json). Give a folder in Hugging Face layout or a hub "
+            "name, or add a model.warmstart section to make a small one from the environment's demonstrations"
+        )

@@ -21,7 +21,7 @@ import stat
 import sys
 import traceback
 import types
-from typing import Any
+from typing import Any, cast
 
 OUTPUT_HARD_CAP_BYTES = 16 * 1024**2
 """More than this on one stream ends the call: the supervisor interrupts, and the worker stops passing it on."""
@@ -137,7 +137,7 @@ class Worker:
         space = self._module.__dict__
         try:
             linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
-            tree = ast.parse(code, name)
+            tree = cast(ast.Module, compile(code, name, "exec", ast.PyCF_ONLY_AST, dont_inherit=True))
             last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
             exec(compile(tree, name, "exec", dont_inherit=True), space)
             value = None

@@ -51,6 +51,7 @@ _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
+    "MALLOC_ARENA_MAX": "2",  # an arena a thread would use up the address space limit
 }
 """All that a session sees: an allow-list, nothing is inherited."""
 

@@ -1,0 +1,127 @@
+"""One service for all attack tests, with the host's state compared before and after."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from sandbox.client import SandboxClient, SandboxSession
+
+TOKEN = "token-of-the-tests"
+SECOND_TOKEN = "token-of-somebody-else"
+SECRET = "secret-of-the-host-4711"
+
+
+@dataclass(frozen=True)
+class Service:
+    """A running service process."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+
+
+def start_service(*flags: str, env: dict[str, str] | None = None, **popen: object) -> Service:
+    """`python -m sandbox` on a free port; raises RuntimeError when it ends instead."""
+    read_fd, write_fd = os.pipe()
+    root = str(Path(__file__).parents[2])
+    process = subprocess.Popen(
+        [sys.executable, "-m", "sandbox", "--port", "0", "--ready-fd", str(write_fd), *flags],
+        env={**os.environ, "PYTHONPATH": root, "TEST_TOKENS": f"{TOKEN},{SECOND_TOKEN}", **(env or {})},
+        pass_fds=[write_fd],
+        start_new_session=True,
+        **popen,  # type: ignore[call-overload]
+    )
+    os.close(write_fd)
+    with os.fdopen(read_fd) as ready:
+        line = ready.readline()
+    if not line:
+        raise RuntimeError(f"the service ended with {process.wait(timeout=10)}")
+    return Service(f"http://127.0.0.1:{json.loads(line)['port']}", process)
+
+
+def stop_service(service: Service, signum: int = signal.SIGTERM) -> int:
+    service.process.send_signal(signum)
+    return service.process.wait(timeout=15)
+
+
+def descendants(pid: int) -> set[int]:
+    """Processes below `pid` on this host."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text(errors="replace").rsplit(")", 1)[1].split()
+        except OSError:
+            continue
+        parents[int(stat.parent.name)] = int(fields[1])
+    found, grew = {pid}, True
+    while grew:
+        below = {child for child, parent in parents.items() if parent in found}
+        grew = not below <= found
+        found |= below
+    return found - {pid}
+
+
+def control_groups(pid: int) -> list[Path]:
+    return [path for path in Path("/sys/fs/cgroup").rglob(f"sandbox-{pid}*") if path.is_dir()]
+
+
+def wait_until(condition: object, deadline_s: float = 5.0) -> bool:
+    deadline = time.monotonic() + deadline_s
+    while time.monotonic() < deadline:
+        if condition():  # type: ignore[operator]
+            return True
+        time.sleep(0.02)
+    return False
+
+
+@pytest.fixture(scope="session")
+def service() -> Iterator[Service]:
+    mounts = Path("/proc/self/mounts").read_text()
+    service = start_service(
+        *("--backend", "namespaces", "--slots", "4", "--warm", "4", "--token-env", "TEST_TOKENS"),
+        *("--memory-bytes", str(256 * 1024**2), "--disk-bytes", str(32 * 1024**2), "--num-processes", "32"),
+        env={"HOST_SECRET": SECRET},
+    )
+    pid = service.process.pid
+    yield service
+    idle = 2 + 4  # the zygote's two processes and the warm sessions
+    flat = wait_until(lambda: len(descendants(pid)) <= idle)
+    running = descendants(pid)
+    num_descriptors = len(os.listdir(f"/proc/{pid}/fd"))
+    exit_code = stop_service(service)
+    assert flat, f"processes left: {running}"
+    assert num_descriptors < 120
+    assert exit_code == 0
+    assert wait_until(lambda: not any(Path(f"/proc/{one}").exists() for one in running)), "orphans after the stop"
+    assert control_groups(pid) == []
+    assert Path("/proc/self/mounts").read_text() == mounts
+
+
+@pytest.fixture
+async def client(service: Service) -> AsyncIterator[SandboxClient]:
+    async with SandboxClient(service.url, TOKEN) as client:
+        yield client
+
+
+@pytest.fixture
+async def session(client: SandboxClient) -> AsyncIterator[SandboxSession]:
+    async with client.session() as session:
+        yield session
+
+
+@pytest.fixture
+async def http(service: Service) -> AsyncIterator[httpx.AsyncClient]:
+    """The bare wire, with the tests' token."""
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    async with httpx.AsyncClient(base_url=service.url, headers=headers, timeout=20) as http:
+        yield http

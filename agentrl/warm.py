@@ -1,4 +1,4 @@
-"""`agentrl warmstart`: joins or starts a sandbox, then lets the trainer make the small model. Knows nothing of training."""
+"""`agentrl warmstart`: joins or starts a sandbox, then lets the trainer make the small model. Trains nothing itself."""
 
 from __future__ import annotations
 

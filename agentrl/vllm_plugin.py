@@ -1,0 +1,98 @@
+"""Loaded inside vLLM by its own plugin entry point: a weight-transfer backend that reads a safetensors folder.
+
+The calls are those of vLLM's NCCL backend (init, start, update, finish, shutdown), so the client is the same; only the
+bytes travel another way: through shared memory or a disk that learner and engine both see. Works on CPU and GPU, and
+each tensor-parallel rank reads the folder by itself. Knows nothing of versions, HTTP or training. This is the one file
+of the package that imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+BACKEND = "safetensors"
+
+
+def register() -> None:
+    """Make the backend known. Harmless where it is not used: vLLM builds an engine only for the configured backend."""
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, SafetensorsEngine)
+
+
+@dataclass
+class SafetensorsInitInfo(WeightTransferInitInfo):
+    """Nothing to agree on beforehand: the folder is named by each update."""
+
+
+@dataclass
+class SafetensorsUpdateInfo(WeightTransferUpdateInfo):
+    """The folder that holds all weights, in Hugging Face names and layout."""
+
+    path: str
+
+
+class SafetensorsEngine(WeightTransferEngine[SafetensorsInitInfo, SafetensorsUpdateInfo]):  # type: ignore[misc]
+    """Loads `<path>/model*.safetensors` through vLLM's layerwise reload; every failure raises."""
+
+    init_info_cls = SafetensorsInitInfo
+    update_info_cls = SafetensorsUpdateInfo
+
+    def init_transfer_engine(self, init_info: SafetensorsInitInfo) -> None:
+        """No connection to make."""
+
+    def start_weight_update(self) -> None:
+        """Put the layers into the state in which they accept checkpoint tensors."""
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, str]) -> None:
+        """Read the folder. The base class synchronises an accelerator unconditionally, which a CPU does not have."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: SafetensorsUpdateInfo) -> None:
+        """Load every tensor of the folder.
+
+        Raises FileNotFoundError without files, ValueError when a parameter of the model is in none of them: vLLM
+        would keep its old values with no more than a log line.
+        """
+        expected = {name for name, _ in self.model.named_parameters()}
+        loaded = self.model.load_weights(_tensors(Path(update_info.path)))
+        if loaded is None:
+            raise ValueError(f"{type(self.model).__name__} does not report which weights it loaded")
+        if missing := sorted(expected - loaded):
+            raise ValueError(f"{update_info.path} lacks {len(missing)} of {len(expected)} parameters: {missing[:5]}")
+
+    def finish_weight_update(self) -> None:
+        """Move the loaded layers into the kernels' own storage."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        """Nothing is held between updates."""
+
+
+def _tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and tensor of everything in the folder's shards, one tensor in memory at a time."""
+    from safetensors import safe_open
+
+    shards = sorted(folder.glob("model*.safetensors"))
+    if not shards:
+        raise FileNotFoundError(f"no model*.safetensors in {folder}: does the engine see the learner's disk?")
+    for shard in shards:
+        with safe_open(shard, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - not a mapping
+                yield name, file.get_tensor(name)

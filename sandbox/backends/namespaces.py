@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
 import sys
+from pathlib import Path
 
 from sandbox.backends import cgroups, seccomp
 from sandbox.backends.base import BackendError, Child
@@ -26,6 +28,7 @@ class NamespacesBackend:
         self._limits, self._disk_bytes = limits, disk_bytes
         self._cgroups: cgroups.CgroupParent | None = None
         self._server: ForkServer | None = None
+        self._janitor: subprocess.Popen[bytes] | None = None
 
     async def start(self) -> None:
         """See base.Backend."""
@@ -42,6 +45,7 @@ class NamespacesBackend:
         else:
             missing = {"memory", "pids", "cpu"} - set(self._cgroups.controllers)
             self.degraded += [f"no {name} control group" for name in sorted(missing)]
+            self._janitor = _start_janitor(self._cgroups.folders)
         held = f"cgroup ({', '.join(self._cgroups.controllers)})" if self._cgroups else "memory watchdog"
         who = "an unprivileged host uid for each session" if os.getuid() == 0 else "the service's own unprivileged uid"
         self.isolation = (
@@ -69,3 +73,13 @@ class NamespacesBackend:
             await self._server.stop()
         if self._cgroups is not None:
             await asyncio.to_thread(self._cgroups.remove)
+        if self._janitor is not None:
+            await asyncio.to_thread(self._janitor.communicate)
+
+
+def _start_janitor(folders: list[str]) -> subprocess.Popen[bytes]:
+    """What ends with a killed service: its processes, by the kernel's hand. What does not: its control groups."""
+    script = str(Path(__file__).with_name("janitor.py"))
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", script, *folders], stdin=subprocess.PIPE, env={}, start_new_session=True
+    )

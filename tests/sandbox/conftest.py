@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,16 +30,17 @@ class Service:
     process: subprocess.Popen[bytes]
 
 
-def start_service(*flags: str, env: dict[str, str] | None = None, **popen: object) -> Service:
+def start_service(
+    *flags: str, env: dict[str, str] | None = None, program: Sequence[str] = ("-m", "sandbox")
+) -> Service:
     """`python -m sandbox` on a free port; raises RuntimeError when it ends instead."""
     read_fd, write_fd = os.pipe()
     root = str(Path(__file__).parents[2])
     process = subprocess.Popen(
-        [sys.executable, "-m", "sandbox", "--port", "0", "--ready-fd", str(write_fd), *flags],
+        [sys.executable, *program, "--port", "0", "--ready-fd", str(write_fd), *flags],
         env={**os.environ, "PYTHONPATH": root, "TEST_TOKENS": f"{TOKEN},{SECOND_TOKEN}", **(env or {})},
         pass_fds=[write_fd],
         start_new_session=True,
-        **popen,  # type: ignore[call-overload]
     )
     os.close(write_fd)
     with os.fdopen(read_fd) as ready:
@@ -75,10 +76,10 @@ def control_groups(pid: int) -> list[Path]:
     return [path for path in Path("/sys/fs/cgroup").rglob(f"sandbox-{pid}*") if path.is_dir()]
 
 
-def wait_until(condition: object, deadline_s: float = 5.0) -> bool:
+def wait_until(condition: Callable[[], object], deadline_s: float = 5.0) -> bool:
     deadline = time.monotonic() + deadline_s
     while time.monotonic() < deadline:
-        if condition():  # type: ignore[operator]
+        if condition():
             return True
         time.sleep(0.02)
     return False
@@ -94,7 +95,7 @@ def service() -> Iterator[Service]:
     )
     pid = service.process.pid
     yield service
-    idle = 2 + 4  # the zygote's two processes and the warm sessions
+    idle = 3 + 4  # the zygote's two processes, the janitor, and the warm sessions
     flat = wait_until(lambda: len(descendants(pid)) <= idle)
     running = descendants(pid)
     num_descriptors = len(os.listdir(f"/proc/{pid}/fd"))

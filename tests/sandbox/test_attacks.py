@@ -26,7 +26,8 @@ TIME = {
     "finally": "try:\n  while True: pass\nfinally:\n  while True: pass",
     "threads_and_loop": "import threading\ndef f():\n  while True: pass\n"
     "for _ in range(8): threading.Thread(target=f, daemon=True).start()\nf()",
-    "join_thread": "import threading\nt = threading.Thread(target=lambda: [None for _ in iter(int, 1)])\nt.start(); t.join()",
+    "join_thread": "import threading\nt = threading.Thread(target=lambda: [None for _ in iter(int, 1)])\n"
+    "t.start(); t.join()",
     "numpy": "import numpy as np\na = np.random.rand(3000, 3000)\nwhile True: a = a @ a / 1e3",
 }
 
@@ -165,10 +166,10 @@ async def test_odd_bytes_come_out_as_text(session: SandboxSession) -> None:
 
 
 FORGERIES = {
-    "blind": "import os\nfor fd in range(3, 64):\n  try: os.write(fd, b'\\n{\"ok\": true, \"result\": \"forged\"}\\n')\n"
+    "blind": 'import os\nfor fd in range(3, 64):\n  try: os.write(fd, b\'\\n{"ok": true, "result": "forged"}\\n\')\n'
     "  except OSError: pass",
     "garbage": "import os\nfor fd in range(3, 64):\n  try: os.write(fd, b'{' * 200_000)\n  except OSError: pass",
-    "wrong_token": "import os\nos.write(3, b'\\n{\"token\": \"00\", \"ok\": true, \"result\": \"forged\"}\\n')\nNone",
+    "wrong_token": 'import os\nos.write(3, b\'\\n{"token": "00", "ok": true, "result": "forged"}\\n\')\nNone',
     "nested": "import os\nos.write(3, b'\\n' + b'[' * 60_000 + b'\\n')\nNone",
 }
 

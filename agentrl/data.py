@@ -1,8 +1,9 @@
-"""JSONL rows -> Tasks. A broken row is an error with file and line; nothing is skipped. Knows no environment."""
+"""JSONL rows -> Tasks. A broken row is an error with file and line; none is left out in silence. Knows no environment."""
 
 from __future__ import annotations
 
 import json
+import logging
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,31 +12,41 @@ from typing import Any
 from agentrl.errors import ConfigError, DataError
 from agentrl.types import Task
 
+log = logging.getLogger(__name__)
+
 PROMPT_KEYS = ("problem", "prompt", "question")
 
 
-def read_tasks(path: str | Path) -> list[Task]:
+def read_tasks(path: str | Path, *, need_answers: bool = False) -> list[Task]:
     """All rows of a JSONL file: `{"id", "problem", "answer", ...}`; further keys become metadata.
 
-    Without `id` the row is called STEM-LINE. Raises ConfigError for a missing or empty file, DataError for a row.
+    Without `id` the row is called STEM-LINE. With `need_answers`, a row whose answer is blank is left out (nothing
+    can be graded against it) and a warning names its line. Raises ConfigError for a missing or empty file, DataError
+    for a broken row.
     """
     path = Path(path)
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise ConfigError(f"cannot read data file {path}: {error.strerror}") from error
-    tasks: list[Task] = []
     line_of: dict[str, int] = {}
+    tasks: list[Task] = []
+    blank: list[int] = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
-        task = _task(line, f"{path}:{number}", default_id=f"{path.stem}-{number}")
+        task = _task(line, f"{path}:{number}", default_id=f"{path.stem}-{number}", need_answer=need_answers)
         if task.id in line_of:
             raise DataError(f"{path}:{number}: id {task.id!r} was used on line {line_of[task.id]}; make ids unique")
         line_of[task.id] = number
-        tasks.append(task)
+        if need_answers and task.answer is None:
+            blank.append(number)
+        else:
+            tasks.append(task)
     if not tasks:
-        raise ConfigError(f"data file {path} holds no rows")
+        raise ConfigError(f"data file {path} holds no rows{' with an answer' if blank else ''}")
+    if blank:
+        log.warning("%s: %d rows have a blank answer and are left out: lines %s", path, len(blank), _listed(blank))
     return tasks
 
 
@@ -46,7 +57,7 @@ def endless(tasks: list[Task], *, seed: int) -> Iterator[Task]:
         yield from rng.sample(tasks, len(tasks))
 
 
-def _task(line: bytes, where: str, *, default_id: str) -> Task:
+def _task(line: bytes, where: str, *, default_id: str, need_answer: bool) -> Task:
     try:
         row: Any = json.loads(line)
     except UnicodeDecodeError as error:
@@ -58,10 +69,14 @@ def _task(line: bytes, where: str, *, default_id: str) -> Task:
     key = next((key for key in PROMPT_KEYS if key in row), None)
     if key is None:
         raise DataError(f"{where}: no 'problem' (nor {', '.join(map(repr, PROMPT_KEYS[1:]))}); keys: {sorted(row)}")
+    answer = row.pop("answer", None)
+    if answer is None and need_answer:
+        raise DataError(f"{where}: no 'answer'; write it as a string")
+    is_blank = answer is None or (isinstance(answer, str) and not answer.strip())
     return Task(
         id=_text(row.pop("id", default_id), "id", where),
         prompt=_text(row.pop(key), key, where),
-        answer=_text(row.pop("answer"), "answer", where) if "answer" in row else None,
+        answer=None if is_blank else _text(answer, "answer", where),
         metadata=row,
     )
 
@@ -74,3 +89,8 @@ def _text(value: object, key: str, where: str) -> str:
     if not value.strip():
         raise DataError(f"{where}: {key!r} is empty; fill it in or delete the row")
     return value
+
+
+def _listed(numbers: list[int]) -> str:
+    shown = ", ".join(map(str, numbers[:10]))
+    return shown if len(numbers) <= 10 else f"{shown}, ..."

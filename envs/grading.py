@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import re
 
+from agentrl.errors import EnvError
 from envs.equality_pool import EqualityPool
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
@@ -42,16 +43,16 @@ async def is_correct(text: str, gold: str) -> bool:
     Integers are compared as integers and nothing else; other answers by their normalised text, then by math-verify.
     Raises EnvError when the grader failed, MissingDependencyError without math-verify.
     """
+    if not gold.strip():
+        raise EnvError("the gold answer is blank: nothing can be graded against it")
     answer = final_answer(text)
-    if answer is None:
+    if not answer:
         return False
     gold_integer = _as_integer(gold)
     if gold_integer is not None:
         return _as_integer(answer) == gold_integer
     if normalised(answer) == normalised(gold):
         return True
-    if not answer:
-        return False
     return await asyncio.to_thread(EqualityPool.shared().equal, gold, answer)
 
 

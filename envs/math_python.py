@@ -35,7 +35,7 @@ class MathPython(ToolEnv):
         if data is None:
             key = "train_data" if split == "train" else "eval_data"
             raise ConfigError(f"{cls.__name__} needs rows: set env.{key} (or --data) to a JSONL file")
-        rows = read_tasks(data)
+        rows = read_tasks(data, need_answers=True)
         return endless(rows, seed=seed) if split == "train" else rows
 
     async def reset(self, *, task: Task, seed: int | None = None) -> tuple[list[Message], dict[str, Any]]:

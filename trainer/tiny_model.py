@@ -6,6 +6,7 @@ Knows the shape of the model, the vocabulary and the chat template. Knows nothin
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterable
@@ -74,7 +75,6 @@ def make_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex("|".join(_literal(marker) for marker in markers)), behavior="isolated"),
             pre_tokenizers.Split(Regex(r"\p{N}"), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
@@ -86,7 +86,9 @@ def make_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
         min_frequency=2,
         show_progress=False,
     )
-    bpe.train_from_iterator(texts, trainer)
+    # Merges never build a marker: text that merely contains one must not become the token.
+    between_markers = re.compile("|".join(map(re.escape, markers)))
+    bpe.train_from_iterator((part for text in texts for part in between_markers.split(text) if part), trainer)
     bpe.add_special_tokens(list(SPECIAL_TOKENS))
     bpe.add_tokens(list(TOOL_TOKENS))
     tokenizer = PreTrainedTokenizerFast(
@@ -139,7 +141,3 @@ def save(folder: Path, model: Any, tokenizer: Any) -> None:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-
-
-def _literal(marker: str) -> str:
-    return marker.replace("|", r"\|")

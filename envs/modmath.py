@@ -1,0 +1,78 @@
+"""AIME in miniature: generated problems over AimePython's own tool and grading, with a scripted demonstrator."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from random import Random
+
+from agentrl.env import Split, register
+from agentrl.types import Message, Task, ToolCall
+from envs.aime import AimePython
+from envs.modmath_templates import TEMPLATES, attempt
+
+NUM_TEST_TASKS = 512
+TEST_SHARE = 1 / 8
+_TEMPLATE_BY_NAME = {template.name: template for template in TEMPLATES}
+
+
+@register("ModMath-v0")
+class ModMath(AimePython):
+    """Modular powers, digit sums, counting, multiples, series and recurrences; answers from 0 to 999."""
+
+    @classmethod
+    def tasks(cls, split: Split, *, data: str | None = None, seed: int = 0) -> Iterable[Task]:
+        """Endless for `train`; for `test` the same 512 whatever the seed. A text belongs to one split for ever.
+
+        The templates take turns, so that any prefix is balanced. With `data`, the rows of that file instead.
+        """
+        if data is not None:
+            return super().tasks(split, data=data, seed=seed)
+        if split == "test":
+            return islice(_generate("test", "test"), NUM_TEST_TASKS)
+        return _generate("train", f"train-{seed}")
+
+    @classmethod
+    def demonstrations(cls, task: Task, *, skill: float = 1.0, seed: int = 0) -> Sequence[Message] | None:
+        """Code in one call, or in two that share variables, then the boxed answer; None for rows from a file."""
+        template = _TEMPLATE_BY_NAME.get(task.metadata.get("template", ""))
+        if template is None:
+            return None
+        rng = Random(f"{seed}/{task.id}")
+        script = attempt(template, task.metadata["numbers"], skill=skill, rng=rng)
+        calls = [
+            ToolCall(id=f"call_{turn}", name="python", arguments={"code": cell})
+            for turn, cell in enumerate(script.program)
+        ]
+        turns = [Message(role="assistant", content="", tool_calls=(call,)) for call in calls]
+        return [*turns, Message(role="assistant", content=script.closing)]
+
+
+def _generate(split: Split, name: str) -> Iterator[Task]:
+    """Distinct within `test`; an endless stream may repeat a text."""
+    rng = Random(name)
+    streams = [template.problems(Random(rng.random())) for template in TEMPLATES]
+    used: set[str] = set()
+    index = 0
+    while True:
+        template = TEMPLATES[index % len(TEMPLATES)]
+        numbers, answer = next(streams[index % len(TEMPLATES)])
+        prompt = template.problem.format(**numbers)
+        if split_of(prompt) != split or prompt in used:
+            continue
+        if split == "test":
+            used.add(prompt)
+        yield Task(
+            id=f"{name}-{index}-{template.name}",
+            prompt=prompt,
+            answer=str(answer),
+            metadata={"template": template.name, "numbers": numbers},
+        )
+        index += 1
+
+
+def split_of(prompt: str) -> Split:
+    """Decided by the text alone, so no seed can bring a test problem into training."""
+    first_byte = hashlib.sha256(prompt.encode()).digest()[0]
+    return "test" if first_byte < 256 * TEST_SHARE else "train"

@@ -1,4 +1,4 @@
-"""JSONL rows -> Tasks. A broken row is an error with file and line; none is left out in silence. Knows no environment."""
+"""JSONL rows -> Tasks. A broken row is an error with file and line; none is left out silently. Knows no environment."""
 
 from __future__ import annotations
 

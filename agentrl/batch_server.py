@@ -106,6 +106,7 @@ async def serving(app: FastAPI, *, host: str, port: int) -> AsyncIterator[str]:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((host, port))
+        sock.listen(64)  # from here on a caller waits instead of being refused
     except OSError as error:
         sock.close()
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; choose another port") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import socket
 import sys
@@ -181,3 +182,21 @@ def weights_folder(run_dir: Path) -> Iterator[Path]:
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
+
+
+def replace_by_engine(config: Config) -> None:
+    """Become the engine server of `config`, in the foreground: `agentrl engine`. Raises ConfigError."""
+    settings = config.engine
+    port = port_of(settings.host, settings.port, key="engine.port")
+    command, env = engine_server.command(
+        model_path=config.model.path,
+        served_name=SERVED_NAME,
+        host=settings.host,
+        port=port,
+        config=settings,
+        max_context=config.rollout.max_context,
+        dtype=config.model.dtype,
+        seed=config.seed,
+    )
+    sys.stderr.write(f"{engine_server.describe(settings)}\nhttp://{settings.host}:{port} serves {config.model.path}\n")
+    os.execvpe(command[0], command, {**os.environ, **env})

@@ -13,10 +13,10 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("agentrl", "envs", "sandbox", "trainer")
 HEAVY = ("torch", "vllm", "deepspeed", "transformers")
 
-# Who may import whom. The sandbox knows nobody; agentrl knows the sandbox's client alone.
+# Who may import whom. The sandbox knows nobody; agentrl knows the sandbox's client, and what its command line starts.
 ALLOWED = {
     "sandbox": set(),
-    "agentrl": {"sandbox.client", "sandbox.protocol", "sandbox.__main__", "envs"},
+    "agentrl": {"sandbox.client", "sandbox.protocol", "sandbox.__main__", "envs", "trainer.warmstart"},
     "envs": {"agentrl", "sandbox.client", "sandbox.protocol"},
     "trainer": {"agentrl", "sandbox.client"},
 }

@@ -83,7 +83,7 @@ def create_app(pool: Pool, *, tokens: Sequence[str] = ()) -> FastAPI:
     return app
 
 
-def _tenant(request: Request) -> str:
+async def _tenant(request: Request) -> str:  # async: FastAPI would send a plain function to a thread
     return str(request.scope["sandbox_tenant"])
 
 

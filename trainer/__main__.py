@@ -1,0 +1,76 @@
+"""`python -m trainer`: the learner process, under plain python, torchrun or the DeepSpeed launcher.
+
+The only place of the learner that reads and sets environment variables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+
+from agentrl import config as config_module
+from agentrl.errors import AgentRLError, ConfigError
+
+TOKEN_VARIABLE = "AGENTRL_TOKEN"
+
+
+def main() -> int:
+    """Exit code: 0 when the run ended as it should, 1 with one line on stderr when not, 2 for wrong arguments."""
+    arguments = _arguments()
+    signal.signal(signal.SIGTERM, _leave)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    try:
+        _run(arguments)
+    except AgentRLError as error:
+        sys.stderr.write(f"learner: {type(error).__name__}: {error}\n")
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    token = os.environ.get(TOKEN_VARIABLE)
+    if not token:
+        raise ConfigError(f"set {TOKEN_VARIABLE} to the orchestrator's token")
+    config = config_module.load(arguments.config)
+    from trainer import ranks
+
+    ranks.set_defaults(os.environ)
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    # After the defaults: DeepSpeed reads its accelerator when it is imported.
+    from trainer import serve
+
+    serve.run(
+        config,
+        orchestrator_url=arguments.orchestrator,
+        token=token,
+        weights_dir=arguments.weights_dir,
+        run_dir=arguments.run_dir,
+    )
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m trainer", description="The learner of one run.")
+    parser.add_argument("--config", type=Path, required=True, help="resolved JSON of the run")
+    parser.add_argument("--orchestrator", required=True, help="base URL")
+    parser.add_argument("--weights-dir", type=Path, required=True, help="where versions for the engine are written")
+    parser.add_argument("--run-dir", type=Path, required=True, help="the run's folder; checkpoints go there")
+    parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)  # the DeepSpeed launcher passes it
+    return parser.parse_args()
+
+
+def _leave(signum: int, frame: object) -> None:
+    """SIGTERM as an ordinary exit, so that half-written folders are removed on the way out."""
+    raise SystemExit(128 + signum)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,216 @@
+"""One optimizer step from one batch: checks it, estimates the gradient, hands it to DeepSpeed, measures.
+
+Owns the model and the DeepSpeed engine. Knows nothing of HTTP, of where weights go, or of how batches are made.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from agentrl.config import Config
+from agentrl.errors import ConfigError, LearnerError, StaleTrajectoryError
+from agentrl.types import Batch, StepOutput
+from trainer import ranks, vcpo, vitals
+from trainer.gradients import Estimator, GroupTerms
+from trainer.logprobs import check_head
+from trainer.packing import share_of_rank
+
+log = logging.getLogger(__name__)
+
+REDUCE_BUCKET_ELEMENTS = 50_000_000
+
+
+class Learner:
+    """The policy and its optimizer. `ranks.set_defaults` must have been called by the entry point.
+
+    Raises ConfigError when `model.path` cannot be loaded or the architecture cannot be scored exactly.
+    """
+
+    def __init__(self, config: Config, *, policy_version: int = 0) -> None:
+        torch.manual_seed(config.seed)
+        self.device = ranks.join(timeout_s=config.learner.step_timeout_s)
+        self.policy_version = policy_version
+        self._config = config
+        self.model = load_model(config).to(self.device)
+        check_head(self.model)
+        self._engine = _deepspeed_engine(self.model, config)
+        self._estimator = Estimator(self.model, config.algorithm)
+        self._rho_base = vcpo.RhoBase(config.algorithm.rho_base)
+        self._skipped_steps = 0
+
+    def step(self, batch: Batch) -> StepOutput:
+        """One optimizer step; every rank calls it with the same batch and gets the same answer.
+
+        A step whose gradient holds a NaN or an infinity is refused: the weights and the optimizer stay as they are,
+        `learner/skipped_steps` counts it and the log names the trajectory. The policy version advances all the same,
+        so that whoever waits for version v + 1 gets it; the weights of v + 1 then equal those of v.
+
+        Raises:
+            StaleTrajectoryError: a trajectory is older than the batch's max_lag.
+            LearnerError: the batch is empty, for another version, or holds tokens of a future version.
+        """
+        started_s = time.perf_counter()
+        self._check(batch)
+        groups = self._estimate(batch)
+        metrics = vitals.counts(groups) | vitals.policy(groups) | self._weight_metrics(groups)
+        reasons = _refusals(groups) or ranks.gather(_overflow(self._estimator.sums.total))
+        if reasons:
+            self._skipped_steps += 1
+            log.warning("step %d refused, weights kept: %s", self.policy_version + 1, "; ".join(reasons[:5]))
+        else:
+            metrics |= self._update(metrics)
+        self.policy_version += 1
+        step_s = time.perf_counter() - started_s
+        metrics |= {
+            "learner/skipped_steps": float(self._skipped_steps),
+            "learner/step_s": step_s,
+            "learner/tokens_per_s": metrics["learner/num_tokens"] / step_s,
+        }
+        return StepOutput(policy_version=self.policy_version, metrics=metrics)
+
+    def logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        """log p(token[t+1] | token[:t+1]) under the present weights. [T-1]"""
+        ids_T = torch.tensor(token_ids, device=self.device)
+        with torch.no_grad():
+            logits_TV = self.model(input_ids=ids_T[None], use_cache=False).logits[0]
+        log_p_TV = logits_TV[:-1].float().log_softmax(dim=-1)
+        result: list[float] = log_p_TV.gather(1, ids_T[1:, None])[:, 0].tolist()
+        return result
+
+    def _check(self, batch: Batch) -> None:
+        if batch.policy_version != self.policy_version:
+            raise LearnerError(f"batch is for version {batch.policy_version}, the learner is at {self.policy_version}")
+        if not batch.trajectories():
+            raise LearnerError(f"the batch of version {batch.policy_version} is empty")
+        for trajectory in batch.trajectories():
+            if trajectory.num_action_tokens == 0:
+                continue
+            lag = self.policy_version - trajectory.policy_version
+            if lag > batch.max_lag:
+                raise StaleTrajectoryError(f"trajectory {trajectory.id} has lag {lag}, allowed is {batch.max_lag}")
+            newest = max(trajectory.policy_versions())
+            if newest > self.policy_version:
+                raise LearnerError(f"trajectory {trajectory.id} has tokens of the future version {newest}")
+
+    def _estimate(self, batch: Batch) -> list[GroupTerms]:
+        """Leave this rank's share of the gradient in the estimator's sums; return the terms of all ranks' groups."""
+        mine = share_of_rank(batch.groups, rank=distributed.get_rank(), num_ranks=distributed.get_world_size())
+        self._estimator.sums.reset()
+        return ranks.gather(
+            [
+                self._estimator.add_group(
+                    group, policy_version=self.policy_version, num_trajectories=len(batch.trajectories())
+                )
+                for group in mine
+            ]
+        )
+
+    def _weight_metrics(self, groups: list[GroupTerms]) -> dict[str, float]:
+        algorithm = self._config.algorithm
+        return vitals.weights(groups, max_weight=algorithm.max_weight if algorithm.truncation == "truncate" else None)
+
+    def _update(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Hand the gradient to DeepSpeed and step at this step's own learning rate."""
+        rho = metrics["learner/ess_ratio"]
+        rho_base = self._rho_base.observe(rho, max_lag=int(metrics["learner/lag_max"]))
+        scale = vcpo.step_scale(rho, rho_base, self._config.algorithm.step_scale)
+        self._feed(self._estimator.sums.total)
+        norm = self._reduced_norm() if self._config.learner.zero_stage == 0 else None
+        with _scaled_rate(self._engine.optimizer.param_groups, scale):
+            self._engine.step()
+        return {
+            "learner/lr": self._config.learner.lr * scale,
+            "learner/lr_scale": scale,
+            "learner/rho_base": rho_base,
+            "learner/grad_norm": float(self._engine.get_global_grad_norm()) if norm is None else norm,
+        }
+
+    def _feed(self, gradients: Sequence[Tensor]) -> None:
+        """A loss with our gradient: sum p * g. DeepSpeed descends and averages over ranks: hence sign and factor."""
+        factor = -float(distributed.get_world_size())
+        surrogate = torch.zeros((), device=self.device)
+        for parameter, gradient in zip(self._estimator.parameters, gradients, strict=True):
+            surrogate = surrogate + (parameter * (gradient * factor).to(parameter.dtype)).sum()
+        self._engine.backward(surrogate)
+
+    def _reduced_norm(self) -> float:
+        """Stage 0 leaves reduced gradients on the parameters and reports no norm of its own in float32."""
+        present = [parameter.grad.float() for parameter in self._estimator.parameters if parameter.grad is not None]
+        return float(torch.nn.utils.get_total_norm(present))
+
+
+def load_model(config: Config) -> Any:
+    """The policy in its dtype, in eval mode: a policy gradient has no use for dropout. Raises ConfigError."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=getattr(torch, config.model.dtype))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot load model.path={config.model.path}: {error}") from error
+    return model.eval()
+
+
+def deepspeed_config(config: Config) -> dict[str, Any]:
+    """DeepSpeed's JSON, wholly derived from ours."""
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": config.learner.grad_clip,
+        "bf16": {"enabled": config.model.dtype == "bfloat16"},
+        "zero_optimization": {
+            "stage": config.learner.zero_stage,
+            "overlap_comm": False,
+            "reduce_bucket_size": REDUCE_BUCKET_ELEMENTS,
+            "allgather_bucket_size": REDUCE_BUCKET_ELEMENTS,
+        },
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+
+
+def _deepspeed_engine(model: Any, config: Config) -> Any:
+    import deepspeed
+
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # DeepSpeed would compile a shared-memory collective at start: half a minute, and a compiler at run time.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    settings = config.learner
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay
+    )
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=deepspeed_config(config))
+    return engine
+
+
+@contextmanager
+def _scaled_rate(param_groups: Sequence[dict[str, Any]], scale: float) -> Iterator[None]:
+    """Multiply the learning rate for one step."""
+    rates = [group["lr"] for group in param_groups]
+    for group in param_groups:
+        group["lr"] *= scale
+    try:
+        yield
+    finally:
+        for group, rate in zip(param_groups, rates, strict=True):
+            group["lr"] = rate
+
+
+def _refusals(groups: Sequence[GroupTerms]) -> list[str]:
+    return [
+        f"trajectory {trajectory.id}: {', '.join(names)} not finite"
+        for trajectory in vitals.members(groups)
+        if (names := trajectory.non_finite())
+    ]
+
+
+def _overflow(gradients: Sequence[Tensor]) -> list[str]:
+    """Empty, or the reason why this rank's sum cannot be used."""
+    return [] if math.isfinite(float(torch.nn.utils.get_total_norm(gradients))) else ["the summed gradient overflows"]

@@ -1,0 +1,155 @@
+"""The learner process's loop: fetch a batch, step, report, publish. Speaks agentrl.wire; knows no maths and no model.
+
+Every call has a deadline. An orchestrator that cannot be reached is asked again for 30 s (its answers are repeatable),
+then the process ends; an answer that says no ends it at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+from torch import distributed
+
+from agentrl import wire
+from agentrl.config import Config
+from agentrl.errors import LearnerError
+from agentrl.types import Batch, StepOutput, WeightsRef
+from trainer import weights
+from trainer.learner import Learner
+
+log = logging.getLogger(__name__)
+
+GONE_AFTER_S = 30.0
+RETRY_EVERY_S = 0.5
+PROBE_TOKENS = 64
+
+
+class Orchestrator:
+    """The three routes of wire.py, seen from the learner."""
+
+    def __init__(
+        self, url: str, *, token: str, publish_timeout_s: float = 300.0, gone_after_s: float = GONE_AFTER_S
+    ) -> None:
+        self._url = url
+        self._client = httpx.Client(base_url=url, headers={"Authorization": f"Bearer {token}"}, trust_env=False)
+        self._publish_timeout_s = publish_timeout_s
+        self._gone_after_s = gone_after_s
+
+    def next_batch(self, policy_version: int) -> Batch | None:
+        """Wait for the batch of this version, however long rollouts take; None when the run is over."""
+        while True:
+            response = self._call(
+                lambda: self._client.get(
+                    wire.BATCH, params={"policy_version": policy_version}, timeout=wire.LONG_POLL_S + self._gone_after_s
+                )
+            )
+            if response.status_code == 410:
+                return None
+            if response.status_code != 204:
+                return wire.decode(response.content, Batch)
+
+    def report(self, output: StepOutput) -> None:
+        """A step was made."""
+        self._post(wire.STEP, output, timeout_s=self._gone_after_s)
+
+    def publish(self, ref: WeightsRef) -> None:
+        """Returns once every engine holds the weights."""
+        self._post(wire.WEIGHTS, ref, timeout_s=self._publish_timeout_s)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
+
+    def _post(self, route: str, record: StepOutput | WeightsRef, *, timeout_s: float) -> None:
+        body, headers = wire.encode(record), {"Content-Type": wire.MEDIA_TYPE}
+        self._call(lambda: self._client.post(route, content=body, headers=headers, timeout=timeout_s))
+
+    def _call(self, request: Callable[[], httpx.Response]) -> httpx.Response:
+        """Raises LearnerError when nobody answers for `gone_after_s`, or when the answer is a refusal."""
+        deadline_s = time.monotonic() + self._gone_after_s
+        while True:
+            try:
+                response = request()
+                break
+            except httpx.TransportError as error:
+                if isinstance(error, httpx.ReadTimeout) or time.monotonic() > deadline_s:
+                    raise LearnerError(
+                        f"the orchestrator at {self._url} is gone: {error or type(error).__name__}"
+                    ) from error
+                time.sleep(RETRY_EVERY_S)
+        if response.status_code >= 400 and response.status_code != 410:
+            raise LearnerError(f"the orchestrator answered {response.status_code}: {response.text[:500]}")
+        return response
+
+
+def run(config: Config, *, orchestrator_url: str, token: str, weights_dir: Path, run_dir: Path) -> None:
+    """Train until the orchestrator says that the run is over, then leave `run_dir/checkpoints/final`.
+
+    `learner/publish_s` is the time the publication *before* this step took: a step is reported before its weights.
+    Raises LearnerError, StaleTrajectoryError or ConfigError; the process that calls it should then end with an error.
+    """
+    torch.set_num_threads(config.learner.num_threads)
+    learner = Learner(config)
+    publish_timeout_s = config.engine.start_timeout_s + config.engine.request_timeout_s
+    orchestrator = Orchestrator(orchestrator_url, token=token, publish_timeout_s=publish_timeout_s)
+    try:
+        _loop(learner, orchestrator, config, weights_dir=weights_dir, run_dir=run_dir)
+    finally:
+        orchestrator.close()
+        distributed.destroy_process_group()
+
+
+def _loop(learner: Learner, orchestrator: Orchestrator, config: Config, *, weights_dir: Path, run_dir: Path) -> None:
+    is_first_rank = distributed.get_rank() == 0
+    checkpoints = run_dir / "checkpoints"
+    probe_ids = list(range(min(PROBE_TOKENS, learner.model.config.vocab_size)))
+    while True:
+        with _clock() as publish_s:
+            if is_first_rank:
+                orchestrator.publish(_write(learner, weights_dir, probe_ids))
+        if is_first_rank and _is_due(learner.policy_version, config.learner.save_every):
+            weights.export(learner.model, config.model.path, checkpoints / f"step_{learner.policy_version}")
+        with _clock() as wait_batch_s:
+            batch = orchestrator.next_batch(learner.policy_version)
+        if batch is None:
+            break
+        output = learner.step(batch)
+        probe_ids = batch.trajectories()[0].token_ids()[:PROBE_TOKENS]
+        if is_first_rank:
+            waits = {"learner/wait_batch_s": wait_batch_s[0], "learner/publish_s": publish_s[0]}
+            orchestrator.report(replace(output, metrics={**output.metrics, **waits}))
+            log.info("step %d: %s", output.policy_version, _summary(output.metrics))
+    if is_first_rank:
+        weights.export(learner.model, config.model.path, checkpoints / "final")
+
+
+def _is_due(step: int, every: int) -> bool:
+    return step > 0 and every > 0 and step % every == 0
+
+
+def _write(learner: Learner, weights_dir: Path, probe_ids: list[int]) -> WeightsRef:
+    return weights.publish(
+        learner.model, weights_dir, policy_version=learner.policy_version, probe_ids=probe_ids, score=learner.logprobs
+    )
+
+
+@contextmanager
+def _clock() -> Iterator[list[float]]:
+    """Seconds spent inside, in the yielded list once the block is left."""
+    elapsed_s: list[float] = []
+    started_s = time.monotonic()
+    yield elapsed_s
+    elapsed_s.append(time.monotonic() - started_s)
+
+
+def _summary(metrics: dict[str, Any]) -> str:
+    names = ("ess_ratio", "lr_scale", "grad_norm", "lag_max", "step_s")
+    return ", ".join(f"{name} {metrics[key]:.4g}" for name in names if (key := f"learner/{name}") in metrics)

@@ -19,6 +19,7 @@ from agentrl.errors import AgentRLError, ConfigError
 
 if TYPE_CHECKING:
     from agentrl.config import Config
+    from agentrl.console import TrainConsole
 
 T = TypeVar("T")
 
@@ -50,7 +51,7 @@ def train(config_path: ConfigPath, overrides: Overrides = None, debug: Debug = F
     _run(_train(config, TrainConsole(total_steps=config.train.steps)), debug=debug)
 
 
-async def _train(config: Config, console: Any) -> None:
+async def _train(config: Config, console: TrainConsole) -> None:
     from agentrl.report import write_report
     from agentrl.run_folder import RunFolder
     from agentrl.train import Training, check_model
@@ -63,7 +64,7 @@ async def _train(config: Config, console: Any) -> None:
             summary = await training.run()
     finally:
         report = write_report(run)
-    console.summary(summary, report)
+    console.summary(summary, run.path, report)
 
 
 @app.command(name="eval")
@@ -114,7 +115,7 @@ def env_check(
     debug: Debug = False,
 ) -> None:
     """Judge an environment: contract, tools, seeds, clean-up; each gold answer scores 1.0 and a wrong one 0.0."""
-    from agentrl.console import check_environment
+    from agentrl.judge import check_environment
 
     if not _run(check_environment(target, data=data, limit=limit), debug=debug):
         raise typer.Exit(1)

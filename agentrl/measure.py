@@ -91,7 +91,7 @@ async def measure(request: Request) -> Evaluation:
                         max_concurrent_groups=max(1, 2 * config.engine.max_num_seqs // config.eval.samples_per_task),
                         progress=advance,
                     )
-    console.result(evaluation.result, evaluation.groups)
+    console.result(evaluation.result)
     return evaluation
 
 

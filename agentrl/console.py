@@ -1,0 +1,201 @@
+"""What a person sees in the terminal: phases, progress bars, one line a step, results, errors on one screen.
+
+Knows what to show and nothing of how it is made. Without a terminal it writes plain lines and no control codes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from rich.console import Console
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from agentrl.statistics import EvalResult
+
+if TYPE_CHECKING:
+    from agentrl.orchestrator import Summary
+
+Advance = Callable[[int, int], None]
+
+_COLUMNS = (
+    ("step", "run/step", "{:.0f}"),
+    ("reward", "rollout/reward_mean", "{:.2f}"),
+    ("ess", "learner/ess_ratio", "{:.2f}"),
+    ("lr x", "learner/lr_scale", "{:.2f}"),
+    ("|grad|", "learner/grad_norm", "{:.2f}"),
+    ("lag", "learner/lag_mean", "{:.1f}"),
+    ("tok/s", "engine/tokens_per_s", "{:.0f}"),
+    ("step s", "run/step_s", "{:.1f}"),
+)
+_WIDTHS = tuple(max(6, len(title)) for title, _, _ in _COLUMNS)
+
+
+class Terminal:
+    """Phases and progress bars, shared by every command."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(highlight=False, soft_wrap=True)
+        self.phase_seconds: dict[str, float] = {}
+
+    def line(self, text: str | Text) -> None:
+        """One line."""
+        self._console.print(text)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """A spinner while the block runs, then one line with its seconds."""
+        started = time.monotonic()
+        if self._console.is_terminal:
+            with self._console.status(name):
+                yield
+        else:
+            yield
+        self._phase_done(name, started)
+
+    @contextmanager
+    def progress(self, name: str) -> Iterator[Advance]:
+        """A bar while the block runs; call the yielded function with (done, total)."""
+        started = time.monotonic()
+        bar = _bar(self._console)
+        job = bar.add_task(name, total=None)
+        with Live(bar, console=self._console, transient=True) if self._console.is_terminal else _nothing():
+            yield lambda done, total: bar.update(job, completed=done, total=total)
+        self._phase_done(name, started)
+
+    def _phase_done(self, name: str, started: float) -> None:
+        seconds = time.monotonic() - started
+        self.phase_seconds[name] = self.phase_seconds.get(name, 0.0) + seconds
+        self.line(f"{name}: {seconds:.1f} s")
+
+
+class TrainConsole(Terminal):
+    """`agentrl train`: a bar over the steps, and above it one line for each; also the run's Observer."""
+
+    def __init__(self, *, total_steps: int, console: Console | None = None) -> None:
+        super().__init__(console)
+        self._bar = _bar(self._console)
+        self._job = self._bar.add_task("training", total=total_steps, visible=False)
+        self._measuring = self._bar.add_task("measuring", total=None, visible=False)
+        self._live = Live(self._bar, console=self._console, transient=True)
+        self._num_lines = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._live.stop()
+
+    def step(self, step: int, values: Mapping[str, float]) -> None:
+        """See orchestrator.Observer."""
+        if self._num_lines % 20 == 0:
+            titles = " ".join(title.rjust(width) for (title, _, _), width in zip(_COLUMNS, _WIDTHS, strict=True))
+            self.line(Text(titles + "  who waits for whom", style="bold"))
+        self._num_lines += 1
+        shown = {"run/step": float(step), **values}
+        cells = (
+            (form.format(shown[key]) if key in shown else "-").rjust(width)
+            for (_, key, form), width in zip(_COLUMNS, _WIDTHS, strict=True)
+        )
+        self.line(" ".join(cells) + "  " + _waits(values))
+        self._bar.update(self._job, completed=step, visible=True)
+
+    def evaluating(self, done: int, total: int) -> None:
+        """See orchestrator.Observer."""
+        self._start_live()
+        self._bar.update(self._measuring, completed=done, total=total, visible=done < total)
+
+    def evaluated(self, result: EvalResult) -> None:
+        """See orchestrator.Observer."""
+        self._bar.update(self._measuring, visible=False)
+        self.line(Text(f"held out, version {result.policy_version}: {_quality(result)}", style="bold green"))
+        self._bar.update(self._job, visible=True)
+
+    def summary(self, summary: Summary, run_path: Path, report: Path) -> None:
+        """The last panel."""
+        table = Table.grid(padding=(0, 2))
+        table.add_row("before", _quality(summary.before))
+        table.add_row("after", _quality(summary.after))
+        table.add_row("rise", f"{summary.after.avg - summary.before.avg:+.3f}")
+        table.add_row("training", f"{summary.num_steps} steps in {summary.train_s / 60:.1f} min")
+        table.add_row("async overlap", f"{summary.overlap:.2f} of the learner's working time the engine generated")
+        for name, seconds in self.phase_seconds.items():
+            table.add_row(name, f"{seconds:.0f} s")
+        if summary.note:
+            table.add_row("note", summary.note)
+        table.add_row("run folder", str(run_path))
+        table.add_row("report", f"{report} (open it in a browser)")
+        self._console.print(Panel(table, title="done", expand=False))
+
+    def _start_live(self) -> None:
+        if self._console.is_terminal and not self._live.is_started:
+            self._live.start()
+
+
+class EvalConsole(Terminal):
+    """`agentrl eval` and other single jobs."""
+
+    def result(self, result: EvalResult) -> None:
+        """avg@n, pass@k and how episodes ended."""
+        table = Table("measure", "value", "95 % interval", title=f"{result.num_tasks} tasks, {result.n} samples each")
+        table.add_row(f"avg@{result.n}", f"{result.avg:.3f}", f"{result.avg_low:.3f} to {result.avg_high:.3f}")
+        for k, estimate in result.pass_at.items():
+            table.add_row(f"pass@{k}", f"{estimate.value:.3f}", f"{estimate.low:.3f} to {estimate.high:.3f}")
+        self._console.print(table)
+        stops = ", ".join(f"{reason} {count}" for reason, count in result.stop_reasons.items())
+        self.line(f"{result.turns_mean:.1f} turns, {result.response_tokens_mean:.0f} tokens an episode; ended: {stops}")
+
+
+def show_error(error: BaseException) -> None:
+    """What went wrong, on one screen, to standard error; one line for each cause below it."""
+    causes: list[str] = []
+    cause = error.__cause__
+    while cause is not None and len(causes) < 4:
+        text = f"{type(cause).__name__}: {cause}".splitlines()[0]
+        if str(cause) not in str(error):
+            causes.append(text[:200])
+        cause = cause.__cause__
+    body = Text(str(error) or type(error).__name__)
+    if causes:
+        body.append("\n\ncaused by\n" + "\n".join(f"  {line}" for line in causes), style="dim")
+    body.append("\n\n--debug shows the whole traceback", style="dim")
+    Console(stderr=True).print(Panel(body, title=type(error).__name__, border_style="red", expand=False))
+
+
+def _waits(values: Mapping[str, float]) -> str:
+    learner = values.get("wait/learner_for_batch_s", 0.0)
+    busy = values.get("engine/busy_share")
+    text = f"learner {learner:.1f} s for a batch"
+    return text if busy is None else f"{text}, engine idle {100 * (1 - busy):.0f} %"
+
+
+def _quality(result: EvalResult) -> str:
+    best = result.pass_at[result.n]
+    return (
+        f"avg@{result.n} {result.avg:.3f} [{result.avg_low:.3f}, {result.avg_high:.3f}], "
+        f"pass@{result.n} {best.value:.3f} [{best.low:.3f}, {best.high:.3f}]"
+    )
+
+
+def _bar(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+    )
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield

@@ -1,0 +1,28 @@
+"""`agentrl env check`: runs check.py's checks on a class with a real sandbox, and shows what they found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.text import Text
+
+from agentrl.check import check_env
+from agentrl.console import EvalConsole
+from agentrl.env import load_env_class
+
+
+async def check_environment(target: str, *, data: Path | None, limit: int | None) -> bool:
+    """Whether every check passed. Raises ConfigError for a target or data file that is wrong."""
+    from sandbox.client import SandboxClient
+
+    env_class = load_env_class(target)
+    console = EvalConsole()
+    async with SandboxClient.embedded() as sandbox:
+        with console.progress("checking") as advance:
+            report = await check_env(
+                env_class, data=str(data) if data else None, sandbox=sandbox, limit=limit, progress=advance
+            )
+    for check in report.checks:
+        mark = ("ok   ", "green") if check.ok else ("FAIL ", "bold red")
+        console.line(Text.assemble(mark, f"{check.name}: {check.detail}"))
+    return report.ok

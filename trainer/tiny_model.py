@@ -9,7 +9,8 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>
 SPECIAL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END)
 # Single tokens, yet not special: like Qwen3's own, they survive decoding with skip_special_tokens.
 TOOL_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+MARKERS = (*SPECIAL_TOKENS, *TOOL_TOKENS)
+MIN_VOCAB_SIZE = 256 + len(MARKERS)  # every byte and every marker: no merge
 
 # Qwen3's ChatML without thinking and with a shorter tool preamble: prompt tokens cost learner time in every episode.
 CHAT_TEMPLATE = r"""
@@ -69,9 +72,8 @@ def make_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    markers = (*SPECIAL_TOKENS, *TOOL_TOKENS)
-    if vocab_size < 256 + len(markers):
-        raise ConfigError(f"vocab_size={vocab_size} is too small: 256 bytes and {len(markers)} markers come first")
+    if vocab_size < MIN_VOCAB_SIZE:
+        raise ConfigError(f"vocab_size={vocab_size} is too small: 256 bytes and {len(MARKERS)} markers come first")
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -81,13 +83,13 @@ def make_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
     )
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size - len(markers),
+        vocab_size=vocab_size - len(MARKERS),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         min_frequency=2,
         show_progress=False,
     )
     # Merges never build a marker: text that merely contains one must not become the token.
-    between_markers = re.compile("|".join(map(re.escape, markers)))
+    between_markers = re.compile("|".join(map(re.escape, MARKERS)))
     bpe.train_from_iterator((part for text in texts for part in between_markers.split(text) if part), trainer)
     bpe.add_special_tokens(list(SPECIAL_TOKENS))
     bpe.add_tokens(list(TOOL_TOKENS))
@@ -135,9 +137,24 @@ def save(folder: Path, model: Any, tokenizer: Any) -> None:
     try:
         temporary.chmod(0o755)
         model.generation_config.update(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
-        model.save_pretrained(temporary)
+        with _no_progress_bar():
+            model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
         os.rename(temporary, folder)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """transformers draws one even for a single small file, over whatever the caller shows."""
+    from transformers.utils import logging
+
+    was_shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_shown:
+            logging.enable_progress_bar()

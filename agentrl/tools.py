@@ -76,14 +76,9 @@ class ToolSpec:
 
 def collect_tools(cls: type) -> dict[str, ToolSpec]:
     """The tools of a class, in order of definition, base classes first. Raises ConfigError for an untyped parameter."""
-    found: dict[str, ToolSpec] = {}
-    for base in reversed(cls.__mro__):
-        for name, value in vars(base).items():
-            if getattr(value, _MARK, False):
-                found[name] = _spec(getattr(cls, name), name)
-            elif name in found:
-                del found[name]  # overridden by something that is no tool any more
-    return found
+    names = dict.fromkeys(name for base in reversed(cls.__mro__) for name in vars(base))
+    methods: dict[str, Any] = {name: getattr(cls, name, None) for name in names}
+    return {name: _spec(method, name) for name, method in methods.items() if getattr(method, _MARK, False)}
 
 
 def _spec(function: Callable[..., Any], name: str) -> ToolSpec:

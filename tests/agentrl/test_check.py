@@ -1,0 +1,161 @@
+import asyncio
+import itertools
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+
+from agentrl.check import CheckReport, check_env, wrong_answer
+from agentrl.env import Action, Env, Episode, Split, StepResult, ToolEnv
+from agentrl.tools import tool
+from agentrl.types import Message, Task, user
+from envs.grading import final_answer
+
+
+class Good(ToolEnv):
+    """Boxed integers, echoing tool; each subclass below breaks one promise."""
+
+    @classmethod
+    def tasks(cls, split: Split, *, data: str | None = None, seed: int = 0) -> Iterable[Task]:
+        return [Task(id=f"row-{i}", prompt="Count.", answer=str(i)) for i in range(30)]
+
+    async def reset(self, *, task: Task, seed: int | None = None) -> tuple[list[Message], dict[str, Any]]:
+        return [user(task.prompt)], {}
+
+    @tool
+    async def echo(self, text: str) -> str:
+        """Say it again."""
+        await asyncio.sleep(0)
+        return text
+
+    async def score(self, episode: Episode) -> dict[str, float]:
+        return {"correct": float(final_answer(episode.final_text) == episode.task.answer)}
+
+    @classmethod
+    def demonstrations(cls, task: Task, *, skill: float = 1.0, seed: int = 0) -> Sequence[Message] | None:
+        return [Message(role="assistant", content=f"\\boxed{{{task.answer}}}")]
+
+
+class GradesByPrefix(Good):
+    async def score(self, episode: Episode) -> dict[str, float]:
+        answer = final_answer(episode.final_text) or ""
+        return {"correct": float(answer.startswith((episode.task.answer or "")[:1]))}
+
+
+class NeverRight(Good):
+    async def score(self, episode: Episode) -> dict[str, float]:
+        return {"correct": 0.0}
+
+
+class Unbounded(Good):
+    async def score(self, episode: Episode) -> dict[str, float]:
+        return {"correct": 100 * (await super().score(episode))["correct"]}
+
+
+class Moody(Good):
+    moods = itertools.count()
+
+    async def reset(self, *, task: Task, seed: int | None = None) -> tuple[list[Message], dict[str, Any]]:
+        return [user(f"{task.prompt} {next(self.moods)}")], {}
+
+
+class SwallowsCancel(Good):
+    @tool
+    async def echo(self, text: str) -> str:
+        """Say it again."""
+        try:
+            await asyncio.sleep(0.05)
+        except asyncio.CancelledError:
+            return "never mind"
+        return text
+
+
+class NeverCloses(Good):
+    async def close(self) -> None:
+        raise RuntimeError("stuck")
+
+
+class EndsOnBadCalls(Good):
+    async def step(self, action: Action) -> StepResult:
+        return (await super().step(action))._replace(terminated=True)
+
+
+class BadExpert(Good):
+    @classmethod
+    def demonstrations(cls, task: Task, *, skill: float = 1.0, seed: int = 0) -> Sequence[Message] | None:
+        return [Message(role="assistant", content="no idea")]
+
+
+class BreaksOnRowSeven(Good):
+    async def score(self, episode: Episode) -> dict[str, float]:
+        if episode.task.id == "row-7":
+            raise RuntimeError("grader")
+        return await super().score(episode)
+
+
+class Empty(Good):
+    @classmethod
+    def tasks(cls, split: Split, *, data: str | None = None, seed: int = 0) -> Iterable[Task]:
+        return []
+
+
+class Twice(Good):
+    @classmethod
+    def tasks(cls, split: Split, *, data: str | None = None, seed: int = 0) -> Iterable[Task]:
+        return [*super().tasks(split), Task(id="row-3", prompt="x", answer="1")]
+
+
+class NoAnswers(Good):
+    @classmethod
+    def tasks(cls, split: Split, *, data: str | None = None, seed: int = 0) -> Iterable[Task]:
+        return (Task(id=str(i), prompt="Talk.") for i in itertools.count())
+
+    async def score(self, episode: Episode) -> dict[str, float]:
+        return {"correct": 1.0}
+
+
+async def check(cls: type[Env], **options: Any) -> CheckReport:
+    return await check_env(cls, data=None, sandbox=None, **options)
+
+
+async def test_a_good_environment_passes_and_reports_progress() -> None:
+    seen: list[tuple[int, int]] = []
+    report = await check(Good, progress=lambda done, total: seen.append((done, total)))
+    assert report.ok, report
+    assert report.checks[-1].detail == "gold 1.0 and wrong 0.0 on 30 rows"
+    assert seen == [(i, 30) for i in range(1, 31)]
+
+
+@pytest.mark.parametrize(
+    ("cls", "failing", "detail"),
+    [
+        (GradesByPrefix, "gold and wrong answers", r"row-1: wrong answer '2' scored|row-\d+: wrong answer"),
+        (NeverRight, "gold and wrong answers", "the rest was not played"),
+        (Unbounded, "gold and wrong answers", r"must lie in \[0, 1\]"),
+        (Moody, "determinism", "other messages"),
+        (SwallowsCancel, "closes on cancel", "swallowed"),
+        (NeverCloses, "closes on cancel", "did not finish"),
+        (EndsOnBadCalls, "bad calls are observations", "ends the episode"),
+        (BadExpert, "demonstrations", "the expert scored 0"),
+        (BreaksOnRowSeven, "gold and wrong answers", r"1 of 30 rows fail:\n  row-7: BreaksOnRowSeven.score"),
+        (Empty, "tasks", "yields nothing"),
+        (Twice, "tasks", "'row-3' is used twice"),
+    ],
+)
+async def test_a_broken_promise_is_found(cls: type[Env], failing: str, detail: str) -> None:
+    report = await check(cls)
+    assert not report.ok
+    findings = {check.name: check.detail for check in report.checks if not check.ok}
+    assert failing in findings
+    assert re.search(detail, findings[failing]), findings
+
+
+async def test_tasks_without_answers_are_said_to_be_unchecked() -> None:
+    report = await check(NoAnswers, limit=5)
+    assert "not checked: the tasks have no answer" in report.checks[-1].detail
+
+
+@pytest.mark.parametrize(("gold", "wrong"), [("7", "8"), ("999", "0"), ("-1", "0"), ("x", "-98765.4321")])
+def test_the_wrong_answer_is_of_the_same_kind(gold: str, wrong: str) -> None:
+    assert wrong_answer(gold) == wrong

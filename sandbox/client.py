@@ -14,7 +14,7 @@ import secrets
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Generator
+from collections.abc import AsyncIterator, Coroutine, Generator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -48,6 +48,7 @@ class SandboxClient:
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
         self.url = url
+        self._closing: set[asyncio.Task[None]] = set()
         self._http = httpx.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=None, trust_env=False)
 
     async def __aenter__(self) -> SandboxClient:
@@ -59,7 +60,8 @@ class SandboxClient:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Close the connections; sessions that are still open expire on their own."""
+        """Wait for sessions that are closing, then close the connections; what is still open expires on its own."""
+        await asyncio.gather(*self._closing)
         await self._http.aclose()
 
     @classmethod
@@ -84,6 +86,13 @@ class SandboxClient:
     ) -> SandboxSession:
         """An open session; the caller closes it. Raises SandboxUnavailable."""
         return await self.session(seed=seed, limits=limits, ttl_s=ttl_s)
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """A task that outlives its caller but not this client."""
+        task = asyncio.create_task(work)
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+        return task
 
     async def health(self) -> Health:
         """What the service says of itself. Raises SandboxUnavailable."""
@@ -186,21 +195,15 @@ class SandboxSession:
         return await self._client.call("GET", f"{self._path}/files/{path}")
 
     async def close(self) -> None:
-        """Give the session back. Safe to call twice, under cancellation, and after the service is gone."""
+        """Give the session back. Safe to call twice, too late, and under cancellation: it goes on in the background."""
         if self._closed:
             return
         self._closed = True
-        request = asyncio.create_task(self._delete())
-        try:
-            await asyncio.shield(request)
-        except asyncio.CancelledError:
-            await request  # bounded by its own deadline
-            raise
+        await asyncio.shield(self._client._in_background(self._delete()))
 
     async def _delete(self) -> None:
-        with contextlib.suppress(httpx.HTTPError, TimeoutError):  # it expires there, or is gone already
-            async with asyncio.timeout(CALL_DEADLINE_S / 6):
-                await self._client._http.delete(self._path)
+        with contextlib.suppress(SandboxUnavailable):  # it expires there, or is gone already
+            await self._client.call("DELETE", self._path)
 
 
 class _Lease:

@@ -126,6 +126,21 @@ async def test_a_closed_session_is_lost(client: SandboxClient) -> None:
         await session.exec("1")
 
 
+async def test_a_cancelled_close_still_closes(client: SandboxClient) -> None:
+    session = await client.open_session()
+    closing = asyncio.create_task(session.close())
+    await asyncio.sleep(0)
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    async with asyncio.timeout(5):
+        while True:
+            try:
+                await session.exec("1")
+            except SessionLost:
+                break
+
+
 async def test_closing_ends_a_running_program(client: SandboxClient) -> None:
     session = await client.open_session()
     running = asyncio.create_task(session.exec("while True: pass", timeout_s=60))

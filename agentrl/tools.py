@@ -86,7 +86,10 @@ def _spec(function: Callable[..., Any], name: str) -> ToolSpec:
     description = inspect.cleandoc(function.__doc__ or "")
     if not description:
         raise ConfigError(f"{where} has no docstring: it is the description the model reads")
-    hints = typing.get_type_hints(function, include_extras=True)
+    try:
+        hints = typing.get_type_hints(function, include_extras=True)
+    except NameError as error:
+        raise ConfigError(f"{where}: {error}; types in its signature must be importable at run time") from error
     fields: dict[str, Any] = {}
     for parameter in list(inspect.signature(function).parameters.values())[1:]:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):

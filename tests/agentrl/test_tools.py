@@ -107,9 +107,20 @@ def _no_schema(self: Any, lock: threading.Event) -> str:
     return ""
 
 
+def _unknown_type(self: Any, code: "Nowhere") -> str:  # type: ignore[name-defined]  # noqa: F821
+    """Doc."""
+    return ""
+
+
 @pytest.mark.parametrize(
     ("method", "reason"),
-    [(_no_hint, "type hint"), (_no_docstring, "docstring"), (_star, "has no schema"), (_no_schema, "JSON schema")],
+    [
+        (_unknown_type, "'Nowhere' is not defined"),
+        (_no_hint, "type hint"),
+        (_no_docstring, "docstring"),
+        (_star, "has no schema"),
+        (_no_schema, "JSON schema"),
+    ],
 )
 def test_a_method_that_cannot_be_described_is_a_config_error(method: Any, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):

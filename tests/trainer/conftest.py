@@ -1,0 +1,28 @@
+"""Fixtures of the learner's tests."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_rank() -> None:
+    """What the entry point does for a process without a launcher."""
+    import torch
+
+    from trainer import ranks
+
+    torch.set_num_threads(1)
+    ranks.set_defaults(os.environ)
+
+
+@pytest.fixture
+def tiny_model(tiny_model_dir: Path) -> Any:
+    """A fresh float32 copy of the tiny policy."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype="float32").eval()

@@ -1,0 +1,124 @@
+"""Episodes made by hand or sampled from a model, and configs, for the learner's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from agentrl.config import Config, parse
+from agentrl.types import (
+    Batch,
+    Completion,
+    FinishReason,
+    StopReason,
+    Task,
+    Trajectory,
+    TrajectoryGroup,
+    Turn,
+    VersionSpan,
+)
+
+VOCAB = 300
+
+
+def completion(ids: Sequence[int], logprobs: Sequence[float], version: int) -> Completion:
+    spans = (VersionSpan(version=version, start=0, end=len(ids)),) if ids else ()
+    return Completion(
+        token_ids=tuple(ids),
+        behavior_logprobs=tuple(logprobs),
+        version_spans=spans,
+        finish_reason=FinishReason.STOP,
+    )
+
+
+def trajectory(name: str, turns: Sequence[Turn], *, reward: float) -> Trajectory:
+    return Trajectory(
+        id=name,
+        task_id="t",
+        turns=tuple(turns),
+        messages=(),
+        reward=reward,
+        rewards={"correct": reward},
+        stop_reason=StopReason.COMPLETED,
+    )
+
+
+def plain_logprobs(model: Any, ids: Sequence[int]) -> torch.Tensor:
+    """log p(ids[t] | ids[:t]) for t >= 1 from the whole model's own logits. [T-1]"""
+    logits_TV = model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0]
+    return logits_TV[:-1].log_softmax(-1).gather(1, torch.tensor(list(ids))[1:, None])[:, 0]
+
+
+def episode(
+    name: str,
+    *,
+    reward: float,
+    shape: Sequence[tuple[int, int]] = ((6, 4), (5, 3)),
+    seed: int = 0,
+    model: Any = None,
+    off_policy: float = 0.0,
+    version: int = 0,
+) -> Trajectory:
+    """Random tokens, `shape` = (observation, action) lengths per turn.
+
+    With a model the behaviour logprobs are its own plus `off_policy` times noise; without, all are -6.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, VOCAB, (sum(o + a for o, a in shape),), generator=generator).tolist()
+    logprobs = [-6.0] * len(ids)
+    if model is not None:
+        with torch.no_grad():
+            scored_T = plain_logprobs(model, ids)
+        noise_T = torch.randn(len(scored_T), generator=generator) * off_policy
+        logprobs = [0.0, *(scored_T + noise_T).clamp(max=-1e-4).tolist()]
+    turns, at = [], 0
+    for num_observed, num_acted in shape:
+        split, end = at + num_observed, at + num_observed + num_acted
+        turns.append(
+            Turn(
+                observation_ids=tuple(ids[at:split]),
+                completion=completion(ids[split:end], logprobs[split:end], version),
+            )
+        )
+        at = end
+    return trajectory(name, turns, reward=reward)
+
+
+def group(group_id: int, members: Sequence[Trajectory]) -> TrajectoryGroup:
+    return TrajectoryGroup(group_id=group_id, task=Task(id="t", prompt="?"), trajectories=tuple(members))
+
+
+def mixed_groups(model: Any, *, off_policy: float = 0.1, version: int = 0) -> list[TrajectoryGroup]:
+    """Three groups of uneven lengths: two with mixed rewards, one where all rewards are equal."""
+    shapes = [((6, 4), (5, 3)), ((9, 1),), ((3, 12), (2, 2), (4, 6)), ((7, 5),)]
+    rewards = [(1.0, 0.0, 0.0, 1.0), (0.0, 0.25, 1.0, 0.0), (1.0, 1.0, 1.0, 1.0)]
+    return [
+        group(
+            g,
+            [
+                episode(
+                    f"g{g}m{m}",
+                    reward=reward,
+                    shape=shapes[(g + m) % 4],
+                    seed=10 * g + m,
+                    model=model,
+                    off_policy=off_policy,
+                    version=version,
+                )
+                for m, reward in enumerate(member_rewards)
+            ],
+        )
+        for g, member_rewards in enumerate(rewards)
+    ]
+
+
+def batch(groups: Sequence[TrajectoryGroup], *, version: int = 0, max_lag: int = 2) -> Batch:
+    return Batch(policy_version=version, max_lag=max_lag, groups=tuple(groups))
+
+
+def config(model_path: Path, *, dtype: str = "float32", **sections: dict[str, Any]) -> Config:
+    tree = {"name": "test", "env": {"target": "x:Y"}, "model": {"path": str(model_path), "dtype": dtype}}
+    return parse({**tree, **sections}, source="test")

@@ -140,7 +140,9 @@ class VLLMEngine(_Client):
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Log p(token[t+1] | token[:t+1]) under the weights the engine holds now. [T] -> [T-1]. Raises EngineError."""
-        reply = await self._generate(token_ids, {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}, None)
+        reply = await self._generate(
+            token_ids, {"max_tokens": 1, "logprobs": 0, "prompt_logprobs": 0, "detokenize": False}, None
+        )
         with boundary(EngineError, f"engine at {self.url}, scoring {len(token_ids)} tokens"):
             if reply.prompt_logprobs is None or len(reply.prompt_logprobs) != len(token_ids):
                 raise ValueError("not one prompt logprob for every token")
@@ -159,7 +161,7 @@ class VLLMEngine(_Client):
         reply = await self._server.post("/inference/v1/generate", body, Generated)
         if reply.usage.prompt_tokens != len(token_ids) or len(reply.choices) != 1:
             raise EngineError(
-                f"engine at {self.url} answered {len(reply.choices)} choices to a prompt of {reply.usage.prompt_tokens} "
+                f"engine at {self.url} answered {len(reply.choices)} choices to {reply.usage.prompt_tokens} prompt "
                 f"tokens; asked was 1 to {len(token_ids)}"
             )
         return reply

@@ -28,27 +28,50 @@ MENDS = {
 
 
 class VLLMServer:
-    """One server: JSON in, typed records out; every failure is an EngineError that names the URL and the mend."""
+    """One server. Cancelling a call closes its connection, by which vLLM knows to abort the request.
+
+    Every call in progress has a client with one connection of its own: a shared connection pool of httpx takes time
+    in the square of its idle connections for each request (measured: 4 ms a request at 64).
+    """
 
     def __init__(self, url: str, *, timeout_s: float) -> None:
         self.url = url.rstrip("/")
         self._timeout_s = timeout_s
-        self._http = httpx.AsyncClient(
-            base_url=self.url,
-            timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEPALIVE_S),
-            headers={"content-type": "application/json"},
-            trust_env=False,
-        )
+        self._ssl = httpx.create_ssl_context(trust_env=False)
+        self._clients: list[httpx.AsyncClient] = []
+        self._idle: list[httpx.AsyncClient] = []
 
     async def close(self) -> None:
-        await self._http.aclose()
+        """Close all connections."""
+        for client in self._clients:
+            await client.aclose()
 
     async def get(self, path: str, reply: type[T]) -> T:
+        """The answer as `reply`. Raises EngineError."""
         return await self._call("GET", path, None, reply)
 
     async def post(self, path: str, body: dict[str, Any] | None, reply: type[T]) -> T:
+        """The answer as `reply`. Raises EngineError."""
         return await self._call("POST", path, body, reply)
+
+    async def _request(self, method: str, path: str, content: bytes) -> httpx.Response:
+        client = self._idle.pop() if self._idle else self._new_client()
+        try:
+            return await client.request(method, path, content=content)
+        finally:
+            self._idle.append(client)
+
+    def _new_client(self) -> httpx.AsyncClient:
+        client = httpx.AsyncClient(
+            base_url=self.url,
+            timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
+            limits=httpx.Limits(max_connections=1, keepalive_expiry=KEEPALIVE_S),
+            headers={"content-type": "application/json"},
+            trust_env=False,
+            verify=self._ssl,
+        )
+        self._clients.append(client)
+        return client
 
     async def _call(self, method: str, path: str, body: dict[str, Any] | None, reply: type[T]) -> T:
         """Raises EngineError for a server that is gone, slow, refuses, or answers what `reply` does not fit."""
@@ -56,10 +79,10 @@ class VLLMServer:
         content = b"" if body is None else msgspec.json.encode(body)
         try:
             async with asyncio.timeout(self._timeout_s):
-                response = await self._http.request(method, path, content=content)
+                response = await self._request(method, path, content=content)
                 while response.status_code == 503:
                     await asyncio.sleep(RETRY_PAUSED_S)
-                    response = await self._http.request(method, path, content=content)
+                    response = await self._request(method, path, content=content)
         except TimeoutError as error:
             raise EngineError(f"{what} was not answered within {self._timeout_s:g} s; see the engine's log") from error
         except httpx.ConnectError as error:
@@ -90,78 +113,110 @@ def _reason(response: httpx.Response) -> str:
 
 
 class Anything(msgspec.Struct):
-    pass
+    """Only the status counts."""
 
 
 class Paused(msgspec.Struct):
+    """Of /is_paused."""
+
     is_paused: bool
 
 
 class WeightInfo(msgspec.Struct):
+    """Of /weight_info."""
+
     weight_version: str
 
 
 class Model(msgspec.Struct):
+    """One served model."""
+
     id: str
 
 
 class Models(msgspec.Struct):
+    """Of /v1/models."""
+
     data: list[Model]
 
 
 class Message(msgspec.Struct):
+    """The server's words."""
+
     message: str
 
 
 class Failure(msgspec.Struct):
+    """Of a refused call."""
+
     error: Message
 
 
 class Usage(msgspec.Struct):
+    """How many tokens the server counted."""
+
     prompt_tokens: int
 
 
 class Entry(msgspec.Struct, gc=False):
+    """A sampled token."""
+
     token_id: int
     logprob: float
 
 
 class Content(msgspec.Struct):
+    """One entry a token."""
+
     content: list[Entry]
 
 
 class Span(msgspec.Struct):
+    """Tokens [start, end) were sampled by weights labelled `version`."""
+
     version: str
     start: int
     end: int
 
 
 class Choice(msgspec.Struct):
+    """One generation."""
+
     token_ids: list[int]
-    logprobs: Content | None
+    logprobs: Content
     finish_reason: str
     weight_versions: list[Span] | None = None
 
 
 class PromptEntry(msgspec.Struct, gc=False):
+    """A token of the prompt."""
+
     logprob: float
 
 
 class Generated(msgspec.Struct):
+    """Of /inference/v1/generate."""
+
     choices: list[Choice]
     usage: Usage
     prompt_logprobs: list[dict[str, PromptEntry] | None] | None = None
 
 
 class TokenLogprobs(msgspec.Struct):
+    """One logprob a token."""
+
     token_logprobs: list[float]
 
 
 class CompletedChoice(msgspec.Struct):
+    """One generation."""
+
     token_ids: list[int]
     logprobs: TokenLogprobs
     finish_reason: str
 
 
 class Completed(msgspec.Struct):
+    """Of /v1/completions."""
+
     choices: list[CompletedChoice]

@@ -30,12 +30,12 @@ def register() -> None:
 
 
 @dataclass
-class SafetensorsInitInfo(WeightTransferInitInfo):
+class SafetensorsInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
     """Nothing to agree on beforehand: the folder is named by each update."""
 
 
 @dataclass
-class SafetensorsUpdateInfo(WeightTransferUpdateInfo):
+class SafetensorsUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     """The folder that holds all weights, in Hugging Face names and layout."""
 
     path: str
@@ -54,6 +54,7 @@ class SafetensorsEngine(WeightTransferEngine[SafetensorsInitInfo, SafetensorsUpd
         """Put the layers into the state in which they accept checkpoint tensors."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
+        self._tied = _tied_names(self.model)  # the reload gives each name a parameter of its own
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, str]) -> None:
@@ -72,7 +73,7 @@ class SafetensorsEngine(WeightTransferEngine[SafetensorsInitInfo, SafetensorsUpd
         loaded = self.model.load_weights(_tensors(Path(update_info.path)))
         if loaded is None:
             raise ValueError(f"{type(self.model).__name__} does not report which weights it loaded")
-        if missing := sorted(expected - loaded):
+        if missing := sorted(name for name in expected if not loaded & self._tied.get(name, {name})):
             raise ValueError(f"{update_info.path} lacks {len(missing)} of {len(expected)} parameters: {missing[:5]}")
 
     def finish_weight_update(self) -> None:
@@ -80,9 +81,30 @@ class SafetensorsEngine(WeightTransferEngine[SafetensorsInitInfo, SafetensorsUpd
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         finalize_layerwise_reload(self.model, self.model_config)
+        self._renew_tied_layers()
+
+    def _renew_tied_layers(self) -> None:
+        """Let tied layers prepare their weight again, as after a start.
+
+        The reload leaves out a layer for which the checkpoint has no tensor of its own. A tied output head sees the
+        new values through its tie, but what the CPU build packed from the old ones would go on being used.
+        """
+        for name, names in self._tied.items():
+            layer = self.model.get_submodule(name.rpartition(".")[0])
+            if len(names) > 1 and (method := getattr(layer, "quant_method", None)) is not None:
+                method.process_weights_after_loading(layer)
 
     def shutdown(self) -> None:
         """Nothing is held between updates."""
+
+
+def _tied_names(model: torch.nn.Module) -> dict[str, set[str]]:
+    """For every parameter's name, all names of that parameter: one of them is enough in a checkpoint."""
+    names: dict[int, set[str]] = {}
+    parameters = list(model.named_parameters(remove_duplicate=False))
+    for name, parameter in parameters:
+        names.setdefault(id(parameter), set()).add(name)
+    return {name: names[id(parameter)] for name, parameter in parameters}
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:

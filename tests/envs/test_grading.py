@@ -105,8 +105,9 @@ async def test_a_blank_gold_answer_is_never_matched() -> None:
 
 
 def test_a_grader_that_hangs_is_a_failure_not_a_zero() -> None:
-    pool = EqualityPool(1, wall_limit_s=0.3)
+    pool = EqualityPool(1, wall_limit_s=30)
     assert pool.equal(r"\frac{1}{2}", "0.5")
+    pool._wall_limit_s = 0.3
     worker = pool._idle.get()
     assert worker is not None
     os.kill(worker._process.pid, signal.SIGSTOP)

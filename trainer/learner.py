@@ -123,14 +123,14 @@ class Learner:
         rho_base = self._rho_base.observe(rho, max_lag=int(metrics["learner/lag_max"]))
         scale = vcpo.step_scale(rho, rho_base, self._config.algorithm.step_scale)
         self._feed(self._estimator.sums.total)
-        norm = self._reduced_norm() if self._config.learner.zero_stage == 0 else None
+        own_norm = self._reduced_norm()
         with _scaled_rate(self._engine.optimizer.param_groups, scale):
             self._engine.step()
         return {
             "learner/lr": self._config.learner.lr * scale,
             "learner/lr_scale": scale,
             "learner/rho_base": rho_base,
-            "learner/grad_norm": float(self._engine.get_global_grad_norm()) if norm is None else norm,
+            "learner/grad_norm": float(self._engine.get_global_grad_norm() or own_norm),
         }
 
     def _feed(self, gradients: Sequence[Tensor]) -> None:
@@ -142,9 +142,9 @@ class Learner:
         self._engine.backward(surrogate)
 
     def _reduced_norm(self) -> float:
-        """Stage 0 leaves reduced gradients on the parameters and reports no norm of its own in float32."""
+        """Norm of what lies on the parameters: in stage 0 with float32 DeepSpeed reduces there and reports no norm."""
         present = [parameter.grad.float() for parameter in self._estimator.parameters if parameter.grad is not None]
-        return float(torch.nn.utils.get_total_norm(present))
+        return float(torch.nn.utils.get_total_norm(present)) if present else 0.0
 
 
 def load_model(config: Config) -> Any:

@@ -55,7 +55,9 @@ def weights(groups: Sequence[GroupTerms], *, max_weight: float | None) -> dict[s
     log_weight_B = torch.tensor([trajectory.log_weight for trajectory in finite], dtype=torch.float64)
     weight_B = log_weight_B.clamp(max=LARGEST_LOG_WEIGHT).exp()
     limit = math.inf if max_weight is None else math.log(max_weight)
-    shifts = [group.baseline_minus_mean for group in groups if group.has_gradient]
+    shifts = [
+        group.baseline_minus_mean for group in groups if group.has_gradient and math.isfinite(group.baseline_minus_mean)
+    ]
     return {
         "learner/ess_ratio": float(vcpo.ess_ratio(log_weight_B)),
         "learner/ess_ratio_truncated": float(vcpo.ess_ratio(log_weight_B.clamp(max=limit))),

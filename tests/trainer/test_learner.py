@@ -1,0 +1,230 @@
+"""A whole step through DeepSpeed: against plain torch, over ZeRO stages and ranks; what it refuses and reports."""
+
+from __future__ import annotations
+
+import logging
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trainer_builders import batch, config, episode, group, mixed_groups
+
+from agentrl.errors import ConfigError, LearnerError, StaleTrajectoryError
+from agentrl.types import TrajectoryGroup
+from trainer import vcpo
+from trainer.gradients import Estimator
+from trainer.learner import Learner
+
+LR, CLIP = 1e-3, 0.05
+SETTINGS = {"lr": LR, "grad_clip": CLIP, "weight_decay": 0.01}
+
+
+def weights_of(model: Any) -> torch.Tensor:
+    return torch.cat([p.detach().float().flatten() for p in model.parameters()])
+
+
+def three_steps(learner: Learner, groups: list[TrajectoryGroup]) -> torch.Tensor:
+    for version in range(3):
+        learner.step(batch(groups, version=version))
+    return weights_of(learner.model)
+
+
+def plain_torch(model: Any, groups: list[TrajectoryGroup]) -> torch.Tensor:
+    """The same three steps with torch's own clip and AdamW, and the rate scaled by sqrt(rho)."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01)
+    for version in range(3):
+        estimator = Estimator(model, config(Path()).algorithm)
+        terms = [estimator.add_group(g, policy_version=version, num_trajectories=12) for g in groups]
+        log_weight_B = torch.tensor([m.log_weight for g in terms for m in g.trajectories], dtype=torch.float64)
+        for parameter, gradient in zip(model.parameters(), estimator.sums.total, strict=True):
+            parameter.grad = -gradient
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.param_groups[0]["lr"] = LR * float(vcpo.ess_ratio(log_weight_B)) ** 0.5
+        optimizer.step()
+    return weights_of(model)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+def test_steps_through_deepspeed_equal_plain_torch(tiny_model_dir: Path, tiny_model: Any, zero_stage: int) -> None:
+    groups, before = mixed_groups(tiny_model), weights_of(tiny_model)
+    learner = Learner(config(tiny_model_dir, learner={**SETTINGS, "zero_stage": zero_stage}))
+    ours, theirs = three_steps(learner, groups) - before, plain_torch(tiny_model, groups) - before
+    assert float((ours - theirs).norm() / theirs.norm()) < 1e-4
+    assert learner._engine.optimizer.param_groups[0]["lr"] == LR
+
+
+def plain_norm(model: Any, groups: list[TrajectoryGroup]) -> float:
+    estimator = Estimator(model, config(Path()).algorithm)
+    for one in groups:
+        estimator.add_group(one, policy_version=0, num_trajectories=12)
+    return float(torch.cat([total.flatten() for total in estimator.sums.total]).norm())
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+def test_the_reported_norm_is_that_before_clipping(tiny_model_dir: Path, tiny_model: Any, zero_stage: int) -> None:
+    groups = mixed_groups(tiny_model)
+    learner = Learner(config(tiny_model_dir, learner={**SETTINGS, "grad_clip": 1e-3, "zero_stage": zero_stage}))
+    reported = learner.step(batch(groups)).metrics["learner/grad_norm"]
+    assert reported == pytest.approx(plain_norm(tiny_model, groups), rel=1e-4)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+def test_bfloat16_steps_move_the_weights(tiny_model_dir: Path, tiny_model: Any, zero_stage: int) -> None:
+    settings = config(tiny_model_dir, dtype="bfloat16", learner={"lr": 1e-2, "zero_stage": zero_stage})
+    learner = Learner(settings)
+    before, groups = weights_of(learner.model), mixed_groups(tiny_model)
+    output = learner.step(batch(groups))
+    assert output.metrics["learner/grad_norm"] == pytest.approx(plain_norm(tiny_model, groups), rel=0.1)
+    assert not torch.equal(before, weights_of(learner.model))
+    assert all(math.isfinite(value) for value in output.metrics.values())
+
+
+def test_two_ranks_make_the_same_update_as_one(tiny_model_dir: Path, tiny_model: Any, tmp_path: Path) -> None:
+    groups, before = mixed_groups(tiny_model), weights_of(tiny_model)
+    script = Path(__file__).with_name("two_ranks.py")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    subprocess.run([*launcher, str(script), str(tiny_model_dir), str(tmp_path)], check=True, timeout=120)
+    theirs = torch.load(tmp_path / "result.pt")
+    learner = Learner(config(tiny_model_dir, learner=SETTINGS))
+    ours = three_steps(learner, groups)
+    assert float((ours - theirs["weights"]).norm() / (ours - before).norm()) < 1e-4
+    expected = learner.step(batch(groups, version=3, max_lag=3)).metrics
+    names = ("ess_ratio", "grad_norm", "kl", "entropy", "mean_weight", "num_tokens", "baseline_minus_mean", "lr_scale")
+    for name in names:
+        assert theirs["metrics"][f"learner/{name}"] == pytest.approx(expected[f"learner/{name}"], rel=1e-3, abs=1e-6)
+
+
+@pytest.fixture
+def learner(tiny_model_dir: Path) -> Learner:
+    return Learner(config(tiny_model_dir, learner={"lr": 1e-3}))
+
+
+METRICS = [
+    "ess_ratio",
+    "ess_ratio_truncated",
+    "mean_weight",
+    "max_weight",
+    "clip_fraction",
+    "lr",
+    "lr_scale",
+    "rho_base",
+    "grad_norm",
+    "kl",
+    "entropy",
+    "baseline_minus_mean",
+    "zero_variance_groups",
+    "groups_without_gradient",
+    "lag_mean",
+    "lag_max",
+    "num_trajectories",
+    "num_tokens",
+    "num_action_tokens",
+    "step_s",
+    "tokens_per_s",
+    "skipped_steps",
+    "parity_mean_abs",
+    "parity_max_abs",
+]
+
+
+def test_a_step_reports_every_metric_finite_and_advances_the_version(learner: Learner, tiny_model: Any) -> None:
+    output = learner.step(batch(mixed_groups(tiny_model)))
+    assert output.policy_version == learner.policy_version == 1
+    assert set(output.metrics) == {f"learner/{name}" for name in METRICS}
+    assert all(math.isfinite(value) for value in output.metrics.values())
+    assert output.metrics["learner/zero_variance_groups"] == 1.0
+    assert output.metrics["learner/num_trajectories"] == 12.0
+
+
+def test_parity_on_fresh_data_is_rounding(learner: Learner, tiny_model: Any) -> None:
+    metrics = learner.step(batch(mixed_groups(tiny_model, off_policy=0.0))).metrics
+    assert metrics["learner/parity_max_abs"] < 1e-4
+    assert metrics["learner/ess_ratio"] == pytest.approx(1.0, abs=1e-6)
+    assert metrics["learner/kl"] < 1e-6
+
+
+def test_a_step_raises_the_likelihood_of_what_was_rewarded(learner: Learner, tiny_model: Any) -> None:
+    good, bad = episode("good", reward=1.0, model=tiny_model), episode("bad", reward=0.0, seed=1, model=tiny_model)
+
+    def advantage() -> float:
+        sums = [
+            sum(x for x, acted in zip(learner.logprobs(e.token_ids()), e.action_mask()[1:], strict=True) if acted)
+            for e in (good, bad)
+        ]
+        return sums[0] - sums[1]
+
+    before = advantage()
+    learner.step(batch([group(0, [good, bad])]))
+    assert advantage() > before
+
+
+def test_a_stale_trajectory_is_refused_by_name(learner: Learner, tiny_model: Any) -> None:
+    learner.policy_version = 3
+    fresh, stale = (episode(name, reward=1.0, version=v) for name, v in (("fresh", 2), ("old-one", 0)))
+    with pytest.raises(StaleTrajectoryError, match="old-one has lag 3"):
+        learner.step(batch([group(0, [fresh, stale])], version=3, max_lag=2))
+
+
+def test_tokens_of_a_future_version_are_refused(learner: Learner) -> None:
+    with pytest.raises(LearnerError, match="future version 5"):
+        learner.step(batch([group(0, [episode("a", reward=1.0, version=5)])]))
+
+
+def test_a_batch_for_another_version_is_refused(learner: Learner, tiny_model: Any) -> None:
+    with pytest.raises(LearnerError, match="version 4"):
+        learner.step(batch(mixed_groups(tiny_model), version=4))
+
+
+def test_an_empty_batch_is_refused(learner: Learner) -> None:
+    with pytest.raises(LearnerError, match="empty"):
+        learner.step(batch([]))
+
+
+def test_a_nan_refuses_the_step_keeps_the_weights_and_names_the_trajectory(
+    learner: Learner, tiny_model: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    groups, before = mixed_groups(tiny_model), weights_of(learner.model)
+    poisoned = replace(groups[0].trajectories[1], reward=math.nan, id="poisoned")
+    broken = replace(groups[0], trajectories=(groups[0].trajectories[0], poisoned))
+    with caplog.at_level(logging.WARNING):
+        output = learner.step(batch([broken, groups[1]]))
+    assert torch.equal(before, weights_of(learner.model))
+    assert output.policy_version == 1 and output.metrics["learner/skipped_steps"] == 1.0
+    assert "poisoned: reward not finite" in caplog.text
+    assert all(math.isfinite(value) for value in output.metrics.values())
+    assert learner.step(batch(groups, version=1)).metrics["learner/skipped_steps"] == 1.0
+    assert not torch.equal(before, weights_of(learner.model))
+
+
+def test_nan_weights_refuse_every_step(learner: Learner, tiny_model: Any) -> None:
+    with torch.no_grad():
+        learner.model.model.norm.weight[0] = math.nan
+    output = learner.step(batch(mixed_groups(tiny_model)))
+    assert output.metrics["learner/skipped_steps"] == 1.0
+    assert all(math.isfinite(value) for value in output.metrics.values())
+
+
+def test_a_batch_without_any_reward_spread_is_a_step_of_zero_gradient(learner: Learner, tiny_model: Any) -> None:
+    metrics = learner.step(batch(mixed_groups(tiny_model)[2:])).metrics
+    assert metrics["learner/grad_norm"] == 0.0
+    assert metrics["learner/groups_without_gradient"] == 1.0
+
+
+def test_metrics_do_not_depend_on_how_groups_are_ordered(tiny_model_dir: Path, tiny_model: Any) -> None:
+    groups = mixed_groups(tiny_model, off_policy=0.3)
+    seen = [
+        Learner(config(tiny_model_dir, learner={"lr": 1e-3})).step(batch(order)).metrics
+        for order in (groups, groups[::-1])
+    ]
+    for name in ("ess_ratio", "grad_norm", "baseline_minus_mean"):
+        assert seen[0][f"learner/{name}"] == pytest.approx(seen[1][f"learner/{name}"], rel=1e-5)
+
+
+def test_a_missing_model_is_a_config_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model\.path"):
+        Learner(config(tmp_path / "nowhere"))

@@ -1,0 +1,135 @@
+"""The learner process against the orchestrator's real HTTP app; only the batches are made by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from trainer_builders import batch, config, mixed_groups, plain_logprobs
+
+from agentrl.batch_server import RunOver, create_app, serving
+from agentrl.config import save
+from agentrl.errors import LearnerError
+from agentrl.types import Batch, StepOutput, WeightsRef
+from trainer.serve import Orchestrator
+
+TOKEN = "secret"
+
+
+class Recorder:
+    """Hands out a batch for each version, then says that the run is over; keeps what the learner reported."""
+
+    def __init__(self, groups: list[Any], num_steps: int) -> None:
+        self.groups, self.num_steps = groups, num_steps
+        self.outputs: list[StepOutput] = []
+        self.refs: list[WeightsRef] = []
+        self.published: list[dict[str, torch.Tensor]] = []
+
+    async def next_batch(self, policy_version: int) -> Batch:
+        if policy_version >= self.num_steps:
+            raise RunOver
+        return batch(self.groups, version=policy_version)
+
+    async def step_done(self, output: StepOutput) -> None:
+        self.outputs.append(output)
+
+    async def weights_published(self, ref: WeightsRef) -> None:
+        self.refs.append(ref)
+        self.published.append(load_file(Path(ref.path) / "model.safetensors"))
+
+
+@contextmanager
+def server(port: Any) -> Iterator[str]:
+    """The real app in a thread with an event loop of its own."""
+    ready, stop, urls = Event(), Event(), list[str]()
+
+    async def main() -> None:
+        async with serving(create_app(port, token=TOKEN), host="127.0.0.1", port=0) as url:
+            urls.append(url)
+            ready.set()
+            await asyncio.to_thread(stop.wait)
+
+    thread = Thread(target=asyncio.run, args=(main(),))
+    thread.start()
+    try:
+        assert ready.wait(10)
+        yield urls[0]
+    finally:
+        stop.set()
+        thread.join(10)
+
+
+def learner_process(url: str, folder: Path, *, token: str = TOKEN) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "trainer", "--config", str(folder / "config.json"), "--orchestrator", url]
+    command += ["--weights-dir", str(folder / "weights"), "--run-dir", str(folder / "run")]
+    env = {**os.environ, "AGENTRL_TOKEN": token, "OMP_NUM_THREADS": "1"}
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "DS_ACCELERATOR"):
+        env.pop(name, None)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+
+
+def test_the_process_trains_publishes_and_exports(tiny_model_dir: Path, tiny_model: Any, tmp_path: Path) -> None:
+    save(config(tiny_model_dir, learner={"lr": 1e-3, "save_every": 1}), tmp_path / "config.json")
+    recorder = Recorder(mixed_groups(tiny_model), num_steps=2)
+    with server(recorder) as url:
+        result = learner_process(url, tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert [ref.policy_version for ref in recorder.refs] == [0, 1, 2]
+    assert [output.policy_version for output in recorder.outputs] == [1, 2]
+    assert {"learner/wait_batch_s", "learner/publish_s", "learner/ess_ratio"} <= set(recorder.outputs[0].metrics)
+    assert sorted(p.name for p in (tmp_path / "run/checkpoints").iterdir()) == ["final", "step_1", "step_2"]
+    for ref, tensors in zip(recorder.refs, recorder.published, strict=True):
+        tiny_model.load_state_dict(tensors, strict=False)
+        with torch.no_grad():
+            scored_T = plain_logprobs(tiny_model, ref.probe.token_ids)
+        torch.testing.assert_close(scored_T, torch.tensor(ref.probe.logprobs), rtol=0, atol=1e-5)
+    final = load_file(tmp_path / "run/checkpoints/final/model.safetensors")
+    assert all(torch.equal(final[name], tensor) for name, tensor in recorder.published[2].items())
+    assert not torch.equal(recorder.published[0]["model.norm.weight"], recorder.published[2]["model.norm.weight"])
+
+
+def test_without_a_token_the_process_ends_with_one_line(tiny_model_dir: Path, tmp_path: Path) -> None:
+    save(config(tiny_model_dir), tmp_path / "config.json")
+    result = learner_process("http://127.0.0.1:1", tmp_path, token="")
+    assert result.returncode == 1
+    assert result.stderr == "learner: ConfigError: set AGENTRL_TOKEN to the orchestrator's token\n"
+
+
+def test_an_orchestrator_that_is_gone_ends_the_wait() -> None:
+    orchestrator = Orchestrator("http://127.0.0.1:1", token=TOKEN, gone_after_s=0.2)
+    with pytest.raises(LearnerError, match=r"127\.0\.0\.1:1 is gone"):
+        orchestrator.next_batch(0)
+    orchestrator.close()
+
+
+def test_a_wrong_token_is_told_at_once() -> None:
+    with server(Recorder([], 0)) as url:
+        orchestrator = Orchestrator(url, token="wrong")
+        with pytest.raises(LearnerError, match="401"):
+            orchestrator.report(StepOutput(policy_version=1, metrics={}))
+        orchestrator.close()
+
+
+def test_a_finished_run_is_none() -> None:
+    with server(Recorder([], 0)) as url:
+        orchestrator = Orchestrator(url, token=TOKEN)
+        assert orchestrator.next_batch(0) is None
+        orchestrator.close()
+
+
+def test_a_batch_survives_the_wire(tiny_model: Any) -> None:
+    recorder = Recorder(mixed_groups(tiny_model), num_steps=1)
+    with server(recorder) as url:
+        orchestrator = Orchestrator(url, token=TOKEN)
+        assert orchestrator.next_batch(0) == batch(recorder.groups)
+        orchestrator.close()

@@ -49,11 +49,11 @@ class WarmstartConfig(Section):
     num_heads: PositiveInt = 4
     num_kv_heads: PositiveInt = 2
     intermediate_size: PositiveInt = 512
-    demonstrations: PositiveInt = 3000
+    demonstrations: PositiveInt = 2500
     """Scripted episodes played in the sandbox; training goes over them as often as `steps` needs."""
-    steps: PositiveInt = 1600
-    batch_size: PositiveInt = 12
-    lr: PositiveFloat = 2e-3
+    steps: PositiveInt = 1500
+    batch_size: PositiveInt = 8
+    lr: PositiveFloat = 1.2e-3
     skill: Annotated[float, Field(gt=0, le=1)] = 0.4
     """Share of demonstrations that take the right approach: the model learns to imitate a demonstrator this good."""
 

@@ -14,7 +14,7 @@ import uvicorn
 from fastapi import FastAPI, HTTPException, Request, Response
 
 from agentrl import wire
-from agentrl.errors import AgentRLError, ConfigError
+from agentrl.errors import AgentRLError, ConfigError, EngineError
 from agentrl.types import Batch, StepOutput, WeightsRef
 
 MAX_BODY_BYTES = 64 * 1024**2
@@ -68,7 +68,11 @@ def create_app(port: LearnerPort, *, token: str) -> FastAPI:
     @app.post(wire.WEIGHTS)
     async def weights(request: Request) -> Response:
         check(request)
-        await port.weights_published(_decoded(await _body(request), WeightsRef))
+        try:
+            await port.weights_published(_decoded(await _body(request), WeightsRef))
+        except EngineError as error:
+            # The conductor has it too, and ends the run with it; the learner only has to know that it is over.
+            raise HTTPException(503, str(error)) from error
         return Response(status_code=200)
 
     return app

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import sys
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import typer
 
@@ -54,14 +55,13 @@ def train(config_path: ConfigPath, overrides: Overrides = None, debug: Debug = F
 async def _train(config: Config, console: TrainConsole) -> None:
     from agentrl.report import write_report
     from agentrl.run_folder import RunFolder
-    from agentrl.train import Training, check_model
+    from agentrl.train import Training
 
-    check_model(config)
+    training = Training(config, console)
     run = RunFolder.create(config.out_dir, config.name, config=config)
-    training = Training(config, run, console)
     try:
         with console:
-            summary = await training.run()
+            summary = await training.run(run)
     finally:
         report = write_report(run)
     console.summary(summary, run.path, report)
@@ -161,10 +161,17 @@ def main() -> None:
 
 
 def _run(work: Coroutine[Any, Any, T], *, debug: bool) -> T:
-    return _guarded(lambda: asyncio.run(work), debug=debug)
+    return _guarded(lambda: asyncio.run(_stopped_by_sigterm(work)), debug=debug)
 
 
-def _guarded(work: Any, *, debug: bool) -> Any:
+async def _stopped_by_sigterm(work: Coroutine[Any, Any, T]) -> T:
+    """SIGTERM (a container being stopped) ends the work as Ctrl-C does: parts stopped, report written."""
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, lambda: signal.raise_signal(signal.SIGINT))
+    return await work
+
+
+def _guarded(work: Callable[[], T], *, debug: bool) -> T:
     """Run it; show what went wrong on one screen and exit with the code that belongs to it."""
     try:
         return work()
@@ -177,7 +184,7 @@ def _guarded(work: Any, *, debug: bool) -> Any:
         _fail(error, code=1, debug=debug)
 
 
-def _fail(error: AgentRLError, *, code: int, debug: bool) -> None:
+def _fail(error: AgentRLError, *, code: int, debug: bool) -> NoReturn:
     from agentrl.console import show_error
 
     if debug:

@@ -32,18 +32,19 @@ LEARNER_EXIT_TIMEOUT_S = 600.0
 class Training:
     """One run on this machine. Each method starts one part and runs the rest inside it: all stop in reverse order."""
 
-    def __init__(self, config: Config, run: RunFolder, console: TrainConsole) -> None:
+    def __init__(self, config: Config, console: TrainConsole) -> None:
+        check_model(config)
         self._config = config
-        self._run = run
         self._console = console
         self._token = secrets.token_urlsafe(16)
         self._env_class = load_env_class(config.env.target)
-        # Read before anything is started: a broken row or an empty split should cost a second, not a minute.
+        # Read before anything is made or started: a broken row should cost a second, not a minute.
         self._held_out = held_out_tasks(self._env_class, config.env, num_tasks=config.eval.num_tasks)
         self._source = TaskSource(self._env_class, config.env, seed=config.seed)
 
-    async def run(self) -> Summary:
-        """Raises AgentRLError for whatever ended it; the run folder keeps what was there by then."""
+    async def run(self, folder: RunFolder) -> Summary:
+        """Raises AgentRLError for whatever ended it; the folder keeps what was there by then."""
+        self._run = folder
         async with launch.sandbox_service(self._config, logs=self._run.logs, token=self._token) as (sandbox, parts):
             with self._console.phase("starting the sandbox"):
                 await launch.sandbox_ready(sandbox, parts)
@@ -130,11 +131,24 @@ def is_model_folder(path: Path) -> bool:
 
 
 def check_model(config: Config) -> None:
-    """Raises ConfigError when the model is a local path that does not exist and nothing says how to make it."""
-    path = Path(config.model.path)
-    looks_local = path.is_absolute() or config.model.path.startswith(".") or len(path.parts) != 2 or path.exists()
-    if config.model.warmstart is None and looks_local and not is_model_folder(path):
+    """Raises ConfigError when there is no such model, locally or on the hub, and nothing says how to make it."""
+    name = config.model.path
+    if config.model.warmstart is not None or is_model_folder(Path(name)):
+        return
+    if Path(name).exists() or name.startswith((".", "/", "~")) or name.count("/") != 1 or not _on_hub(name):
         raise ConfigError(
-            f"model.path: there is no model at {path} (no config.json). Give a folder in Hugging Face layout or a hub "
-            "name, or add a model.warmstart section to make a small one from the environment's demonstrations"
+            f"model.path: {name!r} is neither a folder with a config.json nor a model on the hub that can be reached. "
+            "Give one of these, or add a model.warmstart section to make a small one from the environment's "
+            "demonstrations"
         )
+
+
+def _on_hub(name: str) -> bool:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        hf_hub_download(name, "config.json")
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError):
+        return False
+    return True

@@ -26,7 +26,7 @@ class MathPython(ToolEnv):
         "print is what you see. End with the final answer in \\boxed{}."
     )
 
-    _task: Task
+    _seed: int | None = None
     _session: SandboxSession | None = None
 
     @classmethod
@@ -39,16 +39,15 @@ class MathPython(ToolEnv):
         return endless(rows, seed=seed) if split == "train" else rows
 
     async def reset(self, *, task: Task, seed: int | None = None) -> tuple[list[Message], dict[str, Any]]:
-        """The instructions and the problem, with a fresh interpreter."""
-        self._task = task
-        self._session = await self.sandbox.open_session(seed=seed)
+        """The instructions and the problem. The interpreter is opened by the first call: many episodes make none."""
+        self._seed = seed
         return [system(self.system_prompt), user(task.prompt)], {}
 
     @tool
     async def python(self, code: Annotated[str, "Python source; print what you need to see"]) -> str:
         """Run Python code. Variables persist between calls."""
         if self._session is None:
-            raise EnvError("python was called before reset")
+            self._session = await self.sandbox.open_session(seed=self._seed)
         return (await self._session.exec(code)).to_text() or "(no output)"
 
     async def score(self, episode: Episode) -> dict[str, float]:

@@ -1,0 +1,145 @@
+"""`agentrl train` as a user runs it: real sandbox, real vLLM, real DeepSpeed, and the ways it can be cut off."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from agentrl.metrics import read
+from agentrl.run_folder import RunFolder
+
+pytestmark = [pytest.mark.e2e, pytest.mark.engine, pytest.mark.timeout(400)]
+
+ENV_FILE = Path(__file__).parent / "parity_env.py"
+MARK = "AGENTRL_TEST_MARK"
+
+
+class Run:
+    """One `agentrl train` in a folder of its own; every process it starts carries a mark in its environment."""
+
+    def __init__(self, folder: Path, model: Path, **overrides: object) -> None:
+        self.folder = folder
+        self.mark = uuid.uuid4().hex
+        config = {
+            "name": "e2e",
+            "out_dir": str(folder / "runs"),
+            "env": {"target": f"{ENV_FILE}:EvenLength"},
+            "model": {"path": str(model)},
+            "rollout": {"groups_per_step": 2, "group_size": 4, "max_context": 384, "max_turn_tokens": 32},
+            "engine": {"max_num_seqs": 16, "kv_cache_bytes": 67_108_864},
+            "learner": {"lr": 1e-3},
+            "eval": {"num_tasks": 4, "samples_per_task": 2, "every": 2},
+            "train": {"steps": 3},
+        }
+        path = folder / "config.yaml"
+        path.write_text(json.dumps(config))
+        self.log = folder / "out.log"
+        command = [sys.executable, "-m", "agentrl", "train", str(path), *(f"{k}={v}" for k, v in overrides.items())]
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=log, env={**os.environ, MARK: self.mark}, start_new_session=True
+            )
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text()
+
+    @property
+    def path(self) -> Path:
+        return self.folder / "runs" / "e2e"
+
+    def wait_for(self, condition: Callable[[], bool], seconds: float = 200) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert self.process.poll() is None, self.output
+            assert time.monotonic() < deadline, self.output
+            time.sleep(0.1)
+
+    def has_trained(self) -> bool:
+        return any(line.kind == "step" for line in read(self.path / "metrics.jsonl"))
+
+    def pids(self, needle: str = "") -> list[int]:
+        return [pid for pid in _pids() if self.mark in _read(pid, "environ") and needle in _read(pid, "cmdline")]
+
+    def left_over(self, seconds: float = 25) -> list[int]:
+        deadline = time.monotonic() + seconds
+        while (pids := self.pids()) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        return pids
+
+
+def _pids() -> Iterator[int]:
+    return (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
+
+
+def _read(pid: int, what: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/{what}").read_bytes().decode(errors="replace").replace("\0", " ")
+    except OSError:
+        return ""
+
+
+def test_a_run_trains_and_leaves_everything_behind(tmp_path: Path, tiny_model_dir: Path) -> None:
+    run = Run(tmp_path, tiny_model_dir)
+    assert run.process.wait(300) == 0, run.output
+    lines = read(run.path / "metrics.jsonl")
+    steps = [line for line in lines if line.kind == "step"]
+    assert [line.step for line in steps] == [1, 2, 3]
+    assert all(0 <= line.values["learner/lag_max"] <= 2 for line in steps)
+    assert all(line.values["learner/grad_norm"] > 0 for line in steps)
+    assert all(line.values.get("learner/parity_max_abs", 0) < 1e-3 for line in steps)
+    assert [line.step for line in lines if line.kind == "eval"] == [0, 2, 3]
+    folder = RunFolder.open(run.path)
+    assert folder.trajectory_steps() == [1, 2, 3]
+    versions = {v for g in folder.read_trajectories(3) for t in g.trajectories for v in t.policy_versions() if v >= 0}
+    assert versions <= {0, 1, 2}
+    assert "async overlap" in run.output
+    assert "<html" in folder.report.read_text()[:200]
+    assert _tensors_differ(tiny_model_dir, folder.checkpoints / "final")
+    assert run.left_over() == []
+
+
+def _tensors_differ(first: Path, second: Path) -> bool:
+    from safetensors.torch import load_file
+
+    ours, theirs = load_file(first / "model.safetensors"), load_file(second / "model.safetensors")
+    assert ours.keys() == theirs.keys()
+    return any(bool((ours[name] != theirs[name]).any()) for name in ours)
+
+
+def test_ctrl_c_stops_every_part_and_keeps_what_was_done(tmp_path: Path, tiny_model_dir: Path) -> None:
+    run = Run(tmp_path, tiny_model_dir, **{"train.steps": 500})
+    run.wait_for(run.has_trained)
+    run.process.send_signal(signal.SIGINT)
+    assert run.process.wait(60) == 130, run.output
+    assert "interrupted" in run.output
+    assert run.left_over() == []
+    assert (run.path / "report.html").exists()
+    assert not list(Path("/dev/shm").glob(f"agentrl-weights-*{run.mark}*"))
+
+
+def test_a_killed_engine_ends_the_run_by_name(tmp_path: Path, tiny_model_dir: Path) -> None:
+    run = Run(tmp_path, tiny_model_dir, **{"train.steps": 500})
+    run.wait_for(run.has_trained)
+    for pid in run.pids("vllm.entrypoints"):
+        os.kill(pid, signal.SIGKILL)
+    assert run.process.wait(60) == 1, run.output
+    assert "engine process ended" in run.output
+    assert run.left_over() == []
+
+
+def test_killing_the_command_itself_leaves_no_orphan(tmp_path: Path, tiny_model_dir: Path) -> None:
+    run = Run(tmp_path, tiny_model_dir, **{"train.steps": 500})
+    run.wait_for(lambda: len(run.pids("vllm.entrypoints")) > 0)
+    run.process.kill()
+    run.process.wait(10)
+    assert run.left_over() == []

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from vllm.distributed.weight_transfer.base import (
@@ -21,6 +22,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 BACKEND = "safetensors"
+SHARDS = "model*.safetensors"
 
 
 def register() -> None:
@@ -46,6 +48,12 @@ class SafetensorsEngine(WeightTransferEngine[SafetensorsInitInfo, SafetensorsUpd
 
     init_info_cls = SafetensorsInitInfo
     update_info_cls = SafetensorsUpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._tied = _tied_names(self.model)  # now: a reload gives each name a parameter of its own
+        self._shapes = _shapes(_checkpoint(self.model_config))
 
     def init_transfer_engine(self, init_info: SafetensorsInitInfo) -> None:
         """No connection to make."""
@@ -54,7 +62,6 @@ class SafetensorsEngine(WeightTransferEngine[SafetensorsInitInfo, SafetensorsUpd
         """Put the layers into the state in which they accept checkpoint tensors."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-        self._tied = _tied_names(self.model)  # the reload gives each name a parameter of its own
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, str]) -> None:
@@ -66,15 +73,23 @@ class SafetensorsEngine(WeightTransferEngine[SafetensorsInitInfo, SafetensorsUpd
     def receive_weights(self, update_info: SafetensorsUpdateInfo) -> None:
         """Load every tensor of the folder.
 
-        Raises FileNotFoundError without files, ValueError when a parameter of the model is in none of them: vLLM
-        would keep its old values with no more than a log line.
+        Raises FileNotFoundError without files, ValueError when names and shapes are not those of the checkpoint that
+        the engine started from: vLLM would keep the old values of what is missing with no more than a log line.
         """
-        expected = {name for name, _ in self.model.named_parameters()}
-        loaded = self.model.load_weights(_tensors(Path(update_info.path)))
-        if loaded is None:
-            raise ValueError(f"{type(self.model).__name__} does not report which weights it loaded")
-        if missing := sorted(name for name in expected if not loaded & self._tied.get(name, {name})):
-            raise ValueError(f"{update_info.path} lacks {len(missing)} of {len(expected)} parameters: {missing[:5]}")
+        folder = Path(update_info.path)
+        self._refuse_other_model(folder)
+        self.model.load_weights(_tensors(folder))
+
+    def _refuse_other_model(self, folder: Path) -> None:
+        offered = _shapes(folder)
+        optional = {name for names in self._tied.values() if len(names) > 1 for name in names}
+        for wrong, names in (
+            ("lacks", self._shapes.keys() - offered.keys() - optional),
+            ("has unknown", offered.keys() - self._shapes.keys() - optional),
+            ("has another shape for", {n for n in offered if self._shapes.get(n, offered[n]) != offered[n]}),
+        ):
+            if names:
+                raise ValueError(f"{folder} {wrong} {len(names)} of {len(offered)} tensors: {sorted(names)[:5]}")
 
     def finish_weight_update(self) -> None:
         """Move the loaded layers into the kernels' own storage."""
@@ -107,14 +122,41 @@ def _tied_names(model: torch.nn.Module) -> dict[str, set[str]]:
     return {name: names[id(parameter)] for name, parameter in parameters}
 
 
+def _checkpoint(model_config: Any) -> Path:
+    """The folder of the model that vLLM started from, in the local cache if it was named by its hub name."""
+    if (folder := Path(model_config.model)).is_dir():
+        return folder
+    from huggingface_hub import snapshot_download
+
+    return Path(
+        snapshot_download(
+            model_config.model, revision=model_config.revision, local_files_only=True, allow_patterns=SHARDS
+        )
+    )
+
+
+def _shards(folder: Path) -> list[Path]:
+    if not (shards := sorted(folder.glob(SHARDS))):
+        raise FileNotFoundError(f"no {SHARDS} in {folder}: do engine and learner see the same disk?")
+    return shards
+
+
+def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes from the headers alone."""
+    from safetensors import safe_open
+
+    shapes: dict[str, tuple[int, ...]] = {}
+    for shard in _shards(folder):
+        with safe_open(shard, framework="pt") as file:
+            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    return shapes
+
+
 def _tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and tensor of everything in the folder's shards, one tensor in memory at a time."""
     from safetensors import safe_open
 
-    shards = sorted(folder.glob("model*.safetensors"))
-    if not shards:
-        raise FileNotFoundError(f"no model*.safetensors in {folder}: does the engine see the learner's disk?")
-    for shard in shards:
+    for shard in _shards(folder):
         with safe_open(shard, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - not a mapping
                 yield name, file.get_tensor(name)

@@ -1,5 +1,11 @@
 """Fixtures shared by all tests."""
 
+import asyncio
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -23,3 +29,47 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = make_tokenizer(texts, shape.vocab_size)
     save(folder, make_model(shape, tokenizer, seed=0), tokenizer)
     return folder
+
+
+@dataclass(frozen=True, kw_only=True)
+class VLLMServer:
+    """A running vLLM: its base URL, its log, and the served name of `tiny_model_dir`."""
+
+    url: str
+    log_path: Path
+    model: str
+
+
+@pytest.fixture(scope="session")
+def vllm_server(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMServer]:
+    """The real engine on the CPU, started once with the command of a run; its process group ends with the tests."""
+    from agentrl import engine_server
+    from agentrl.config import EngineConfig
+    from agentrl.launch import port_of
+
+    server = VLLMServer(
+        url=f"http://127.0.0.1:{(port := port_of('127.0.0.1', 0, key='port'))}",
+        log_path=tmp_path_factory.mktemp("engine") / "engine.log",
+        model="policy",
+    )
+    argv, env = engine_server.command(
+        model_path=str(tiny_model_dir),
+        served_name=server.model,
+        host="127.0.0.1",
+        port=port,
+        config=EngineConfig(device="cpu", kv_cache_bytes=64 * 2**20),
+        max_context=1024,
+        dtype="float32",
+        seed=0,
+    )
+    with server.log_path.open("wb") as log:
+        process = subprocess.Popen(argv, env={**os.environ, **env}, stdout=log, stderr=log, start_new_session=True)
+    try:
+        waiting = engine_server.wait_ready(
+            server.url, poll=process.poll, log_tail=lambda: server.log_path.read_text()[-3000:], timeout_s=170
+        )
+        asyncio.run(waiting)
+        yield server
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait(timeout=10)

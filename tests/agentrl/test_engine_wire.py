@@ -1,0 +1,224 @@
+"""What the engine clients make of servers that are gone, broken, slow, or answer nonsense."""
+
+import asyncio
+import copy
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+
+from agentrl.engine import OpenAIEngine, VLLMEngine
+from agentrl.errors import EngineError, WeightSyncError
+from agentrl.launch import port_of
+from agentrl.types import FinishReason, Probe, Sampling, WeightsRef
+
+PROMPT = [5, 6, 7]
+SAMPLING = Sampling(max_tokens=2)
+GOOD: dict[str, Any] = {
+    "usage": {"prompt_tokens": 3},
+    "choices": [
+        {
+            "token_ids": [8, 9],
+            "finish_reason": "length",
+            "logprobs": {"content": [{"token_id": 8, "logprob": -0.5}, {"token_id": 9, "logprob": -1.5}]},
+            "weight_versions": [{"version": "0", "start": 0, "end": 2}],
+        }
+    ],
+}
+
+
+class Script:
+    """A local server in the shape of vLLM whose answers a test sets."""
+
+    def __init__(self) -> None:
+        self.generate: Callable[[], Any] = lambda: GOOD
+        self.label, self.paused, self.delay_s = "0", False, 0.0
+        self.seen: list[tuple[str, Any]] = []
+        self.url = ""
+
+    def app(self) -> FastAPI:
+        app = FastAPI()
+
+        @app.api_route("/{path:path}", methods=["GET", "POST"])
+        async def answer(path: str, request: Request) -> Response:
+            body = await request.body()
+            self.seen.append((path, await request.json() if body else None))
+            await asyncio.sleep(self.delay_s)
+            if path in ("inference/v1/generate", "v1/completions"):
+                reply = self.generate()
+            elif path == "update_weight_version":
+                reply, self.label = {}, self.seen[-1][1]["new_version"]
+            else:
+                reply = {"weight_version": self.label, "is_paused": self.paused, "data": [{"id": "policy"}]}
+            return reply if isinstance(reply, Response) else JSONResponse(reply)
+
+        return app
+
+
+@pytest.fixture
+def script() -> Iterator[Script]:
+    script = Script()
+    port = port_of("127.0.0.1", 0, key="port")
+    script.url = f"http://127.0.0.1:{port}"
+    server = uvicorn.Server(uvicorn.Config(script.app(), host="127.0.0.1", port=port, log_level="error"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    deadline = time.monotonic() + 10
+    while not server.started:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    yield script
+    server.should_exit = server.force_exit = True
+    thread.join(timeout=10)
+
+
+def altered(change: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    reply = copy.deepcopy(GOOD)
+    change(reply)
+    return reply
+
+
+async def generate(script: Script, **settings: Any) -> Any:
+    async with VLLMEngine(script.url, **settings) as engine:
+        return await engine.generate(PROMPT, SAMPLING, request_id="r")
+
+
+async def test_a_good_answer_becomes_a_completion(script: Script) -> None:
+    completion = await generate(script)
+    assert completion.token_ids == (8, 9)
+    assert completion.behavior_logprobs == (-0.5, -1.5)
+    assert list(completion.policy_versions()) == [0, 0]
+    assert completion.finish_reason is FinishReason.LENGTH
+
+
+async def test_no_seed_is_sent_and_each_version_has_its_cache_salt(script: Script) -> None:
+    script.label = "4"
+    await generate(script)
+    _, body = script.seen[-1]
+    assert "seed" not in body["sampling_params"]
+    assert body["cache_salt"] == "v4"
+
+
+BAD = {
+    "no spans": lambda r: r["choices"][0].pop("weight_versions"),
+    "null spans": lambda r: r["choices"][0].update(weight_versions=None),
+    "short spans": lambda r: r["choices"][0]["weight_versions"][0].update(end=1),
+    "a gap between spans": lambda r: r["choices"][0]["weight_versions"][0].update(start=1),
+    "a label that is no version": lambda r: r["choices"][0]["weight_versions"][0].update(version="default"),
+    "no logprobs": lambda r: r["choices"][0].update(logprobs=None),
+    "a logprob too few": lambda r: r["choices"][0]["logprobs"]["content"].pop(),
+    "a logprob of another token": lambda r: r["choices"][0]["logprobs"]["content"][0].update(token_id=1),
+    "a positive logprob": lambda r: r["choices"][0]["logprobs"]["content"][0].update(logprob=0.1),
+    "a placeholder for NaN": lambda r: r["choices"][0]["logprobs"]["content"][0].update(logprob=-9999.0),
+    "token ids as text": lambda r: r["choices"][0].update(token_ids=["8", "9"]),
+    "an unknown finish reason": lambda r: r["choices"][0].update(finish_reason="tired"),
+    "another prompt": lambda r: r["usage"].update(prompt_tokens=2),
+    "no choice": lambda r: r.update(choices=[]),
+    "two choices": lambda r: r["choices"].append(r["choices"][0]),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+async def test_an_answer_that_cannot_be_true_is_an_engine_error(script: Script, name: str) -> None:
+    script.generate = lambda: altered(BAD[name])
+    with pytest.raises(EngineError, match=script.url):
+        await generate(script)
+
+
+@pytest.mark.parametrize(
+    ("status", "mend"), [(403, "--enable-scale-out"), (404, "VLLM_SERVER_DEV_MODE=1"), (500, "the engine's log")]
+)
+async def test_a_refusal_carries_the_reason_and_the_mend(script: Script, status: int, mend: str) -> None:
+    script.generate = lambda: JSONResponse({"error": {"message": "not today"}}, status_code=status)
+    with pytest.raises(EngineError, match=f"{status}: not today; .*{mend}"):
+        await generate(script)
+
+
+async def test_an_html_answer_is_an_engine_error(script: Script) -> None:
+    script.generate = lambda: Response("<html>proxy</html>", media_type="text/html")
+    with pytest.raises(EngineError, match="does not understand"):
+        await generate(script)
+
+
+async def test_paused_is_retried_until_it_is_over(script: Script) -> None:
+    answers = [Response(status_code=503), Response(status_code=503), GOOD]
+    script.generate = lambda: answers.pop(0)
+    assert (await generate(script)).token_ids == (8, 9)
+
+
+async def test_paused_for_ever_ends_at_the_deadline(script: Script) -> None:
+    script.generate = lambda: Response(status_code=503)
+    with pytest.raises(EngineError, match=r"not answered within 0\.5 s"):
+        await generate(script, request_timeout_s=0.5)
+
+
+async def test_a_server_that_does_not_answer_ends_at_the_deadline(script: Script) -> None:
+    script.delay_s = 30
+    with pytest.raises(EngineError, match=r"not answered within 0\.3 s"):
+        await generate(script, request_timeout_s=0.3)
+
+
+async def test_nothing_listening_names_the_url() -> None:
+    url = f"http://127.0.0.1:{port_of('127.0.0.1', 0, key='port')}"
+    with pytest.raises(EngineError, match=f"{url}.*nothing listens there"):
+        async with VLLMEngine(url):
+            pass
+
+
+async def test_a_server_that_dies_in_mid_answer_is_an_engine_error() -> None:
+    async def die(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 500\r\n\r\n{")
+        writer.close()
+
+    server = await asyncio.start_server(die, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with server:
+        with pytest.raises(EngineError, match=f"127.0.0.1:{port}.*connection broke"):
+            async with VLLMEngine(f"http://127.0.0.1:{port}", model="policy"):
+                pass
+
+
+async def test_start_up_weights_become_version_0(script: Script) -> None:
+    script.label = "default"
+    async with VLLMEngine(script.url) as engine:
+        assert await engine.version() == 0
+
+
+async def test_a_foreign_label_is_refused_on_entering(script: Script) -> None:
+    script.label = "my-weights"
+    with pytest.raises(EngineError, match="'my-weights' is not a policy version"):
+        await generate(script)
+
+
+async def test_an_engine_left_paused_is_refused_on_entering(script: Script) -> None:
+    script.paused = True
+    with pytest.raises(EngineError, match=r"is paused.*restart it"):
+        await generate(script)
+
+
+async def test_an_engine_that_reports_another_version_is_a_sync_error_and_trusted_no_more(script: Script) -> None:
+    ref = WeightsRef(policy_version=1, path="/nowhere", num_bytes=0, probe=Probe(token_ids=(5, 6), logprobs=(-1.0,)))
+    async with VLLMEngine(script.url) as engine:
+        with pytest.raises(WeightSyncError, match="reports version 0"):
+            await engine.update_weights(ref)
+        assert "resume" not in [path for path, _ in script.seen]
+        with pytest.raises(WeightSyncError, match="reports version 0"):
+            await engine.generate(PROMPT, SAMPLING, request_id="r")
+
+
+async def test_an_openai_server_serves_evaluation_as_version_0(script: Script) -> None:
+    choice = {"token_ids": [8], "finish_reason": "stop", "logprobs": {"token_logprobs": [-0.25]}}
+    script.generate = lambda: {"choices": [choice]}
+    async with OpenAIEngine(script.url) as engine:
+        completion = await engine.generate(PROMPT, SAMPLING, request_id="r")
+        assert completion.behavior_logprobs == (-0.25,)
+        assert list(completion.policy_versions()) == [0]
+        with pytest.raises(WeightSyncError, match="evaluation only"):
+            ref = WeightsRef(policy_version=1, path="", num_bytes=0, probe=Probe(token_ids=(1,), logprobs=()))
+            await engine.update_weights(ref)

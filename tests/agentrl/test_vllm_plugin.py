@@ -1,0 +1,104 @@
+"""The weight-transfer backend inside the real server: vLLM's own five calls, and how they fail."""
+
+import shutil
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from importlib import metadata
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.conftest import VLLMServer
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture
+async def http(vllm_server: VLLMServer, tiny_model_dir: Path) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=vllm_server.url, timeout=60) as http:
+        await http.post("/pause", params={"mode": "keep", "clear_cache": True})
+        yield http
+        await http.post("/start_weight_update")  # refused where a test left one open
+        for path, body in (
+            ("/update_weights", {"update_info": {"path": str(tiny_model_dir)}}),
+            ("/finish_weight_update", {"weight_version": "0"}),
+            ("/resume", {}),
+        ):
+            (await http.post(path, json=body)).raise_for_status()
+
+
+async def test_the_calls_are_those_of_the_nccl_backend(http: httpx.AsyncClient, tiny_model_dir: Path) -> None:
+    for path, body in (
+        ("/init_weight_transfer_engine", {"init_info": {}}),
+        ("/start_weight_update", {}),
+        ("/update_weights", {"update_info": {"path": str(tiny_model_dir)}}),
+        ("/finish_weight_update", {"weight_version": "41"}),
+        ("/shutdown_weight_transfer_engine", {}),
+    ):
+        assert (await http.post(path, json=body)).status_code == 200, path
+    assert (await http.get("/weight_info")).json() == {"weight_version": "41"}
+
+
+@pytest.mark.parametrize(
+    ("update_info", "reason"),
+    [({"path": "/nowhere"}, "no model"), ({}, "path"), ({"path": "/nowhere", "names": []}, "names")],
+)
+async def test_a_bad_update_fails_with_its_reason(
+    http: httpx.AsyncClient, update_info: dict[str, object], reason: str
+) -> None:
+    await http.post("/start_weight_update")
+    reply = await http.post("/update_weights", json={"update_info": update_info})
+    assert reply.status_code == 500
+    assert reason in reply.text
+
+
+def rewritten(source: Path, folder: Path, *, drop: str = "", cut: str = "", add: str = "") -> Path:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(source / "model.safetensors")
+    changed = {
+        name: (tensor[:-1] if cut and cut in name else tensor).contiguous()
+        for name, tensor in tensors.items()
+        if not (drop and drop in name)
+    }
+    if add:
+        changed[add] = next(iter(tensors.values())).clone()
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    save_file(changed, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"drop": "layers.1.self_attn.q_norm"}, "q_norm"),
+        ({"drop": "layers.0"}, "layers.0"),
+        ({"drop": "layers.0.mlp.up_proj"}, "up_proj"),
+        ({"cut": "embed_tokens"}, "another shape"),
+        ({"add": "model.layers.0.unheard_of.weight"}, "unheard_of"),
+    ],
+)
+async def test_weights_that_are_not_the_models_are_refused(
+    http: httpx.AsyncClient, tiny_model_dir: Path, tmp_path: Path, change: dict[str, str], reason: str
+) -> None:
+    folder = rewritten(tiny_model_dir, tmp_path / "weights", **change)
+    await http.post("/start_weight_update")
+    reply = await http.post("/update_weights", json={"update_info": {"path": str(folder)}})
+    assert reply.status_code == 500
+    assert reason in reply.text
+
+
+def test_the_entry_point_is_installed() -> None:
+    found = {entry.name: entry.value for entry in metadata.entry_points(group="vllm.general_plugins")}
+    assert found["agentrl"] == "agentrl.vllm_plugin:register"
+
+
+def test_registering_twice_is_harmless() -> None:
+    code = (
+        "from agentrl.vllm_plugin import register; register(); register();"
+        "from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as F;"
+        "assert F._registry['safetensors']().__name__ == 'SafetensorsEngine'; assert 'nccl' in F._registry"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

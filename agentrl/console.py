@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from agentrl.orchestrator import Summary
 
 Advance = Callable[[int, int], None]
+PLAIN_PROGRESS_EVERY_S = 15.0
 
 _COLUMNS = (
     ("step", "run/step", "{:.0f}"),
@@ -65,11 +66,26 @@ class Terminal:
     def progress(self, name: str) -> Iterator[Advance]:
         """A bar while the block runs; call the yielded function with (done, total)."""
         started = time.monotonic()
-        bar = _bar(self._console)
-        job = bar.add_task(name, total=None)
-        with Live(bar, console=self._console, transient=True) if self._console.is_terminal else _nothing():
-            yield lambda done, total: bar.update(job, completed=done, total=total)
+        if self._console.is_terminal:
+            bar = _bar(self._console)
+            job = bar.add_task(name, total=None)
+            with Live(bar, console=self._console, transient=True):
+                yield lambda done, total: bar.update(job, completed=done, total=total)
+        else:
+            yield self._plain_progress(name)
         self._phase_done(name, started)
+
+    def _plain_progress(self, name: str) -> Advance:
+        """Without a terminal: a line now and then, so that a log shows that the work goes on."""
+        last = time.monotonic()
+
+        def advance(done: int, total: int) -> None:
+            nonlocal last
+            if (now := time.monotonic()) - last >= PLAIN_PROGRESS_EVERY_S:
+                last = now
+                self.line(f"{name}: {done} of {total}")
+
+        return advance
 
     def _phase_done(self, name: str, started: float) -> None:
         seconds = time.monotonic() - started
@@ -194,8 +210,3 @@ def _bar(console: Console) -> Progress:
         TimeRemainingColumn(),
         console=console,
     )
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield

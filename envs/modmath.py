@@ -21,6 +21,8 @@ _TEMPLATE_BY_NAME = {template.name: template for template in TEMPLATES}
 class ModMath(AimePython):
     """Modular powers, digit sums, counting, multiples, series and recurrences; answers from 0 to 999."""
 
+    system_prompt = "Solve the problem with Python. End with the answer in \\boxed{}."
+
     @classmethod
     def tasks(cls, split: Split, *, data: str | None = None, seed: int = 0) -> Iterable[Task]:
         """Endless for `train`; for `test` the same 512 whatever the seed. A text belongs to one split for ever.

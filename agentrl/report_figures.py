@@ -1,0 +1,167 @@
+"""The curves of a run as plotly figures. Knows the metrics' names and nothing of HTML."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agentrl.metrics import MetricsLine
+
+HEIGHT = 250
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    """One figure: what to draw and one sentence on how to read it."""
+
+    title: str
+    curves: Mapping[str, str]  # legend -> metric
+    note: str
+    stacked: bool = False
+
+
+CHARTS = (
+    Chart(
+        title="Reward of finished groups",
+        curves={"reward": "rollout/reward_mean"},
+        note="Mean reward of all episodes that ended in this step, groups with equal rewards included.",
+    ),
+    Chart(
+        title="Effective sample size",
+        curves={
+            "ess_ratio": "learner/ess_ratio",
+            "truncated": "learner/ess_ratio_truncated",
+            "lr_scale": "learner/lr_scale",
+        },
+        note="Share of the batch that counts after importance weighting; the learning rate is scaled by it.",
+    ),
+    Chart(
+        title="Gradient norm",
+        curves={"before clipping": "learner/grad_norm"},
+        note="Of the whole batch's gradient.",
+    ),
+    Chart(
+        title="Importance weights",
+        curves={"max": "learner/max_weight", "mean": "learner/mean_weight", "clip fraction": "learner/clip_fraction"},
+        note="A mean that leaves 1 comes before a collapse.",
+    ),
+    Chart(
+        title="KL and entropy",
+        curves={"KL(behaviour, policy)": "learner/kl", "entropy": "learner/entropy"},
+        note="Nats a token.",
+    ),
+    Chart(
+        title="Lag",
+        curves={"mean": "learner/lag_mean", "max": "learner/lag_max"},
+        note="Learner version minus the oldest version in a trajectory, checked when it is consumed.",
+    ),
+    Chart(
+        title="Tokens per second",
+        curves={"engine": "engine/tokens_per_s", "learner": "learner/tokens_per_s"},
+        note="Engine: sampled tokens. Learner: tokens of the batch, prompts included.",
+    ),
+    Chart(
+        title="Who waits for whom",
+        curves={
+            "learner for a batch": "wait/learner_for_batch_s",
+            "rollouts for a slot": "wait/rollout_for_slot_s",
+            "learner for engines to take weights": "learner/publish_s",
+            "generation stood still": "engine/update_gap_s",
+        },
+        note="Seconds in each step. The tallest is the bottleneck.",
+        stacked=True,
+    ),
+    Chart(
+        title="Length and tools",
+        curves={
+            "response tokens / 100": "rollout/response_tokens_mean",
+            "turns": "rollout/turns_mean",
+            "tool calls": "rollout/tool_calls_mean",
+            "tool success": "rollout/tool_success_rate",
+        },
+        note="Means over the episodes that ended in this step.",
+    ),
+    Chart(
+        title="How episodes end",
+        curves={
+            "completed": "rollout/stop_completed",
+            "out of context": "rollout/stop_max_context",
+            "out of turns": "rollout/stop_max_turns",
+            "timeout": "rollout/stop_timeout",
+        },
+        note="Share of episodes.",
+        stacked=True,
+    ),
+    Chart(
+        title="Engine against learner",
+        curves={"max": "learner/parity_max_abs", "mean": "learner/parity_mean_abs"},
+        note="Difference of logprobs on tokens sampled by the very weights the learner holds.",
+    ),
+)
+
+
+def figures(lines: Sequence[MetricsLine]) -> list[tuple[dict[str, Any], str]]:
+    """(plotly figure as a plain dict, note) of everything that was measured at least once."""
+    steps = [line for line in lines if line.kind == "step"]
+    evals = [line for line in lines if line.kind == "eval"]
+    drawn = [(_figure(chart, steps), chart.note) for chart in CHARTS]
+    held_out = (
+        [(_held_out(evals), "Held-out tasks, the rollout's own code; the band is the 95 % interval.")] if evals else []
+    )
+    return [*held_out, *((figure, note) for figure, note in drawn if figure["data"])]
+
+
+def _figure(chart: Chart, steps: Sequence[MetricsLine]) -> dict[str, Any]:
+    traces = []
+    for legend, metric in chart.curves.items():
+        points = [(line.step, line.values[metric]) for line in steps if metric in line.values]
+        if not points:
+            continue
+        scale = 0.01 if legend.endswith("/ 100") else 1.0
+        trace: dict[str, Any] = {
+            "type": "scatter",
+            "mode": "lines+markers" if len(points) < 8 else "lines",
+            "name": legend,
+            "x": [step for step, _ in points],
+            "y": [round(scale * value, 6) for _, value in points],
+        }
+        traces.append(trace | ({"stackgroup": "one"} if chart.stacked else {}))
+    return {"data": traces, "layout": _layout(chart.title)}
+
+
+def _held_out(evals: Sequence[MetricsLine]) -> dict[str, Any]:
+    x = [line.step for line in evals]
+    low = [line.values["eval/avg_at_n_low"] for line in evals]
+    high = [line.values["eval/avg_at_n_high"] for line in evals]
+    n = int(evals[0].values["eval/n"])
+    band = {
+        "type": "scatter",
+        "x": [*x, *reversed(x)],
+        "y": [*high, *reversed(low)],
+        "fill": "toself",
+        "line": {"width": 0},
+        "opacity": 0.25,
+        "name": "95 %",
+        "hoverinfo": "skip",
+    }
+    average = _curve(f"avg@{n}", x, [line.values["eval/avg_at_n"] for line in evals])
+    best = _curve(f"pass@{n}", x, [line.values["eval/pass_at_n"] for line in evals])
+    layout = _layout("Held-out success")
+    layout["yaxis"] = {"range": [0, 1]}
+    return {"data": [band, average, best], "layout": layout}
+
+
+def _curve(name: str, x: list[int], y: list[float]) -> dict[str, Any]:
+    return {"type": "scatter", "mode": "lines+markers", "name": name, "x": x, "y": y}
+
+
+def _layout(title: str) -> dict[str, Any]:
+    return {
+        "title": {"text": title, "x": 0.02, "font": {"size": 14}},
+        "height": HEIGHT,
+        "margin": {"l": 44, "r": 12, "t": 36, "b": 34},
+        "legend": {"orientation": "h", "y": -0.18},
+        "xaxis": {"rangemode": "tozero"},
+        "yaxis": {"rangemode": "tozero"},
+    }

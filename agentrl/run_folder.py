@@ -1,0 +1,254 @@
+"""The folder a run leaves behind: where each file is, and how episodes are written to and read from it.
+
+Knows nothing of engines, learners or how any of the numbers came about.
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from agentrl.config import Config
+from agentrl.errors import ConfigError
+from agentrl.types import (
+    Completion,
+    FinishReason,
+    Message,
+    StopReason,
+    Task,
+    Trajectory,
+    TrajectoryGroup,
+    Turn,
+    VersionSpan,
+)
+
+Kind = Literal["train", "eval"]
+MAX_NAMES = 10_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnSize:
+    """How many of an episode's tokens belong to one turn: first the observation, then what the model said."""
+
+    num_observation_tokens: int
+    num_action_tokens: int
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeLine:
+    """One line of a trajectories file: an episode in flat per-token arrays that any tool can read."""
+
+    group_id: int
+    task: Task
+    id: str
+    reward: float
+    rewards: dict[str, float]
+    stop_reason: StopReason
+    info: dict[str, float]
+    messages: tuple[Message, ...]
+    turns: tuple[TurnSize, ...]
+    token_ids: tuple[int, ...]  # [T]
+    action_mask: tuple[int, ...]  # [T] 1 where the model sampled the token
+    behavior_logprobs: tuple[float, ...]  # [T] 0.0 where the mask is 0
+    policy_versions: tuple[int, ...]  # [T] -1 where the mask is 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFolder:
+    """`runs/NAME/`: config.json, metrics.jsonl, tensorboard/, trajectories/, checkpoints/, journal.sqlite, logs/."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, out_dir: str | Path, name: str, *, config: Config) -> RunFolder:
+        """Make `out_dir/name`, or `name-2`, `-3`, ... where that is taken, and save the resolved config in it.
+
+        Raises ConfigError when the name is not a plain folder name or the folder cannot be made.
+        """
+        if name in {"", ".", ".."} or Path(name).name != name:
+            raise ConfigError(f"name: {name!r} must be a plain folder name, without slashes")
+        try:
+            folder = cls(path=_claim(Path(out_dir), name))
+            for sub in (folder.tensorboard, folder.trajectories, folder.checkpoints):
+                sub.mkdir()
+            write_atomically(folder.config, (config.model_dump_json(indent=2) + "\n").encode())
+        except OSError as error:
+            raise ConfigError(f"out_dir: cannot make a run folder in {out_dir}: {error.strerror}") from error
+        return folder
+
+    @classmethod
+    def open(cls, path: str | Path) -> RunFolder:
+        """An existing run. Raises ConfigError when there is none at `path`."""
+        folder = cls(path=Path(path))
+        if not folder.config.is_file():
+            raise ConfigError(f"{path} is not a run folder: it has no config.json")
+        return folder
+
+    @property
+    def config(self) -> Path:
+        """The resolved config, JSON."""
+        return self.path / "config.json"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a line."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        """Folder of event files."""
+        return self.path / "tensorboard"
+
+    @property
+    def trajectories(self) -> Path:
+        """Folder of gzipped JSONL, one file a step."""
+        return self.path / "trajectories"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of checkpoints and exported weights."""
+        return self.path / "checkpoints"
+
+    @property
+    def journal(self) -> Path:
+        """The buffer's SQLite journal."""
+        return self.path / "journal.sqlite"
+
+    @property
+    def logs(self) -> Path:
+        """Folder with one log a process."""
+        return self.path / "logs"
+
+    @property
+    def report(self) -> Path:
+        """The page that opens offline."""
+        return self.path / "report.html"
+
+    def write_trajectories(self, step: int, groups: Sequence[TrajectoryGroup], *, kind: Kind = "train") -> Path:
+        """Write all episodes of one step, whole or not at all; a second call for the step replaces the first."""
+        encoder = msgspec.json.Encoder()
+        lines = [encoder.encode(_to_line(group, trajectory)) for group in groups for trajectory in group.trajectories]
+        target = self._trajectories_file(step, kind)
+        write_atomically(target, gzip.compress(b"".join(line + b"\n" for line in lines), compresslevel=6, mtime=0))
+        return target
+
+    def read_trajectories(self, step: int, *, kind: Kind = "train") -> list[TrajectoryGroup]:
+        """What `write_trajectories` was given. Raises FileNotFoundError where nothing was written for the step."""
+        decoder = msgspec.json.Decoder(EpisodeLine)
+        with gzip.open(self._trajectories_file(step, kind)) as lines:
+            episodes = [decoder.decode(line) for line in lines]
+        return [_to_group(list(members)) for _, members in groupby(episodes, key=lambda line: line.group_id)]
+
+    def trajectory_steps(self, *, kind: Kind = "train") -> list[int]:
+        """Steps that have a trajectories file, rising."""
+        names = self.trajectories.glob(f"{kind}_*.jsonl.gz")
+        return sorted(int(name.name.removeprefix(f"{kind}_").removesuffix(".jsonl.gz")) for name in names)
+
+    def _trajectories_file(self, step: int, kind: Kind) -> Path:
+        return self.trajectories / f"{kind}_{step:06d}.jsonl.gz"
+
+
+def write_atomically(target: Path, data: bytes) -> None:
+    """Replace `target` by `data`: a reader, or a crash at any moment, sees the old file or the new one."""
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _claim(out_dir: Path, name: str) -> Path:
+    """An empty folder that is ours alone: of two runs of one name that start together, one makes `logs` first."""
+    for candidate in _candidates(out_dir, name):
+        candidate.mkdir(parents=True, exist_ok=True)
+        if not any(candidate.iterdir()):
+            with suppress(FileExistsError):
+                (candidate / "logs").mkdir()
+                return candidate
+    raise ConfigError(f"name: {out_dir / name} and {MAX_NAMES} numbered names after it are taken")
+
+
+def _candidates(out_dir: Path, name: str) -> Iterator[Path]:
+    yield out_dir / name
+    for number in range(2, MAX_NAMES):
+        yield out_dir / f"{name}-{number}"
+
+
+def _to_line(group: TrajectoryGroup, trajectory: Trajectory) -> EpisodeLine:
+    sizes = tuple(
+        TurnSize(
+            num_observation_tokens=len(turn.observation_ids),
+            num_action_tokens=len(turn.completion.token_ids),
+            finish_reason=turn.completion.finish_reason,
+        )
+        for turn in trajectory.turns
+    )
+    return EpisodeLine(
+        group_id=group.group_id,
+        task=group.task,
+        id=trajectory.id,
+        reward=trajectory.reward,
+        rewards=trajectory.rewards,
+        stop_reason=trajectory.stop_reason,
+        info=trajectory.info,
+        messages=trajectory.messages,
+        turns=sizes,
+        token_ids=tuple(trajectory.token_ids()),
+        action_mask=tuple(trajectory.action_mask()),
+        behavior_logprobs=tuple(trajectory.behavior_logprobs()),
+        policy_versions=tuple(trajectory.policy_versions()),
+    )
+
+
+def _to_group(lines: Sequence[EpisodeLine]) -> TrajectoryGroup:
+    members = tuple(_to_trajectory(line) for line in lines)
+    return TrajectoryGroup(group_id=lines[0].group_id, task=lines[0].task, trajectories=members)
+
+
+def _to_trajectory(line: EpisodeLine) -> Trajectory:
+    return Trajectory(
+        id=line.id,
+        task_id=line.task.id,
+        turns=tuple(_to_turns(line)),
+        messages=line.messages,
+        reward=line.reward,
+        rewards=line.rewards,
+        stop_reason=line.stop_reason,
+        info=line.info,
+    )
+
+
+def _to_turns(line: EpisodeLine) -> Iterator[Turn]:
+    end = 0
+    for size in line.turns:
+        start = end + size.num_observation_tokens
+        observation_ids, end = line.token_ids[end:start], start + size.num_action_tokens
+        completion = Completion(
+            token_ids=line.token_ids[start:end],
+            behavior_logprobs=line.behavior_logprobs[start:end],
+            version_spans=_spans(line.policy_versions[start:end]),
+            finish_reason=size.finish_reason,
+        )
+        yield Turn(observation_ids=observation_ids, completion=completion)
+
+
+def _spans(versions: Sequence[int]) -> tuple[VersionSpan, ...]:
+    """Runs of equal versions. `versions` [T]; spans tile [0, T)."""
+    spans: list[VersionSpan] = []
+    for version, run in groupby(versions):
+        start = spans[-1].end if spans else 0
+        spans.append(VersionSpan(version=version, start=start, end=start + len(list(run))))
+    return tuple(spans)

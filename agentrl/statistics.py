@@ -1,0 +1,152 @@
+"""How good a policy is, and how sure we are: avg@n and pass@k with 95 % intervals over tasks.
+
+Pure: outcomes in, numbers out; knows nothing of engines, files or how an answer was graded. Shapes: _T tasks,
+_N samples of a task. The tasks are what is resampled: the samples of one task are not independent of each other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from agentrl.types import StopReason, Trajectory, TrajectoryGroup
+
+NUM_RESAMPLES = 10_000
+CONFIDENCE = 0.95
+
+
+class Estimate(NamedTuple):
+    """A mean over tasks and its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalResult:
+    """One measurement of one policy on `num_tasks` held-out tasks, `n` samples each."""
+
+    policy_version: int
+    num_tasks: int
+    n: int
+    avg: float
+    avg_low: float
+    avg_high: float
+    pass_at: dict[int, Estimate]  # k -> pass@k
+    response_tokens_mean: float  # sampled tokens of an episode, all turns
+    turns_mean: float
+    stop_reasons: dict[StopReason, int]  # episodes
+
+    def metrics(self) -> dict[str, float]:
+        """The same numbers under their `eval/*` names."""
+        passes = {f"eval/pass_at_{k}": estimate.value for k, estimate in self.pass_at.items()}
+        at_n = self.pass_at[self.n]
+        num_episodes = sum(self.stop_reasons.values())
+        return {
+            "eval/avg_at_n": self.avg,
+            "eval/avg_at_n_low": self.avg_low,
+            "eval/avg_at_n_high": self.avg_high,
+            "eval/n": self.n,
+            "eval/num_tasks": self.num_tasks,
+            "eval/policy_version": self.policy_version,
+            "eval/response_tokens_mean": self.response_tokens_mean,
+            "eval/turns_mean": self.turns_mean,
+            **passes,
+            "eval/pass_at_n": at_n.value,
+            "eval/pass_at_n_low": at_n.low,
+            "eval/pass_at_n_high": at_n.high,
+            **{f"eval/stop_{reason}": self.stop_reasons.get(reason, 0) / num_episodes for reason in StopReason},
+        }
+
+
+def is_correct(trajectory: Trajectory) -> bool:
+    """Whether the episode solved its task: the reward named `correct` where there is one, else the total, is >= 1."""
+    return trajectory.rewards.get("correct", trajectory.reward) >= 1.0
+
+
+def summarize(groups: Sequence[TrajectoryGroup], *, policy_version: int, seed: int = 0) -> EvalResult:
+    """Measure a policy from one finished group a task. The n is the smallest group's size.
+
+    Raises ValueError without groups, or with a group that has no trajectory.
+    """
+    correct_TN = [[is_correct(trajectory) for trajectory in group.trajectories] for group in groups]
+    episodes = [trajectory for group in groups for trajectory in group.trajectories]
+    average = avg_at_n(correct_TN, seed=seed)
+    n = min(len(correct_N) for correct_N in correct_TN)
+    return EvalResult(
+        policy_version=policy_version,
+        num_tasks=len(groups),
+        n=n,
+        avg=average.value,
+        avg_low=average.low,
+        avg_high=average.high,
+        pass_at={k: pass_at_k(correct_TN, k, seed=seed) for k in _powers_of_two_and(n)},
+        response_tokens_mean=sum(episode.num_action_tokens for episode in episodes) / len(episodes),
+        turns_mean=sum(len(episode.turns) for episode in episodes) / len(episodes),
+        stop_reasons=dict(Counter(episode.stop_reason for episode in episodes)),
+    )
+
+
+def avg_at_n(correct_TN: Sequence[Sequence[bool]], *, seed: int = 0) -> Estimate:
+    """Mean over tasks of the share of a task's samples that are correct. Rows may differ in length.
+
+    Raises ValueError without tasks or for a task without samples.
+    """
+    _require_samples(correct_TN, at_least=1)
+    return _mean_over_tasks([sum(correct_N) / len(correct_N) for correct_N in correct_TN], seed=seed)
+
+
+def pass_at_k(correct_TN: Sequence[Sequence[bool]], k: int, *, seed: int = 0) -> Estimate:
+    """Chance that one of k samples is correct: mean over tasks of 1 - C(n - c, k) / C(n, k), n samples, c correct.
+
+    The unbiased estimator of Chen et al. 2021 (arXiv 2107.03374, equation 1). Raises ValueError when k < 1 or a task
+    has fewer than k samples.
+    """
+    if k < 1:
+        raise ValueError(f"pass@k needs k >= 1, got {k}")
+    _require_samples(correct_TN, at_least=k)
+    solved_T = [
+        1.0 - math.comb(len(correct_N) - sum(correct_N), k) / math.comb(len(correct_N), k) for correct_N in correct_TN
+    ]
+    return _mean_over_tasks(solved_T, seed=seed)
+
+
+def _mean_over_tasks(score_T: Sequence[float], *, seed: int) -> Estimate:
+    """Mean with a percentile-bootstrap interval over tasks (Efron 1979); scores lie in [0, 1].
+
+    When every task scored 0 (or 1) the bootstrap sees no variance and would claim certainty, so the exact binomial
+    bound of Clopper and Pearson 1934 for 0 (or all) successes in T trials is given instead: 1 - (0.025)^(1/T).
+    """
+    import numpy as np
+
+    mean = math.fsum(score_T) / len(score_T)
+    slack = 1.0 - ((1.0 - CONFIDENCE) / 2) ** (1.0 / len(score_T))
+    if mean == 0.0:
+        return Estimate(0.0, 0.0, slack)
+    if mean == 1.0:
+        return Estimate(1.0, 1.0 - slack, 1.0)
+    scores_T = np.asarray(score_T)
+    rng = np.random.default_rng(seed)
+    mean_R = np.empty(NUM_RESAMPLES)
+    for r in range(NUM_RESAMPLES):
+        mean_R[r] = scores_T[rng.integers(0, len(scores_T), len(scores_T))].mean()
+    tail = (1.0 - CONFIDENCE) / 2
+    low, high = np.quantile(mean_R, [tail, 1.0 - tail])
+    return Estimate(mean, float(low), float(high))
+
+
+def _require_samples(correct_TN: Sequence[Sequence[bool]], *, at_least: int) -> None:
+    if not correct_TN:
+        raise ValueError("no task was measured")
+    fewest = min(len(correct_N) for correct_N in correct_TN)
+    if fewest < at_least:
+        raise ValueError(f"a task has {fewest} samples, {at_least} are needed")
+
+
+def _powers_of_two_and(n: int) -> list[int]:
+    """1, 2, 4, ... and n itself, rising."""
+    return sorted({2**i for i in range(n.bit_length())} | {n})

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from agentrl.types import StopReason, Trajectory, TrajectoryGroup
 
-NUM_RESAMPLES = 10_000
-CONFIDENCE = 0.95
+NUM_BLOCKS, RESAMPLES_AT_ONCE = 10, 1_000  # in blocks, so that thousands of tasks fit in memory
+TAIL = 0.025  # on either side of the 95 % interval
 
 
 class Estimate(NamedTuple):
@@ -124,18 +124,16 @@ def _mean_over_tasks(score_T: Sequence[float], *, seed: int) -> Estimate:
     import numpy as np
 
     mean = math.fsum(score_T) / len(score_T)
-    slack = 1.0 - ((1.0 - CONFIDENCE) / 2) ** (1.0 / len(score_T))
+    slack = 1.0 - TAIL ** (1.0 / len(score_T))
     if mean == 0.0:
         return Estimate(0.0, 0.0, slack)
     if mean == 1.0:
         return Estimate(1.0, 1.0 - slack, 1.0)
     scores_T = np.asarray(score_T)
     rng = np.random.default_rng(seed)
-    mean_R = np.empty(NUM_RESAMPLES)
-    for r in range(NUM_RESAMPLES):
-        mean_R[r] = scores_T[rng.integers(0, len(scores_T), len(scores_T))].mean()
-    tail = (1.0 - CONFIDENCE) / 2
-    low, high = np.quantile(mean_R, [tail, 1.0 - tail])
+    size = (RESAMPLES_AT_ONCE, len(scores_T))
+    means = [scores_T[rng.integers(0, len(scores_T), size)].mean(axis=1) for _ in range(NUM_BLOCKS)]
+    low, high = np.quantile(np.concatenate(means), [TAIL, 1.0 - TAIL])
     return Estimate(mean, float(low), float(high))
 
 

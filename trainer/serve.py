@@ -20,7 +20,7 @@ from torch import distributed
 
 from agentrl import wire
 from agentrl.config import Config
-from agentrl.errors import LearnerError
+from agentrl.errors import LearnerError, boundary
 from agentrl.types import Batch, StepOutput, WeightsRef
 from trainer import weights
 from trainer.learner import Learner
@@ -54,7 +54,8 @@ class Orchestrator:
             if response.status_code == 410:
                 return None
             if response.status_code != 204:
-                return wire.decode(response.content, Batch)
+                with boundary(LearnerError, "reading the batch"):
+                    return wire.decode(response.content, Batch)
 
     def report(self, output: StepOutput) -> None:
         """A step was made."""

@@ -49,9 +49,9 @@ class WarmstartConfig(Section):
     num_heads: PositiveInt = 4
     num_kv_heads: PositiveInt = 2
     intermediate_size: PositiveInt = 512
-    demonstrations: PositiveInt = 2500
+    demonstrations: PositiveInt = 2400
     """Scripted episodes played in the sandbox; training goes over them as often as `steps` needs."""
-    steps: PositiveInt = 1500
+    steps: PositiveInt = 1200
     batch_size: PositiveInt = 8
     lr: PositiveFloat = 1.2e-3
     skill: Annotated[float, Field(gt=0, le=1)] = 0.4

@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import groupby, islice
 from pathlib import Path
@@ -42,6 +43,7 @@ FINAL_LR_SHARE = 0.02
 BETAS = (0.9, 0.98)
 WEIGHT_DECAY = 0.01
 GRAD_CLIP = 1.0
+NUM_SHARES = 2  # fixed, so that the result does not depend on the machine
 SORT_WINDOW = 8  # batches sorted by length together, so that a batch holds little padding
 
 Example = tuple[list[int], list[int]]
@@ -214,40 +216,59 @@ def _train(
 ) -> float:
     """AdamW with a cosine schedule on action tokens only, in place; returns the loss at the end (nats a token).
 
-    torch takes all cores (or OMP_NUM_THREADS): nothing else runs during a warm start.
+    Each core works on a share of the batch: a model this small has no operation that is worth splitting between cores.
     """
-    optimizer = torch.optim.AdamW(_parameter_groups(model), lr=settings.lr, betas=BETAS)
+    optimizer = torch.optim.AdamW(_parameter_groups(model), lr=settings.lr, betas=BETAS, fused=True)
+    parameters = list(model.parameters())
     batches = _batches(examples, settings.batch_size, seed)
     losses: list[float] = []
     model.train()
-    for step in range(settings.steps):
-        if stop.is_set():
-            break
-        for group in optimizer.param_groups:
-            group["lr"] = settings.lr * _lr_share(step, settings.steps)
-        loss = _loss(model, next(batches), pad_id)
-        if not math.isfinite(loss.item()):
-            raise ConfigError(f"warm start diverged at step {step}; lower model.warmstart.lr={settings.lr}")
-        optimizer.zero_grad()
-        torch.autograd.backward(loss)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), GRAD_CLIP)
-        optimizer.step()
-        losses.append(loss.item())
-        on_step(step + 1)
+    torch.set_num_threads(1)
+    with ThreadPoolExecutor(NUM_SHARES) as cores:
+        for step in range(settings.steps):
+            if stop.is_set():
+                break
+            for group in optimizer.param_groups:
+                group["lr"] = settings.lr * _lr_share(step, settings.steps)
+            loss = _gradient(model, parameters, next(batches), pad_id, cores)
+            if not math.isfinite(loss):
+                raise ConfigError(f"warm start diverged at step {step}; lower model.warmstart.lr={settings.lr}")
+            torch.nn.utils.clip_grad_norm_(parameters, GRAD_CLIP)
+            optimizer.step()
+            losses.append(loss)
+            on_step(step + 1)
     model.eval()
     tail = losses[-max(1, len(losses) // 10) :]
     return sum(tail) / max(1, len(tail))
 
 
-def _loss(model: Any, batch: Sequence[Example], pad_id: int) -> torch.Tensor:
-    """Mean -log p over the action tokens of the batch; logits are made for those positions only."""
+def _gradient(
+    model: Any, parameters: Sequence[torch.nn.Parameter], batch: list[Example], pad_id: int, cores: Executor
+) -> float:
+    """Set every parameter's gradient of the mean loss over the batch's action tokens; returns the loss."""
+    num_actions = sum(sum(mask) for _, mask in batch)
+
+    def share(examples: list[Example]) -> tuple[float, tuple[torch.Tensor, ...]]:
+        loss = _summed_loss(model, examples, pad_id) / num_actions
+        return loss.item(), torch.autograd.grad(loss, parameters)
+
+    shares = [batch[i::NUM_SHARES] for i in range(NUM_SHARES)]
+    done = list(cores.map(share, [examples for examples in shares if examples]))
+    for parameter, *parts in zip(parameters, *(gradient for _, gradient in done), strict=True):
+        parameter.grad = torch.stack(parts).sum(0) if len(parts) > 1 else parts[0]
+    return sum(loss for loss, _ in done)
+
+
+def _summed_loss(model: Any, batch: Sequence[Example], pad_id: int) -> torch.Tensor:
+    """Sum of -log p over the action tokens of the batch; logits are made for those positions only."""
     length = max(len(ids) for ids, _ in batch)
     ids_BT = torch.tensor([ids + [pad_id] * (length - len(ids)) for ids, _ in batch])
     mask_BT = torch.tensor([mask + [0] * (length - len(mask)) for _, mask in batch], dtype=torch.bool)
     # Right padding needs no attention mask: causal attention never looks at it from an action token.
     hidden_BTD = model.model(input_ids=ids_BT[:, :-1], use_cache=False).last_hidden_state
     is_target_BT = mask_BT[:, 1:]
-    loss: torch.Tensor = F.cross_entropy(model.lm_head(hidden_BTD[is_target_BT]), ids_BT[:, 1:][is_target_BT])
+    logits_AV = model.lm_head(hidden_BTD[is_target_BT])
+    loss: torch.Tensor = F.cross_entropy(logits_AV, ids_BT[:, 1:][is_target_BT], reduction="sum")
     return loss
 
 

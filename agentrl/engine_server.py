@@ -1,7 +1,6 @@
 """How a vLLM server is started for a run: its command line, its version, and the wait until it answers.
 
-Knows vLLM's flags and nothing of training; imports neither torch nor vllm. The flags for the CPU were chosen by
-measurement on one busy core: see docs/engine.md.
+Knows vLLM's flags and nothing of training; imports neither torch nor vllm.
 """
 
 from __future__ import annotations

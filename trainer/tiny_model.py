@@ -19,6 +19,7 @@ from agentrl.errors import ConfigError
 
 HEAD_DIM = 32  # the smallest head that vLLM's CPU attention supports
 MAX_POSITIONS = 4096
+INITIAL_STD = 0.05  # Qwen3's 0.02 suits wide layers; at this width it delays learning to copy numbers
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END)
@@ -115,6 +116,7 @@ def make_model(config: WarmstartConfig, tokenizer: Any, *, seed: int) -> Any:
             num_attention_heads=config.num_heads,
             num_key_value_heads=config.num_kv_heads,
             head_dim=HEAD_DIM,
+            initializer_range=INITIAL_STD,
             max_position_embeddings=MAX_POSITIONS,
             tie_word_embeddings=True,
             bos_token_id=None,

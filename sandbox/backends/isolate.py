@@ -48,7 +48,7 @@ def build_root() -> None:
     linux.mount("sandbox", root, "tmpfs", linux.MS_NOSUID, "mode=755,size=1m")
     covered = _covered(sources)
     for source in sources:
-        _bind(source, root + (covered[source] if source in covered else source))
+        _bind(source, root + covered.get(source, source))
     _link(covered, root)
     for name in _SYSTEM_FOLDERS:
         if os.path.islink(name):

@@ -103,7 +103,14 @@ async def engine_process(config: Config, *, model_path: str, logs: Path) -> Asyn
     if settings.urls:
         yield settings.urls[0], []
         return
-    engine_server.check_version()
+    url, command, env = _engine_command(config, model_path)
+    async with child("engine", command, log_path=logs / "engine.log", env=env) as part:
+        yield url, [part]
+
+
+def _engine_command(config: Config, model_path: str) -> tuple[str, list[str], dict[str, str]]:
+    """(base URL, command, added environment) of a server of our own. Raises ConfigError."""
+    settings = config.engine
     port = port_of(settings.host, settings.port, key="engine.port")
     command, env = engine_server.command(
         model_path=model_path,
@@ -115,8 +122,7 @@ async def engine_process(config: Config, *, model_path: str, logs: Path) -> Asyn
         dtype=config.model.dtype,
         seed=config.seed,
     )
-    async with child("engine", command, log_path=logs / "engine.log", env=env) as part:
-        yield f"http://{settings.host}:{port}", [part]
+    return f"http://{settings.host}:{port}", command, env
 
 
 async def engine_ready(url: str, settings: EngineConfig, parts: Sequence[Child]) -> None:
@@ -186,17 +192,6 @@ def weights_folder(run_dir: Path) -> Iterator[Path]:
 
 def replace_by_engine(config: Config) -> None:
     """Become the engine server of `config`, in the foreground: `agentrl engine`. Raises ConfigError."""
-    settings = config.engine
-    port = port_of(settings.host, settings.port, key="engine.port")
-    command, env = engine_server.command(
-        model_path=config.model.path,
-        served_name=SERVED_NAME,
-        host=settings.host,
-        port=port,
-        config=settings,
-        max_context=config.rollout.max_context,
-        dtype=config.model.dtype,
-        seed=config.seed,
-    )
-    sys.stderr.write(f"{engine_server.describe(settings)}\nhttp://{settings.host}:{port} serves {config.model.path}\n")
+    url, command, env = _engine_command(config, config.model.path)
+    sys.stderr.write(f"{engine_server.describe(config.engine)}\n{url} serves {config.model.path}\n")
     os.execvpe(command[0], command, {**os.environ, **env})

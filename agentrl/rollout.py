@@ -139,13 +139,7 @@ async def run_episode(
     try:
         await player.begin(task, seed)
         stop_reason = await player.play()
-        episode = Episode(
-            task=task,
-            messages=tuple(player.messages),
-            stop_reason=stop_reason,
-            step_reward=player.step_reward,
-            info=player.counts | {"turns": len(player.turns), "wall_s": time.monotonic() - started},
-        )
+        episode = player.episode(task, stop_reason, wall_s=time.monotonic() - started)
         episode = await _score(env, episode, limits.episode_timeout_s)
     finally:
         await environments.close(env)
@@ -208,6 +202,16 @@ class _Player:
             if not self.turns:
                 raise EngineError(f"no turn was generated within {self.limits.episode_timeout_s} s") from None
             return StopReason.TIMEOUT
+
+    def episode(self, task: Task, stop_reason: StopReason, *, wall_s: float) -> Episode:
+        """What was played, not yet scored."""
+        return Episode(
+            task=task,
+            messages=tuple(self.messages),
+            stop_reason=stop_reason,
+            step_reward=self.step_reward,
+            info=self.counts | {"turns": len(self.turns), "wall_s": wall_s},
+        )
 
     async def _turns(self) -> StopReason:
         for turn in range(self.max_turns):

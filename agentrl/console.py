@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
 Advance = Callable[[int, int], None]
 PLAIN_PROGRESS_EVERY_S = 15.0
 
-_COLUMNS = (
-    ("step", "run/step", "{:.0f}"),
-    ("reward", "rollout/reward_mean", "{:.2f}"),
-    ("ess", "learner/ess_ratio", "{:.2f}"),
-    ("lr x", "learner/lr_scale", "{:.2f}"),
-    ("|grad|", "learner/grad_norm", "{:.2f}"),
-    ("lag", "learner/lag_mean", "{:.1f}"),
-    ("tok/s", "engine/tokens_per_s", "{:.0f}"),
-    ("step s", "run/step_s", "{:.1f}"),
+_COLUMNS = (  # title, metric, format, width: with the waits a line fits 80 columns
+    ("step", "run/step", "{:.0f}", 4),
+    ("reward", "rollout/reward_mean", "{:.2f}", 6),
+    ("ess", "learner/ess_ratio", "{:.2f}", 4),
+    ("lr x", "learner/lr_scale", "{:.2f}", 4),
+    ("|grad|", "learner/grad_norm", "{:.2f}", 6),
+    ("lag", "learner/lag_mean", "{:.1f}", 3),
+    ("tok/s", "engine/tokens_per_s", "{:.0f}", 6),
+    ("step s", "run/step_s", "{:.1f}", 6),
 )
-_WIDTHS = tuple(max(6, len(title)) for title, _, _ in _COLUMNS)
+_MAX_CAUSES, _MAX_LINES, _MAX_CHARACTERS = 4, 10, 700  # of an error's screen
 
 
 class Terminal:
@@ -49,31 +49,25 @@ class Terminal:
 
     def line(self, text: str | Text) -> None:
         """One line."""
-        self._console.print(text)
+        self._console.print(text, markup=False)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A spinner while the block runs, then one line with its seconds."""
-        started = time.monotonic()
-        if self._console.is_terminal:
-            with self._console.status(name):
-                yield
-        else:
+        """A spinner while the block runs, then one line with its seconds and, if it did not end well, how it ended."""
+        with self._timed(name), self._console.status(Text(name)) if self._console.is_terminal else nullcontext():
             yield
-        self._phase_done(name, started)
 
     @contextmanager
     def progress(self, name: str) -> Iterator[Advance]:
         """A bar while the block runs; call the yielded function with (done, total)."""
-        started = time.monotonic()
-        if self._console.is_terminal:
-            bar = _bar(self._console)
-            job = bar.add_task(name, total=None)
-            with Live(bar, console=self._console, transient=True):
-                yield lambda done, total: bar.update(job, completed=done, total=total)
-        else:
-            yield self._plain_progress(name)
-        self._phase_done(name, started)
+        with self._timed(name):
+            if self._console.is_terminal:
+                bar = _bar(self._console)
+                job = bar.add_task(name, total=None)
+                with Live(bar, console=self._console, transient=True):
+                    yield lambda done, total: bar.update(job, completed=done, total=total)
+            else:
+                yield self._plain_progress(name)
 
     def _plain_progress(self, name: str) -> Advance:
         """Without a terminal: a line now and then, so that a log shows that the work goes on."""
@@ -87,10 +81,21 @@ class Terminal:
 
         return advance
 
-    def _phase_done(self, name: str, started: float) -> None:
-        seconds = time.monotonic() - started
-        self.phase_seconds[name] = self.phase_seconds.get(name, 0.0) + seconds
-        self.line(f"{name}: {seconds:.1f} s")
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        started, ending = time.monotonic(), ""
+        try:
+            yield
+        except Exception:
+            ending = "failed after "
+            raise
+        except BaseException:  # cancellation or Ctrl-C
+            ending = "stopped after "
+            raise
+        finally:
+            seconds = time.monotonic() - started
+            self.phase_seconds[name] = self.phase_seconds.get(name, 0.0) + seconds
+            self.line(f"{name}: {ending}{seconds:.1f} s")
 
 
 class TrainConsole(Terminal):
@@ -113,13 +118,12 @@ class TrainConsole(Terminal):
     def step(self, step: int, values: Mapping[str, float]) -> None:
         """See orchestrator.Observer."""
         if self._num_lines % 20 == 0:
-            titles = " ".join(title.rjust(width) for (title, _, _), width in zip(_COLUMNS, _WIDTHS, strict=True))
+            titles = " ".join(title.rjust(width) for title, _, _, width in _COLUMNS)
             self.line(Text(titles + "  who waits for whom", style="bold"))
         self._num_lines += 1
         shown = {"run/step": float(step), **values}
         cells = (
-            (form.format(shown[key]) if key in shown else "-").rjust(width)
-            for (_, key, form), width in zip(_COLUMNS, _WIDTHS, strict=True)
+            (_number(form, shown[key], width) if key in shown else "-").rjust(width) for _, key, form, width in _COLUMNS
         )
         self.line(" ".join(cells) + "  " + _waits(values))
         self._bar.update(self._job, completed=step, visible=True)
@@ -146,9 +150,9 @@ class TrainConsole(Terminal):
         for name, seconds in self.phase_seconds.items():
             table.add_row(name, f"{seconds:.0f} s")
         if summary.note:
-            table.add_row("note", summary.note)
-        table.add_row("run folder", str(run_path))
-        table.add_row("report", f"{report} (open it in a browser)")
+            table.add_row("note", Text(summary.note))
+        table.add_row("run folder", Text(str(run_path)))
+        table.add_row("report", Text(f"{report} (open it in a browser)"))
         self._console.print(Panel(table, title="done", expand=False))
 
     def _start_live(self) -> None:
@@ -172,25 +176,44 @@ class EvalConsole(Terminal):
 
 def show_error(error: BaseException) -> None:
     """What went wrong, on one screen, to standard error; one line for each cause below it."""
-    causes: list[str] = []
-    cause = error.__cause__
-    while cause is not None and len(causes) < 4:
-        text = f"{type(cause).__name__}: {cause}".splitlines()[0]
-        if str(cause) not in str(error):
-            causes.append(text[:200])
-        cause = cause.__cause__
-    body = Text(str(error) or type(error).__name__)
+    causes = _causes(error)
+    body = Text(_beginning(str(error)) or type(error).__name__)
     if causes:
         body.append("\n\ncaused by\n" + "\n".join(f"  {line}" for line in causes), style="dim")
     body.append("\n\n--debug shows the whole traceback", style="dim")
     Console(stderr=True).print(Panel(body, title=type(error).__name__, border_style="red", expand=False))
 
 
+def _causes(error: BaseException) -> list[str]:
+    """One line a cause, nearest first, without those that the message already quotes."""
+    causes: list[str] = []
+    seen, cause = {id(error)}, error.__cause__
+    while cause is not None and id(cause) not in seen and len(causes) < _MAX_CAUSES:
+        seen.add(id(cause))
+        if not str(cause) or str(cause) not in str(error):
+            causes.append(" ".join(f"{type(cause).__name__}: {cause}".split())[:200])
+        cause = cause.__cause__
+    return causes
+
+
+def _beginning(message: str) -> str:
+    """A message of any size, cut so that it cannot fill more than a screen."""
+    message = message.strip()
+    head = "\n".join(message.splitlines()[:_MAX_LINES])[:_MAX_CHARACTERS]
+    return head if len(head) == len(message) else f"{head} ... (cut; {len(message)} characters)"
+
+
+def _number(form: str, value: float, width: int) -> str:
+    """The value, with its power of ten where it is too long for its column."""
+    text = form.format(value)
+    return text if len(text) <= width else f"{value:.0e}"
+
+
 def _waits(values: Mapping[str, float]) -> str:
-    learner = values.get("wait/learner_for_batch_s", 0.0)
+    """Who waited in this step: the learner in seconds, the engine as the share of the step it had nothing to do."""
     busy = values.get("engine/busy_share")
-    text = f"learner {learner:.1f} s for a batch"
-    return text if busy is None else f"{text}, engine idle {100 * (1 - busy):.0f} %"
+    text = f"learner {values.get('wait/learner_for_batch_s', 0.0):.1f}s"
+    return text if busy is None else f"{text}, engine idle {100 * (1 - busy):.0f}%"
 
 
 def _quality(result: EvalResult) -> str:

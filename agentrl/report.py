@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader
+from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
 from agentrl.metrics import MetricsLine, read
@@ -20,7 +21,9 @@ from agentrl.types import Message, ToolCall, Trajectory, TrajectoryGroup
 
 log = logging.getLogger(__name__)
 
+TEMPLATES = Path(__file__).parent / "viewer"
 NUM_EPISODES = 10
+NUM_TOKENS_HEAD, NUM_TOKENS_TAIL = 3000, 1000  # of a long episode's token view
 Decode = Callable[[Sequence[int]], str]
 
 
@@ -41,11 +44,13 @@ def write_report(run: RunFolder) -> Path:
     config = json.loads(run.config.read_text())
     drawn = figures(lines)
     decode = _decoder(config["model"]["path"])
-    environment = Environment(loader=PackageLoader("agentrl", "viewer"), autoescape=True)
+    environment = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True)
     page = environment.get_template("report.html.j2").render(
         name=config["name"],
         subtitle=_subtitle(config),
         tiles=_tiles(lines),
+        nonce=secrets.token_urlsafe(16),
+        waits=_waits(lines),
         charts=[{"note": note} for _, note in drawn],
         figures=_json_for_script([figure for figure, _ in drawn]),
         plotly_js=_plotly_js() if drawn else "",
@@ -60,7 +65,7 @@ def write_report(run: RunFolder) -> Path:
 def _plotly_js() -> Markup:
     from plotly.offline import get_plotlyjs
 
-    return Markup(get_plotlyjs())
+    return Markup(get_plotlyjs().replace("</script", "<\\/script"))
 
 
 def _json_for_script(data: Any) -> Markup:
@@ -92,12 +97,32 @@ def _tiles(lines: Sequence[MetricsLine]) -> list[dict[str, str]]:
     if steps:
         last = steps[-1].values
         tiles.append(_tile(str(steps[-1].step), "steps"))
-        tiles.append(
-            _tile(f"{(lines[-1].time_s - lines[0].time_s) / 60:.1f} min", "from the first measurement to the last")
-        )
+        tiles.append(_tile(_minutes(lines[-1].time_s - lines[0].time_s), "from the first measurement to the last"))
         if "run/overlap" in last:
             tiles.append(_tile(f"{last['run/overlap']:.2f}", "of the learner's working time the engine generated"))
     return tiles
+
+
+def _minutes(seconds: float) -> str:
+    minutes = seconds / 60
+    return f"{minutes / 60:.1f} h" if minutes >= 120 else f"{minutes:.1f} min"
+
+
+def _waits(lines: Sequence[MetricsLine]) -> str:
+    """The bottleneck in a sentence, from the whole run; empty where it was not measured."""
+    steps = [line.values for line in lines if line.kind == "step"]
+    needed = ("run/step_s", "wait/learner_for_batch_s", "engine/busy_share")
+    measured = [values for values in steps if all(name in values for name in needed)]
+    total_s = sum(values["run/step_s"] for values in measured)
+    if not total_s:
+        return ""
+    learner = sum(values["wait/learner_for_batch_s"] for values in measured) / total_s
+    engine = sum((1 - values["engine/busy_share"]) * values["run/step_s"] for values in measured) / total_s
+    bottleneck = "generation" if learner > engine else "the learner"
+    return (
+        f"The learner waited for a batch {learner:.0%} of the time, the engine had nothing to do {engine:.0%} of it: "
+        f"{bottleneck} is the bottleneck."
+    )
 
 
 def _tile(value: str, label: str) -> dict[str, str]:
@@ -120,13 +145,19 @@ def _choose(run: RunFolder) -> list[tuple[str, TrajectoryGroup, Trajectory]]:
         return []
     steps = run.trajectory_steps(kind=kind)
     for step in sorted({steps[0], steps[-1]}):
-        episodes = [(group, t) for group in run.read_trajectories(step, kind=kind) for t in group.trajectories[:1]]
+        episodes = _one_of_each_first(run.read_trajectories(step, kind=kind))
         right = [pair for pair in episodes if is_correct(pair[1])]
         wrong = [pair for pair in episodes if not is_correct(pair[1])]
         half = NUM_EPISODES if steps[0] == steps[-1] else NUM_EPISODES // 2
         label = f"{'held out' if kind == 'eval' else 'training'}, step {step}"
         chosen.extend((label, *pair) for pair in _alternate(right, wrong)[:half])
     return chosen
+
+
+def _one_of_each_first(groups: Sequence[TrajectoryGroup]) -> list[tuple[TrajectoryGroup, Trajectory]]:
+    """Every episode: the first of each task, then the second of each, and so on, so that few tasks repeat."""
+    ranked = [(rank, group, t) for group in groups for rank, t in enumerate(group.trajectories)]
+    return [(group, t) for _, group, t in sorted(ranked, key=lambda item: item[0])]
 
 
 def _alternate(first: list[Any], second: list[Any]) -> list[Any]:
@@ -168,14 +199,21 @@ def _call_text(call: ToolCall) -> str:
 def _tokens(trajectory: Trajectory, decode: Decode) -> list[Token]:
     shown: list[Token] = []
     version = -1
-    columns = zip(
-        trajectory.token_ids(),
-        trajectory.action_mask(),
-        trajectory.behavior_logprobs(),
-        trajectory.policy_versions(),
-        strict=True,
+    columns = list(
+        zip(
+            trajectory.token_ids(),
+            trajectory.action_mask(),
+            trajectory.behavior_logprobs(),
+            trajectory.policy_versions(),
+            strict=True,
+        )
     )
-    for token_id, is_action, logprob, token_version in columns:
+    num_hidden = len(columns) - NUM_TOKENS_HEAD - NUM_TOKENS_TAIL
+    for position, (token_id, is_action, logprob, token_version) in enumerate(columns):
+        if 0 <= position - NUM_TOKENS_HEAD < num_hidden:
+            if position == NUM_TOKENS_HEAD:
+                shown.append(Token(text=f"\n[... {num_hidden} tokens are not shown ...]\n", css="o"))
+            continue
         text = decode([token_id])
         if not is_action:
             shown.append(Token(text=text, css="o"))

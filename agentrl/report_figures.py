@@ -43,13 +43,23 @@ CHARTS = (
     ),
     Chart(
         title="Importance weights",
-        curves={"max": "learner/max_weight", "mean": "learner/mean_weight", "clip fraction": "learner/clip_fraction"},
+        curves={"max": "learner/max_weight", "mean": "learner/mean_weight"},
         note="A mean that leaves 1 comes before a collapse.",
     ),
     Chart(
-        title="KL and entropy",
-        curves={"KL(behaviour, policy)": "learner/kl", "entropy": "learner/entropy"},
-        note="Nats a token.",
+        title="Clipped weights",
+        curves={"clip fraction": "learner/clip_fraction"},
+        note="Share of trajectories whose importance weight was truncated.",
+    ),
+    Chart(
+        title="KL(behaviour, policy)",
+        curves={"KL": "learner/kl"},
+        note="Nats a token: how far the policy is from the weights that sampled the batch.",
+    ),
+    Chart(
+        title="Entropy",
+        curves={"entropy": "learner/entropy"},
+        note="Nats a token. Near 0 the policy has stopped exploring.",
     ),
     Chart(
         title="Lag",
@@ -73,14 +83,24 @@ CHARTS = (
         stacked=True,
     ),
     Chart(
-        title="Length and tools",
+        title="Response length",
+        curves={"tokens": "rollout/response_tokens_mean"},
+        note="Sampled tokens of an episode, all turns; mean over the episodes that ended in this step.",
+    ),
+    Chart(
+        title="Turns and tools",
         curves={
-            "response tokens / 100": "rollout/response_tokens_mean",
             "turns": "rollout/turns_mean",
             "tool calls": "rollout/tool_calls_mean",
             "tool success": "rollout/tool_success_rate",
         },
-        note="Means over the episodes that ended in this step.",
+        note="Means over the episodes; success is the share of tool calls without an error.",
+    ),
+    Chart(
+        title="Groups without a signal",
+        curves={"all wrong": "rollout/solve_none", "all right": "rollout/solve_all"},
+        note="Share of groups whose members all failed or all solved the task.",
+        stacked=True,
     ),
     Chart(
         title="How episodes end",
@@ -88,6 +108,7 @@ CHARTS = (
             "completed": "rollout/stop_completed",
             "out of context": "rollout/stop_max_context",
             "out of turns": "rollout/stop_max_turns",
+            "truncated by the environment": "rollout/stop_truncated",
             "timeout": "rollout/stop_timeout",
         },
         note="Share of episodes.",
@@ -118,13 +139,12 @@ def _figure(chart: Chart, steps: Sequence[MetricsLine]) -> dict[str, Any]:
         points = [(line.step, line.values[metric]) for line in steps if metric in line.values]
         if not points:
             continue
-        scale = 0.01 if legend.endswith("/ 100") else 1.0
         trace: dict[str, Any] = {
             "type": "scatter",
             "mode": "lines+markers" if len(points) < 8 else "lines",
             "name": legend,
             "x": [step for step, _ in points],
-            "y": [round(scale * value, 6) for _, value in points],
+            "y": [float(f"{value:.6g}") for _, value in points],
         }
         traces.append(trace | ({"stackgroup": "one"} if chart.stacked else {}))
     return {"data": traces, "layout": _layout(chart.title)}
@@ -137,6 +157,7 @@ def _held_out(evals: Sequence[MetricsLine]) -> dict[str, Any]:
     n = int(evals[0].values["eval/n"])
     band = {
         "type": "scatter",
+        "mode": "lines",
         "x": [*x, *reversed(x)],
         "y": [*high, *reversed(low)],
         "fill": "toself",

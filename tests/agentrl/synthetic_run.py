@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import random
 import re
-import sys
 from pathlib import Path
 
 from agentrl.config import Config, parse
@@ -139,8 +138,8 @@ def learner_metrics(step: int, rng: random.Random) -> dict[str, float]:
     rough = math.exp(-(((step - 70) / 6) ** 2))
     ess = max(0.15, 0.95 - 0.05 * rng.random() - 0.55 * rough)
     lag = min(2.0, 0.4 + 1.3 * rng.random())
-    issued = 8 * (step + 3)
-    dropped = step // 9
+    in_flight, ready, dropped, zero_variance = rng.randint(8, 20), rng.randint(2, 12), step // 9, step // 6
+    trained, failed = 8 * step, step // 50
     return {
         "learner/ess_ratio": ess,
         "learner/ess_ratio_truncated": min(1.0, ess + 0.1 * rough),
@@ -161,14 +160,17 @@ def learner_metrics(step: int, rng: random.Random) -> dict[str, float]:
         "learner/step_s": 2.6 + rng.random(),
         "learner/tokens_per_s": 4200 + 500 * rng.random(),
         "learner/skipped_steps": 0,
-        "buffer/ready_groups": rng.randint(2, 12),
-        "buffer/in_flight_groups": rng.randint(8, 20),
-        "ledger/issued": issued,
-        "ledger/trained": 8 * step,
+        "buffer/ready_groups": ready,
+        "buffer/in_flight_groups": in_flight,
+        "ledger/issued": in_flight + ready + trained + dropped + zero_variance + failed,
+        "ledger/in_flight": in_flight,
+        "ledger/ready": ready,
+        "ledger/trained": trained,
         "ledger/dropped_stale": dropped,
-        "ledger/dropped_zero_variance": step // 6,
-        "ledger/failed": step // 50,
-        "ledger/in_flight": issued - 8 * step - dropped - step // 6 - step // 50,
+        "ledger/dropped_zero_variance": zero_variance,
+        "ledger/failed": failed,
+        "engine/busy_share": 0.85 + 0.1 * rng.random(),
+        "run/step_s": 3.2 + rng.random(),
         "engine/tokens_per_s": 1700 + 300 * rng.random(),
         "engine/update_gap_s": 0.05 + 0.03 * rng.random(),
         "wait/learner_for_batch_s": 0.3 + 0.5 * rng.random(),
@@ -195,11 +197,3 @@ def make_run(out_dir: Path, *, num_steps: int = 120, words: Words | None = None,
                 folder.write_trajectories(step, groups)
                 metrics.log("step", step, {**rollout_metrics(groups), **learner_metrics(step, rng)})
     return folder
-
-
-if __name__ == "__main__":
-    from agentrl.report import write_report
-
-    shown_words = Words()
-    run_folder = make_run(Path(sys.argv[1]), words=shown_words)
-    sys.stdout.write(f"{write_report(run_folder, decode=shown_words.decode)}\n")

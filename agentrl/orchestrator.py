@@ -112,6 +112,7 @@ class Orchestrator:
         self._learner = LearnerSeat(self._engine)
         self._finished: list[TrajectoryGroup] = []
         self._slot_wait_s = 0.0
+        self._latest: EvalResult | None = None
 
     @property
     def learner_port(self) -> LearnerSeat:
@@ -122,7 +123,7 @@ class Orchestrator:
         """Train until the steps, or the minutes, are used up. Raises what ended it otherwise."""
         try:
             first = await self._learner.weights(within_s=self._config.learner.start_timeout_s)
-            before = await self._evaluate(first.policy_version)
+            before = self._latest = await self._evaluate(first.policy_version)
             started = time.monotonic()
             rollouts = asyncio.create_task(self._roll(), name="rollouts")
             try:
@@ -134,7 +135,7 @@ class Orchestrator:
             train_s = time.monotonic() - started
             version = self._buffer.version
             await self._learner.finish()
-            after = await self._evaluate(version) if version else before
+            after = self._latest if self._latest.policy_version == version else await self._evaluate(version)
             overlap = self._learner.overlap
             self._metrics.log("event", version, {"run/overlap": overlap, "run/train_s": train_s})
             return Summary(num_steps=version, before=before, after=after, train_s=train_s, overlap=overlap, note=note)
@@ -166,7 +167,7 @@ class Orchestrator:
             }
             await self._record(step, batch, output, timing)
             if self._config.eval.every and step % self._config.eval.every == 0 and step < limits.steps:
-                await self._evaluate(step)
+                self._latest = await self._evaluate(step)
         return ""
 
     async def _next_batch(self, rollouts: asyncio.Task[None]) -> Batch:

@@ -154,7 +154,6 @@ def report(
 def main() -> None:
     """Entry point of the console script."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # what it retries is said once, by our own error
     try:
         app()
     except ConfigError as error:

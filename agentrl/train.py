@@ -146,7 +146,9 @@ def check_model(config: Config) -> None:
 def _on_hub(name: str) -> bool:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.utils import logging as hub_logging
 
+    hub_logging.set_verbosity_error()  # each of its retries is a line; our own error says it once
     try:
         hf_hub_download(name, "config.json")
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError):

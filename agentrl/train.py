@@ -148,7 +148,8 @@ def _on_hub(name: str) -> bool:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
     from huggingface_hub.utils import logging as hub_logging
 
-    hub_logging.set_verbosity_error()  # each of its retries is a line; our own error says it once
+    # Each of its retries is a line; our own error says it once.
+    hub_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:
         hf_hub_download(name, "config.json")
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError):

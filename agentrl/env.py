@@ -151,6 +151,8 @@ class ToolEnv(Env):
         for index, call in enumerate(calls):
             text, is_error = await self._answer(call, index)
             num_errors += is_error
+            # A tool may hand on lone surrogates from hostile output; they are no text and no tokenizer takes them.
+            text = text.encode(errors="replace").decode()
             observation.append(Message(role="tool", content=text, tool_call_id=call.id))
         for error in action.parse_errors:
             num_errors += 1

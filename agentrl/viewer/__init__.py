@@ -1,0 +1,1 @@
+"""The page that `report.html` is made from."""

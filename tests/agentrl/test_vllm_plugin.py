@@ -17,7 +17,9 @@ pytestmark = pytest.mark.engine
 
 @pytest.fixture
 async def http(vllm_server: VLLMServer, tiny_model_dir: Path) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=vllm_server.url, timeout=60) as http:
+    # A connection kept idle would race with the server, which closes such after 5 s.
+    limits = httpx.Limits(max_keepalive_connections=0)
+    async with httpx.AsyncClient(base_url=vllm_server.url, timeout=60, limits=limits) as http:
         await http.post("/pause", params={"mode": "keep", "clear_cache": True})
         yield http
         await http.post("/start_weight_update")  # refused where a test left one open

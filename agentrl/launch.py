@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 SERVED_NAME = "policy"
 TOKEN_VARIABLE = "AGENTRL_TOKEN"
 SANDBOX_START_TIMEOUT_S = 60.0
+WEIGHTS_PREFIX = "agentrl-weights-"
 
 
 def port_of(host: str, port: int, *, key: str) -> int:
@@ -183,11 +184,20 @@ def weights_folder(run_dir: Path) -> Iterator[Path]:
     """Where weights lie between learner and engine: in memory where the system has /dev/shm, else in the run folder."""
     memory = Path("/dev/shm")
     parent = memory if memory.is_dir() else run_dir
-    path = Path(tempfile.mkdtemp(prefix="agentrl-weights-", dir=parent))
+    _sweep(parent)
+    path = Path(tempfile.mkdtemp(prefix=f"{WEIGHTS_PREFIX}{os.getpid()}-", dir=parent))
     try:
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
+
+
+def _sweep(parent: Path) -> None:
+    """Remove what runs that were killed could not: memory that nobody owns any more."""
+    for folder in parent.glob(f"{WEIGHTS_PREFIX}*"):
+        owner = folder.name.removeprefix(WEIGHTS_PREFIX).partition("-")[0]
+        if owner.isdigit() and not Path("/proc", owner).exists():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def replace_by_engine(config: Config) -> None:

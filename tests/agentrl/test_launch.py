@@ -1,0 +1,32 @@
+"""Ports and folders that a run claims, and gives back."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from agentrl.errors import ConfigError
+from agentrl.launch import WEIGHTS_PREFIX, port_of, weights_folder
+
+
+def test_a_taken_port_is_named_with_its_setting() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"engine\.port: cannot listen on 127\.0\.0\.1:{port}"):
+            port_of("127.0.0.1", port, key="engine.port")
+
+
+def test_the_weights_folder_goes_with_the_run_and_sweeps_what_dead_runs_left(tmp_path: Path) -> None:
+    with weights_folder(tmp_path) as folder:
+        dead = folder.parent / f"{WEIGHTS_PREFIX}999999999-left"
+        dead.mkdir()
+        with weights_folder(tmp_path) as second:
+            assert not dead.exists()
+            assert folder.exists() and second != folder
+            assert str(os.getpid()) in folder.name
+    assert not folder.exists()

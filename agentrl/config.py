@@ -36,8 +36,6 @@ class EnvConfig(Section):
     """JSONL file of held-out rows."""
     max_turns: PositiveInt | None = None
     """Overrides the class's own turn budget."""
-    tool_format: Literal["hermes"] = "hermes"
-    """How the model writes tool calls."""
 
 
 class WarmstartConfig(Section):
@@ -91,9 +89,9 @@ class RolloutConfig(Section):
 
 
 class EngineConfig(Section):
-    """vLLM. With `urls` set, running servers are used; otherwise `agentrl train` starts one on this machine."""
+    """vLLM. With `url` set a running server is used; otherwise `agentrl train` starts one on this machine."""
 
-    urls: tuple[str, ...] = ()
+    url: str | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     host: str = "127.0.0.1"
     port: Port = 0

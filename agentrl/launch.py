@@ -101,8 +101,8 @@ async def sandbox_ready(client: SandboxClient, parts: Sequence[Child]) -> None:
 async def engine_process(config: Config, *, model_path: str, logs: Path) -> AsyncIterator[tuple[str, list[Child]]]:
     """Base URL of the engine of `config.engine`, which may still be starting: wait with `engine_ready`."""
     settings = config.engine
-    if settings.urls:
-        yield settings.urls[0], []
+    if settings.url is not None:
+        yield settings.url, []
         return
     url, command, env = _engine_command(config, model_path)
     async with child("engine", command, log_path=logs / "engine.log", env=env) as part:

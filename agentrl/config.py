@@ -233,7 +233,7 @@ def parse(tree: dict[str, Any], *, source: str) -> Config:
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(f"{source}:\n" + "\n".join(_explain(item) for item in error.errors())) from error
+        raise ConfigError(f"{source}:\n" + "\n".join(_explain(item) for item in error.errors())) from None
 
 
 def save(config: Config, path: Path) -> None:

@@ -161,21 +161,41 @@ def main() -> None:
 
 
 def _run(work: Coroutine[Any, Any, T], *, debug: bool) -> T:
-    return _guarded(lambda: asyncio.run(_stopped_by_sigterm(work)), debug=debug)
+    return _guarded(lambda: asyncio.run(_interruptible(work)), debug=debug)
 
 
-async def _stopped_by_sigterm(work: Coroutine[Any, Any, T]) -> T:
-    """SIGTERM (a container being stopped) ends the work as Ctrl-C does: parts stopped, report written."""
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, lambda: signal.raise_signal(signal.SIGINT))
-    return await work
+class _Interrupted(Exception):
+    """SIGINT or SIGTERM arrived, and the work has cleaned up."""
+
+
+async def _interruptible(work: Coroutine[Any, Any, T]) -> T:
+    """Ctrl-C, and SIGTERM (a container being stopped), cancel the work: parts stopped, report written.
+
+    Handled here and not by Python's default, which is missing where a shell started us in the background.
+    """
+    task = asyncio.ensure_future(work)
+    interrupted = False
+
+    def stop() -> None:
+        nonlocal interrupted
+        interrupted = True
+        task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        if interrupted:
+            raise _Interrupted from None
+        raise
 
 
 def _guarded(work: Callable[[], T], *, debug: bool) -> T:
     """Run it; show what went wrong on one screen and exit with the code that belongs to it."""
     try:
         return work()
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, _Interrupted):
         typer.echo("interrupted: every part was stopped; what was finished is in the run folder", err=True)
         raise typer.Exit(130) from None
     except ConfigError as error:

@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 from agentrl.parsers import format_hermes, parse_hermes
 from agentrl.types import ToolCall
 
+integers = st.integers(-(2**63), 2**64 - 1)  # what a record can hold; beyond, a call is reported as malformed
 any_json = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    st.none() | st.booleans() | integers | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=6,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 
@@ -271,7 +272,9 @@ async def test_the_next_session_finds_nothing(client: SandboxClient) -> None:
         await first.exec("for d in ('/tmp', '/dev/shm', '.'): open(d + '/left', 'w').write('x')\nx = 1")
     async with client.session() as second:
         result = await second.exec("import os; [os.listdir(d) for d in ('/tmp', '/dev/shm', '.')], 'x' in globals()")
-    assert result.result == "([[], [], []], False)"
+    # A Python that is installed below /tmp is linked there, for everybody alike.
+    python = [Path(sys.prefix).parts[2]] if sys.prefix.startswith("/tmp/") else []
+    assert result.result == str(([python, [], []], False))
 
 
 CONNECT = "import socket; s = socket.socket({family}, {kind}); s.settimeout(3); s.connect({address})"

@@ -82,6 +82,7 @@ class Interpreter:
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._memory_bytes: int | None = None
         self._closed = False
+        self._killed = False
         self._socket = socket.socket(fileno=os.dup(child.control_fd))
         loop = asyncio.get_running_loop()
         loop.add_reader(child.control_fd, self._read_control)
@@ -107,7 +108,7 @@ class Interpreter:
     @property
     def is_alive(self) -> bool:
         """Whether it can take another call."""
-        return not self._closed and not self._child.exited.done()
+        return not (self._closed or self._killed or self._child.exited.done())
 
     def restrict(self, limits: Limits) -> None:
         """Lower its limits, before it has run anything. Raises BackendError."""
@@ -267,8 +268,9 @@ class Interpreter:
                 await self._interrupt(call)
             await self._settle(call)
             return frame, call, status
-        except BaseException:
-            self._child.signal(signal.SIGKILL)  # cancelled: the caller is gone
+        except BaseException:  # cancelled: the caller is gone
+            self._killed = True  # at once: its exit is noticed later, and no call may be sent to it until then
+            self._child.signal(signal.SIGKILL)
             raise
         finally:
             self._call = None

@@ -164,8 +164,7 @@ async def test_a_vanished_client_frees_its_slot(
     async with asyncio.timeout(3):
         while (await http.get("/healthz")).json()["running"]:
             await asyncio.sleep(0.05)
-    # Through the client: an interpreter that is still being replaced answers as infrastructure, which is retried.
-    assert (await session.exec("1 + 1")).result == "2"
+    assert (await http.post(path, json=order("1 + 1"))).json()["result"] == "2"
 
 
 async def test_queueing_is_not_charged_to_the_program(client: SandboxClient) -> None:

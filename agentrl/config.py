@@ -236,6 +236,11 @@ def parse(tree: dict[str, Any], *, source: str) -> Config:
         raise ConfigError(f"{source}:\n" + "\n".join(_explain(item) for item in error.errors())) from None
 
 
+def save(config: Config, path: Path) -> None:
+    """Write the resolved tree as JSON."""
+    path.write_text(config.model_dump_json(indent=2) + "\n")
+
+
 def _apply_override(tree: dict[str, Any], override: str) -> None:
     key, separator, value = override.partition("=")
     if not separator or not key:

@@ -259,11 +259,10 @@ class Pool:
             raise BackendError("the session was closed")
         try:
             if session.limits != self.settings.limits:
-                interpreter.restrict(session.limits)
-        except BackendError:
+                await interpreter.restrict(session.limits)
+        except BaseException:
             self._discard(interpreter)
             raise
-        interpreter.watch_memory(session.limits.memory_bytes)
         session.interpreter = interpreter
         return interpreter, True
 

@@ -8,15 +8,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import secrets
 import signal
-import socket
 import time
 from dataclasses import dataclass
 from typing import Any
 
-from sandbox.backends.base import Backend, BackendError, Child, Exit, Usage
+from sandbox.backends.base import Backend, BackendError, Child, Exit, Stream, Usage
 from sandbox.protocol import ExecResult, Limits, Status
 from sandbox.worker import OUTPUT_HARD_CAP_BYTES
 
@@ -24,7 +22,7 @@ READY_DEADLINE_S = 15.0
 INTERRUPT_GRACE_S = 0.5
 DEATH_DEADLINE_S = 5.0
 WATCH_INTERVAL_S = 0.05
-_READ_BYTES = 65_536
+_SMALL_FRAME_BYTES = 65_536
 
 
 class _Capture:
@@ -68,7 +66,7 @@ class _Call:
     max_frame_bytes: int
     done: asyncio.Future[dict[str, Any] | None]  # the worker's frame, or None: it ended, or must be stopped
     is_flooding: bool = False
-    is_over_memory: bool = False
+    is_over_limit: bool = False
 
 
 class Interpreter:
@@ -80,14 +78,9 @@ class Interpreter:
         self._buffer = bytearray()
         self._skipping = False
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._memory_bytes: int | None = None
         self._closed = False
         self._killed = False
-        self._socket = socket.socket(fileno=os.dup(child.control_fd))
-        loop = asyncio.get_running_loop()
-        loop.add_reader(child.control_fd, self._read_control)
-        loop.add_reader(child.stdout_fd, self._read_output, child.stdout_fd)
-        loop.add_reader(child.stderr_fd, self._read_output, child.stderr_fd)
+        child.listen(self)
         child.exited.add_done_callback(self._on_exit)
 
     @classmethod
@@ -110,69 +103,35 @@ class Interpreter:
         """Whether it can take another call."""
         return not (self._closed or self._killed or self._child.exited.done())
 
-    def restrict(self, limits: Limits) -> None:
+    async def restrict(self, limits: Limits) -> None:
         """Lower its limits, before it has run anything. Raises BackendError."""
         try:
-            self._child.restrict(limits)
+            await self._child.restrict(limits)
         except OSError as error:
             raise BackendError(f"the limits of a session could not be set: {error}") from error
-
-    def watch_memory(self, memory_bytes: int) -> None:
-        """Where no control group bounds the sum over processes, look at it during calls."""
-        self._memory_bytes = None if self._child.has_memory_cgroup else memory_bytes
 
     async def close(self) -> None:
         """Kill it and free what it held; safe to call twice."""
         if self._closed:
             return
         self._closed = True
-        loop = asyncio.get_running_loop()
-        for fd in (self._child.control_fd, self._child.stdout_fd, self._child.stderr_fd):
-            if fd >= 0:
-                loop.remove_reader(fd)
-        self._socket.close()
         await self._child.close()
 
     # -- reading ------------------------------------------------------------------------------------------------
 
-    def _read_output(self, fd: int) -> None:
-        call = self._call
-        capture = None if call is None else call.stdout if fd == self._child.stdout_fd else call.stderr
-        try:
-            data = os.read(fd, _READ_BYTES)
-        except BlockingIOError:
+    def on_output(self, stream: Stream, data: bytes) -> None:
+        """See base.Listener."""
+        if (call := self._call) is None:
             return
-        except OSError:
-            data = b""
-        if not data:
-            asyncio.get_running_loop().remove_reader(fd)
-        elif call is not None and capture is not None:
-            capture.add(data)
-            if capture.num_bytes > OUTPUT_HARD_CAP_BYTES and not call.is_flooding:
-                call.is_flooding = True
-                self._finish(None)
+        capture = call.stdout if stream == "stdout" else call.stderr
+        capture.add(data)
+        if capture.num_bytes > OUTPUT_HARD_CAP_BYTES and not call.is_flooding:
+            call.is_flooding = True
+            self._finish(None)
 
-    def _drain(self, fd: int, capture: _Capture | None) -> None:
-        """What the pipe still holds; bounded, since something may still be writing."""
-        for _ in range(64):
-            try:
-                data = os.read(fd, _READ_BYTES)
-            except OSError:
-                return
-            if not data:
-                return
-            if capture is not None:
-                capture.add(data)
-
-    def _read_control(self) -> None:
-        try:
-            data = os.read(self._child.control_fd, _READ_BYTES)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
+    def on_control(self, data: bytes) -> None:
+        """See base.Listener."""
         if not data:
-            asyncio.get_running_loop().remove_reader(self._child.control_fd)
             if self._ready.done():  # without its line of orders it is of no use
                 self._child.signal(signal.SIGKILL)
             return
@@ -188,7 +147,7 @@ class Interpreter:
             self._skipping = True
 
     def _max_frame_bytes(self) -> int:
-        return self._call.max_frame_bytes if self._call is not None else _READ_BYTES
+        return self._call.max_frame_bytes if self._call is not None else _SMALL_FRAME_BYTES
 
     def _on_line(self, line: bytes) -> None:
         try:
@@ -222,7 +181,7 @@ class Interpreter:
     ) -> ExecResult:
         """Run `code`; `seed` only on the first call. Raises nothing for whatever the program does."""
         request = {"op": "exec", "code": code, "stdin": stdin, "seed": seed, "max_output_bytes": max_output_bytes}
-        frame_bytes = 8 * max_output_bytes + _READ_BYTES  # result and traceback, escaped
+        frame_bytes = 8 * max_output_bytes + _SMALL_FRAME_BYTES  # result and traceback, escaped
         before = self._child.usage()
         began = time.monotonic()
         frame, call, status = await self._request(request, timeout_s, max_output_bytes, frame_bytes)
@@ -247,13 +206,11 @@ class Interpreter:
             max_frame_bytes=max_frame_bytes,
             done=asyncio.get_running_loop().create_future(),
         )
-        self._drain(self._child.stdout_fd, None)
-        self._drain(self._child.stderr_fd, None)
         self._call = call
         if not self.is_alive:
             self._finish(None)
         status: Status | None = None
-        watch = asyncio.create_task(self._watch(call)) if self._memory_bytes is not None else None
+        watch = asyncio.create_task(self._watch(call)) if self._child.is_watched else None
         try:
             self._child.signal(signal.SIGCONT)
             try:
@@ -264,7 +221,7 @@ class Interpreter:
                 status, frame = "timeout", None
             if call.is_flooding and status is None:
                 status = "output_limit"
-            if status is not None and not call.is_over_memory:
+            if status is not None and not call.is_over_limit:
                 await self._interrupt(call)
             await self._settle(call)
             return frame, call, status
@@ -279,7 +236,7 @@ class Interpreter:
 
     async def _send(self, request: dict[str, Any]) -> None:
         with contextlib.suppress(ConnectionError):  # it ended; its exit tells the rest
-            await asyncio.get_running_loop().sock_sendall(self._socket, json.dumps(request).encode() + b"\n")
+            await self._child.send(json.dumps(request).encode() + b"\n")
 
     async def _interrupt(self, call: _Call) -> None:
         """SIGINT first, which keeps the state of most programs; SIGKILL for the rest."""
@@ -293,31 +250,20 @@ class Interpreter:
         self._child.signal(signal.SIGKILL)
 
     async def _settle(self, call: _Call) -> None:
-        """Nothing of the session runs between calls: strays are killed, the interpreter is stopped."""
-        if call.done.done() and call.done.result() is not None:
-            self._child.signal(signal.SIGSTOP)
-            if not self._child.end_strays() and not self._child.end_strays():
-                self._child.signal(signal.SIGKILL)
-            else:
-                self._collect(call)
-                return
-        else:
-            self._child.signal(signal.SIGKILL)
+        """Nothing of the session runs between calls."""
+        if call.done.done() and call.done.result() is not None and await self._child.settle():
+            return
+        self._child.signal(signal.SIGKILL)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DEATH_DEADLINE_S):
                 await asyncio.shield(self._child.exited)
-        self._collect(call)
-
-    def _collect(self, call: _Call) -> None:
-        self._drain(self._child.stdout_fd, call.stdout)
-        self._drain(self._child.stderr_fd, call.stderr)
+        await self._child.settle()  # its last words
 
     async def _watch(self, call: _Call) -> None:
-        assert self._memory_bytes is not None
         while True:
             await asyncio.sleep(WATCH_INTERVAL_S)
-            if await asyncio.to_thread(self._child.memory_bytes) > self._memory_bytes:
-                call.is_over_memory = True
+            if await asyncio.to_thread(self._child.is_over_limit):
+                call.is_over_limit = True
                 self._child.signal(signal.SIGKILL)
                 return
 
@@ -333,7 +279,7 @@ class Interpreter:
         cap: int,
     ) -> ExecResult:
         exited = self._child.exited.result() if self._child.exited.done() else None
-        if call.is_over_memory or (exited is not None and exited.is_oom):
+        if call.is_over_limit or (exited is not None and exited.is_oom):
             status = "oom"
         elif status is None:
             status = "crashed" if frame is None else "ok" if frame.get("ok") is True else "error"

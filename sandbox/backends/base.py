@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from sandbox.protocol import Limits
+
+Stream = Literal["stdout", "stderr"]
 
 
 class BackendError(Exception):
@@ -31,14 +33,27 @@ class Usage:
     peak_rss_bytes: int
 
 
-class Child(Protocol):
-    """One walled-in interpreter, held from outside. The three descriptors are non-blocking and owned by this object."""
+class Listener(Protocol):
+    """Whoever reads what a child says. All of it is untrusted."""
 
-    control_fd: int  # a stream socket; frames of worker.py
-    stdout_fd: int
-    stderr_fd: int
+    def on_control(self, data: bytes) -> None:
+        """Some bytes of the worker's frames; empty when no more will come."""
+
+    def on_output(self, stream: Stream, data: bytes) -> None:
+        """Some bytes the program printed."""
+
+
+class Child(Protocol):
+    """One walled-in interpreter, held from outside."""
+
     exited: asyncio.Future[Exit]
-    has_memory_cgroup: bool  # without one the supervisor has to look at `memory_bytes` itself
+    is_watched: bool  # no kernel limit bounds its processes' sum, so somebody has to ask `is_over_limit` during calls
+
+    def listen(self, listener: Listener) -> None:
+        """From now on tell `listener` what the child says."""
+
+    async def send(self, data: bytes) -> None:
+        """Frames for the worker. Raises ConnectionError when it has ended."""
 
     def signal(self, signum: int) -> None:
         """Send a signal to the interpreter; nothing happens when it has ended."""
@@ -46,14 +61,17 @@ class Child(Protocol):
     def usage(self) -> Usage:
         """CPU time and peak memory so far."""
 
-    def memory_bytes(self) -> int:
-        """Proportional share of memory of all its processes."""
+    async def settle(self) -> bool:
+        """Stop the interpreter, kill every other process of the session and hand over what they had printed.
 
-    def end_strays(self) -> bool:
-        """Kill every other process of the session; False when some are left."""
+        False when some process could not be killed.
+        """
 
-    def restrict(self, limits: Limits) -> None:
-        """Lower the limits it was started with."""
+    def is_over_limit(self) -> bool:
+        """Whether the session uses more memory or disk than it may. Slow: for a thread."""
+
+    async def restrict(self, limits: Limits) -> None:
+        """Lower the limits it was started with. Raises OSError."""
 
     async def close(self) -> None:
         """Kill all of it, wait until it is gone, and give back what it held on the host."""

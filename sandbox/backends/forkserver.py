@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import json
-import logging
 import os
-import resource
-import shutil
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
-from sandbox.backends import isolate, processes
-from sandbox.backends.base import BackendError, Exit, Usage
-from sandbox.backends.cgroups import Cgroup, CgroupParent
+from sandbox.backends import isolate
+from sandbox.backends.base import BackendError
+from sandbox.backends.cgroups import CgroupParent
+from sandbox.backends.forked import ForkedChild
 from sandbox.protocol import Limits
-
-log = logging.getLogger(__name__)
 
 PRELOAD = (
     "numpy",
@@ -40,7 +33,6 @@ PRELOAD = (
 )
 START_DEADLINE_S = 60.0
 SPAWN_DEADLINE_S = 15.0
-CLOSE_DEADLINE_S = 5.0
 
 _ENVIRONMENT = {
     "LANG": "C.UTF-8",
@@ -64,98 +56,6 @@ from sandbox.backends.zygote import main
 sys.path.remove(root)
 main(config)
 """
-
-
-class ForkedChild:
-    """See base.Child."""
-
-    def __init__(self, *, control_fd: int, stdout_fd: int, stderr_fd: int, folder: str | None) -> None:
-        self.control_fd, self.stdout_fd, self.stderr_fd = control_fd, stdout_fd, stderr_fd
-        self.exited: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
-        self.spawned: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.has_memory_cgroup = False
-        self._folder = folder
-        self._cgroup: Cgroup | None = None
-        self._pidfd = -1
-        self._pid = 0  # as this process sees it
-
-    def adopt(self, pidfd: int) -> None:
-        """The zygote forked it: hold it by a descriptor, which unlike a pid is never reused."""
-        self._pidfd = pidfd
-        for line in Path(f"/proc/self/fdinfo/{pidfd}").read_text().splitlines():
-            if line.startswith("Pid:"):
-                self._pid = int(line.split()[1])
-        if not self.spawned.done():
-            self.spawned.set_result(None)
-
-    def report_exit(self, event: dict[str, Any]) -> None:
-        """The zygote waited for it, or died with it."""
-        if not self.spawned.done():
-            self.spawned.set_exception(BackendError(event.get("error", "the zygote ended")))
-        if not self.exited.done():
-            usage = {"cpu_s": event.get("cpu_s", 0.0), "peak_rss_bytes": event.get("peak_rss_bytes", 0)}
-            is_oom = self._cgroup is not None and self._cgroup.num_oom_kills() > 0
-            self.exited.set_result(Exit(exit_code=event.get("exit_code"), is_oom=is_oom, **usage))
-
-    def join_cgroup(self, cgroup: Cgroup) -> None:
-        """Blocks for some milliseconds: the kernel waits for other processors. Raises OSError."""
-        self._cgroup = cgroup
-        cgroup.attach(self._pid)
-        self.has_memory_cgroup = True
-
-    def signal(self, signum: int) -> None:
-        """See base.Child."""
-        if self._pidfd >= 0 and not self.exited.done():
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._pidfd, signum)
-
-    def usage(self) -> Usage:
-        """See base.Child."""
-        return Usage(cpu_s=processes.cpu_s(self._pid), peak_rss_bytes=processes.peak_rss_bytes(self._pid))
-
-    def memory_bytes(self) -> int:
-        """See base.Child."""
-        return sum(processes.pss_bytes(pid) for pid in [self._pid, *processes.descendants(self._pid)])
-
-    def _strays(self) -> list[int]:
-        if self._cgroup is not None:
-            return [pid for pid in self._cgroup.processes() if pid not in (self._pid, 0)]
-        return processes.descendants(self._pid)
-
-    def end_strays(self) -> bool:
-        """See base.Child."""
-        if self.exited.done() or not (strays := self._strays()):
-            return True
-        for pid in strays:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        return not self._strays()
-
-    def restrict(self, limits: Limits) -> None:
-        """See base.Child."""
-        if self._cgroup is not None:
-            self._cgroup.limit(memory_bytes=limits.memory_bytes, num_processes=limits.num_processes, cpus=1.0)
-        address_space = isolate.address_space_bytes(self._pid) + limits.memory_bytes
-        for kind, value in ((resource.RLIMIT_AS, address_space), (resource.RLIMIT_NPROC, limits.num_processes)):
-            value = min(value, resource.prlimit(self._pid, kind)[1])
-            resource.prlimit(self._pid, kind, (value, value))
-
-    async def close(self) -> None:
-        """See base.Child."""
-        if self._folder is not None:  # no pid namespace here to take the others along
-            self.end_strays()
-        self.signal(signal.SIGKILL)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(CLOSE_DEADLINE_S):
-                await asyncio.shield(self.exited)
-        for fd in (self.control_fd, self.stdout_fd, self.stderr_fd, self._pidfd):
-            if fd >= 0:
-                os.close(fd)
-        self.control_fd = self.stdout_fd = self.stderr_fd = self._pidfd = -1
-        if self._cgroup is not None and not await asyncio.to_thread(self._cgroup.remove):
-            log.warning("a control group could not be removed: a process in it does not die")
-        if self._folder is not None:
-            await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
 
 class ForkServer:
@@ -249,7 +149,7 @@ class ForkServer:
         child, theirs = self._make_child()
         limits = {**self._limits.model_dump(), "disk_bytes": self._disk_bytes}
         uid = 1 + number % (isolate.NUM_HOST_UIDS - 1) if os.getuid() == 0 else 0
-        request = {"op": "spawn", "id": name, "uid": uid, "folder": child._folder, "limits": limits}
+        request = {"op": "spawn", "id": name, "uid": uid, "folder": child.folder, "limits": limits}
         self._children[name] = child
         try:
             async with asyncio.timeout(SPAWN_DEADLINE_S):
@@ -282,10 +182,18 @@ class ForkServer:
         ours, theirs = socket.socketpair()
         out_read, out_write = os.pipe()
         err_read, err_write = os.pipe()
-        for fd in (ours.fileno(), out_read, err_read):
+        ours.setblocking(False)
+        for fd in (out_read, err_read):
             os.set_blocking(fd, False)
         folder = None if self._namespaces else tempfile.mkdtemp(prefix="sandbox-")
-        child = ForkedChild(control_fd=ours.detach(), stdout_fd=out_read, stderr_fd=err_read, folder=folder)
+        child = ForkedChild(
+            control=ours,
+            stdout_fd=out_read,
+            stderr_fd=err_read,
+            folder=folder,
+            limits=self._limits,
+            disk_bytes=self._disk_bytes,
+        )
         return child, [theirs.detach(), out_write, err_write]
 
     async def stop(self) -> None:

@@ -1,0 +1,198 @@
+"""One interpreter forked by a zygote on this host, held by descriptors. Knows nothing of executions."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import resource
+import shutil
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+from sandbox.backends import isolate, processes
+from sandbox.backends.base import BackendError, Exit, Listener, Stream, Usage
+from sandbox.backends.cgroups import Cgroup
+from sandbox.protocol import Limits
+
+log = logging.getLogger(__name__)
+
+CLOSE_DEADLINE_S = 5.0
+_READ_BYTES = 65_536
+_MAX_READS = 64  # of a pipe that something may still be writing to
+
+
+class ForkedChild:
+    """See base.Child. `folder` is its work folder on the host, where it has no file system of its own."""
+
+    def __init__(
+        self,
+        *,
+        control: socket.socket,
+        stdout_fd: int,
+        stderr_fd: int,
+        folder: str | None,
+        limits: Limits,
+        disk_bytes: int,
+    ) -> None:
+        self.exited: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
+        self.spawned: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.is_watched = True
+        self.folder = folder
+        self._control, self._fds = control, {"stdout": stdout_fd, "stderr": stderr_fd}
+        self._listener: Listener | None = None
+        self._limits, self._disk_bytes = limits, disk_bytes
+        self._cgroup: Cgroup | None = None
+        self._pidfd = -1
+        self._pid = 0  # as this process sees it
+
+    # -- what it says -------------------------------------------------------------------------------------------
+
+    def listen(self, listener: Listener) -> None:
+        """See base.Child."""
+        self._listener = listener
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._control, self._read_control)
+        loop.add_reader(self._fds["stdout"], self._read_output, "stdout")
+        loop.add_reader(self._fds["stderr"], self._read_output, "stderr")
+
+    async def send(self, data: bytes) -> None:
+        """See base.Child."""
+        await asyncio.get_running_loop().sock_sendall(self._control, data)
+
+    def _read_control(self) -> None:
+        assert self._listener is not None
+        try:
+            data = self._control.recv(_READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            asyncio.get_running_loop().remove_reader(self._control)
+        self._listener.on_control(data)
+
+    def _read_output(self, stream: Stream) -> bool:
+        """Hand over what one read gives; False when there was nothing."""
+        assert self._listener is not None
+        try:
+            data = os.read(self._fds[stream], _READ_BYTES)
+        except BlockingIOError:
+            return False
+        except OSError:
+            data = b""
+        if not data:
+            asyncio.get_running_loop().remove_reader(self._fds[stream])
+            return False
+        self._listener.on_output(stream, data)
+        return True
+
+    # -- its life -----------------------------------------------------------------------------------------------
+
+    def adopt(self, pidfd: int) -> None:
+        """The zygote forked it: hold it by a descriptor, which unlike a pid is never reused."""
+        self._pidfd = pidfd
+        for line in Path(f"/proc/self/fdinfo/{pidfd}").read_text().splitlines():
+            if line.startswith("Pid:"):
+                self._pid = int(line.split()[1])
+        if not self.spawned.done():
+            self.spawned.set_result(None)
+
+    def report_exit(self, event: dict[str, Any]) -> None:
+        """The zygote waited for it, or died with it."""
+        if not self.spawned.done():
+            self.spawned.set_exception(BackendError(event.get("error", "the zygote ended")))
+        if not self.exited.done():
+            usage = {"cpu_s": event.get("cpu_s", 0.0), "peak_rss_bytes": event.get("peak_rss_bytes", 0)}
+            is_oom = self._cgroup is not None and self._cgroup.num_oom_kills() > 0
+            self.exited.set_result(Exit(exit_code=event.get("exit_code"), is_oom=is_oom, **usage))
+
+    def join_cgroup(self, cgroup: Cgroup) -> None:
+        """Blocks for some milliseconds: the kernel waits for other processors. Raises OSError."""
+        self._cgroup = cgroup
+        cgroup.attach(self._pid)
+        self.is_watched = False
+
+    def signal(self, signum: int) -> None:
+        """See base.Child."""
+        if self._pidfd >= 0 and not self.exited.done():
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signum)
+
+    async def settle(self) -> bool:
+        """See base.Child."""
+        self.signal(signal.SIGSTOP)
+        is_clean = self._end_strays() or self._end_strays()
+        for stream in ("stdout", "stderr"):
+            for _ in range(_MAX_READS):
+                if self._fds[stream] < 0 or not self._read_output(stream):
+                    break
+        return is_clean
+
+    def _strays(self) -> list[int]:
+        if self._cgroup is not None:
+            return [pid for pid in self._cgroup.processes() if pid not in (self._pid, 0)]
+        return processes.descendants(self._pid)
+
+    def _end_strays(self) -> bool:
+        if self.exited.done() or not (strays := self._strays()):
+            return True
+        for pid in strays:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        return not self._strays()
+
+    async def close(self) -> None:
+        """See base.Child."""
+        if self.folder is not None:  # no pid namespace here to take the others along
+            self._end_strays()
+        self.signal(signal.SIGKILL)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_DEADLINE_S):
+                await asyncio.shield(self.exited)
+        self._release()
+        if self._cgroup is not None and not await asyncio.to_thread(self._cgroup.remove):
+            log.warning("a control group could not be removed: a process in it does not die")
+        if self.folder is not None:
+            await asyncio.to_thread(shutil.rmtree, self.folder, ignore_errors=True)
+
+    def _release(self) -> None:
+        """Close every descriptor, once."""
+        loop = asyncio.get_running_loop()
+        if self._control.fileno() >= 0:
+            loop.remove_reader(self._control)
+            self._control.close()
+        for stream, fd in self._fds.items():
+            if fd >= 0:
+                loop.remove_reader(fd)
+                os.close(fd)
+                self._fds[stream] = -1
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+    # -- what it uses -------------------------------------------------------------------------------------------
+
+    def usage(self) -> Usage:
+        """See base.Child."""
+        return Usage(cpu_s=processes.cpu_s(self._pid), peak_rss_bytes=processes.peak_rss_bytes(self._pid))
+
+    def is_over_limit(self) -> bool:
+        """See base.Child."""
+        pids = [self._pid, *processes.descendants(self._pid)]
+        if sum(map(processes.pss_bytes, pids)) > self._limits.memory_bytes:
+            return True
+        return self.folder is not None and processes.folder_bytes(self.folder) > self._disk_bytes
+
+    async def restrict(self, limits: Limits) -> None:
+        """See base.Child."""
+        self._limits = limits
+        if self._cgroup is not None:
+            self._cgroup.limit(memory_bytes=limits.memory_bytes, num_processes=limits.num_processes, cpus=1.0)
+        address_space = isolate.address_space_bytes(self._pid) + limits.memory_bytes
+        for kind, value in ((resource.RLIMIT_AS, address_space), (resource.RLIMIT_NPROC, limits.num_processes)):
+            value = min(value, resource.prlimit(self._pid, kind)[1])
+            resource.prlimit(self._pid, kind, (value, value))

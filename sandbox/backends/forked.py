@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 CLOSE_DEADLINE_S = 5.0
 _READ_BYTES = 65_536
+_MAX_KILL_ROUNDS, _KILL_PAUSE_S = 20, 0.002
 _MAX_READS = 64  # of a pipe that something may still be writing to
 
 
@@ -48,6 +49,7 @@ class ForkedChild:
         self._cgroup: Cgroup | None = None
         self._pidfd = -1
         self._pid = 0  # as this process sees it
+        self._inherited_bytes = 0
 
     # -- what it says -------------------------------------------------------------------------------------------
 
@@ -98,6 +100,7 @@ class ForkedChild:
         for line in Path(f"/proc/self/fdinfo/{pidfd}").read_text().splitlines():
             if line.startswith("Pid:"):
                 self._pid = int(line.split()[1])
+        self._inherited_bytes = processes.own_memory_bytes(self._pid)
         if not self.spawned.done():
             self.spawned.set_result(None)
 
@@ -125,7 +128,7 @@ class ForkedChild:
     async def settle(self) -> bool:
         """See base.Child."""
         self.signal(signal.SIGSTOP)
-        is_clean = self._end_strays() or self._end_strays()
+        is_clean = await self._end_strays()
         for stream in ("stdout", "stderr"):
             for _ in range(_MAX_READS):
                 if self._fds[stream] < 0 or not self._read_output(stream):
@@ -137,18 +140,21 @@ class ForkedChild:
             return [pid for pid in self._cgroup.processes() if pid not in (self._pid, 0)]
         return processes.descendants(self._pid)
 
-    def _end_strays(self) -> bool:
-        if self.exited.done() or not (strays := self._strays()):
-            return True
-        for pid in strays:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        return not self._strays()
+    async def _end_strays(self) -> bool:
+        """Kill every other process of the session; some fork while we look, and a killed one takes a moment to go."""
+        for _ in range(_MAX_KILL_ROUNDS):
+            if self.exited.done() or not (strays := self._strays()):
+                return True
+            for pid in strays:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            await asyncio.sleep(_KILL_PAUSE_S)
+        return False
 
     async def close(self) -> None:
         """See base.Child."""
         if self.folder is not None:  # no pid namespace here to take the others along
-            self._end_strays()
+            await self._end_strays()
         self.signal(signal.SIGKILL)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_DEADLINE_S):
@@ -183,7 +189,8 @@ class ForkedChild:
     def is_over_limit(self) -> bool:
         """See base.Child."""
         pids = [self._pid, *processes.descendants(self._pid)]
-        if sum(map(processes.pss_bytes, pids)) > self._limits.memory_bytes:
+        memory_bytes = sum(max(processes.own_memory_bytes(pid) - self._inherited_bytes, 0) for pid in pids)
+        if memory_bytes > self._limits.memory_bytes or len(pids) > self._limits.num_processes:
             return True
         return self.folder is not None and processes.folder_bytes(self.folder) > self._disk_bytes
 
@@ -194,5 +201,9 @@ class ForkedChild:
             self._cgroup.limit(memory_bytes=limits.memory_bytes, num_processes=limits.num_processes, cpus=1.0)
         address_space = isolate.address_space_bytes(self._pid) + limits.memory_bytes
         for kind, value in ((resource.RLIMIT_AS, address_space), (resource.RLIMIT_NPROC, limits.num_processes)):
-            value = min(value, resource.prlimit(self._pid, kind)[1])
-            resource.prlimit(self._pid, kind, (value, value))
+            try:
+                value = min(value, resource.prlimit(self._pid, kind)[1])
+                resource.prlimit(self._pid, kind, (value, value))
+            except PermissionError:  # a session of another uid, in a container without CAP_SYS_RESOURCE
+                if not self.is_watched:
+                    raise

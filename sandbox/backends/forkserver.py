@@ -16,6 +16,7 @@ from sandbox.backends import isolate
 from sandbox.backends.base import BackendError
 from sandbox.backends.cgroups import CgroupParent
 from sandbox.backends.forked import ForkedChild
+from sandbox.backends.zygote import Walls
 from sandbox.protocol import Limits
 
 PRELOAD = (
@@ -61,8 +62,8 @@ main(config)
 class ForkServer:
     """A zygote process and its children; after the zygote's death the next spawn starts another."""
 
-    def __init__(self, *, namespaces: bool, limits: Limits, disk_bytes: int, cgroups: CgroupParent | None) -> None:
-        self._namespaces, self._limits, self._disk_bytes, self._cgroups = namespaces, limits, disk_bytes, cgroups
+    def __init__(self, *, walls: Walls, limits: Limits, disk_bytes: int, cgroups: CgroupParent | None = None) -> None:
+        self._walls, self._limits, self._disk_bytes, self._cgroups = walls, limits, disk_bytes, cgroups
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._ready: asyncio.Future[None] | None = None
@@ -88,7 +89,7 @@ class ForkServer:
         """On the event loop's own thread: the kernel ties the zygote's life to the thread that starts it."""
         loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        config = {"fd": theirs.fileno(), "namespaces": self._namespaces, "preload": PRELOAD}
+        config = {"fd": theirs.fileno(), "walls": self._walls, "preload": PRELOAD}
         root = str(Path(__file__).resolve().parents[2])
         self._process = subprocess.Popen(
             [sys.executable, "-s", "-P", "-c", _BOOT, root, json.dumps(config)],
@@ -146,10 +147,9 @@ class ForkServer:
         await self.start()
         number = next(self._numbers)
         name = str(number)
-        child, theirs = self._make_child()
+        child, theirs = self._make_child(self._uid(number))
         limits = {**self._limits.model_dump(), "disk_bytes": self._disk_bytes}
-        uid = 1 + number % (isolate.NUM_HOST_UIDS - 1) if os.getuid() == 0 else 0
-        request = {"op": "spawn", "id": name, "uid": uid, "folder": child.folder, "limits": limits}
+        request = {"id": name, "uid": self._uid(number), "folder": child.folder, "limits": limits}
         self._children[name] = child
         try:
             async with asyncio.timeout(SPAWN_DEADLINE_S):
@@ -177,7 +177,14 @@ class ForkServer:
         cgroup.limit(memory_bytes=self._limits.memory_bytes, num_processes=self._limits.num_processes, cpus=1.0)
         child.join_cgroup(cgroup)
 
-    def _make_child(self) -> tuple[ForkedChild, list[int]]:
+    def _uid(self, number: int) -> int:
+        """A host uid of its own for each session, where the service may hand them out; 0: the service's own."""
+        if os.getuid() != 0 or self._walls == "none":
+            return 0
+        offset = 1 + number % (isolate.NUM_HOST_UIDS - 1)
+        return offset if self._walls == "namespaces" else isolate.HOST_UID_BASE + offset
+
+    def _make_child(self, uid: int) -> tuple[ForkedChild, list[int]]:
         """Our ends in a child object; the other ends as [control, stdout, stderr]."""
         ours, theirs = socket.socketpair()
         out_read, out_write = os.pipe()
@@ -185,7 +192,9 @@ class ForkServer:
         ours.setblocking(False)
         for fd in (out_read, err_read):
             os.set_blocking(fd, False)
-        folder = None if self._namespaces else tempfile.mkdtemp(prefix="sandbox-")
+        folder = None if self._walls == "namespaces" else tempfile.mkdtemp(prefix="sandbox-")
+        if folder is not None and uid:
+            os.chown(folder, uid, uid)
         child = ForkedChild(
             control=ours,
             stdout_fd=out_read,

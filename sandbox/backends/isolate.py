@@ -1,7 +1,8 @@
 """The walls, from the inside: the read-only root all sessions share, then one session's namespaces and limits.
 
 Runs in the zygote and in its children, in this order: `build_root`, `enter_user_namespace`, and in each child
-`isolate_session`. Knows nothing of the service and of what will run.
+`isolate_session`; where namespaces cannot be had, only `confine_session` in each child. Knows nothing of the service
+and of what will run.
 """
 
 from __future__ import annotations
@@ -9,11 +10,12 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import signal
 import socket
 import sys
 from dataclasses import dataclass
 
-from sandbox.backends import linux, seccomp
+from sandbox.backends import linux, processes, seccomp
 
 HOST_UID_BASE = 1_600_000_000
 """Host uids of sessions when the service is root: a range no distribution hands out."""
@@ -41,7 +43,7 @@ class SessionLimits:
 def build_root() -> None:
     """A new root with Python and the system's libraries, read-only. Needs CAP_SYS_ADMIN; raises OSError."""
     linux.mount("none", "/", None, linux.MS_REC | linux.MS_PRIVATE)
-    sources = _library_folders()
+    sources = library_folders()
     if hidden := [source for source in sources if f"{source}/".startswith(("/dev/", "/proc/"))]:
         raise OSError(f"Python lives in {hidden[0]}, which sessions replace by a folder of their own")
     root = next(path for path in ("/mnt", "/media", "/srv", "/opt", "/tmp") if _is_free(path, sources))
@@ -68,7 +70,7 @@ def build_root() -> None:
     linux.pivot_into(root)
 
 
-def _library_folders() -> list[str]:
+def library_folders() -> list[str]:
     """Real folders to show, outermost only."""
     wanted = {*_SYSTEM_FOLDERS, sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix}
     real = sorted(
@@ -170,7 +172,7 @@ def isolate_session(*, uid: int, limits: SessionLimits) -> None:
     linux.unshare(linux.CLONE_NEWNS | linux.CLONE_NEWNET | linux.CLONE_NEWIPC | linux.CLONE_NEWUTS)
     flags = linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC
     size = f"size={limits.disk_bytes},nr_inodes=10000,uid={uid},gid={uid}"
-    covered = _covered(_library_folders())
+    covered = _covered(library_folders())
     for folder, mode in ((WORK_FOLDER, 700), ("/tmp", 1777), ("/dev/shm", 1777)):
         linux.mount("sandbox", folder, "tmpfs", flags, f"{size},mode={mode}")
     _link(covered)
@@ -189,11 +191,39 @@ def isolate_session(*, uid: int, limits: SessionLimits) -> None:
     seccomp.install()
 
 
-def set_rlimits(limits: SessionLimits) -> None:
-    """Limits a process cannot lift again."""
+def confine_session(*, uid: int, folder: str, limits: SessionLimits) -> None:
+    """The walls where no namespace can be had: Landlock, a filter that knows of shared hosts, limits. Raises OSError.
+
+    `uid`: the host uid to become, 0 to stay. Everything but libraries and `folder` is out of reach; what other
+    processes there are, and the names and sizes of files, can still be learnt.
+    """
+    if uid:
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+    linux.die_with_parent(signal.SIGKILL)
+    os.chdir(folder)
+    set_rlimits(limits, num_other_tasks=0 if uid else processes.num_tasks(os.getuid()))
+    linux.drop_capabilities()
+    linux.no_new_privileges()
+    read = linux.LANDLOCK_READ_FILE | linux.LANDLOCK_READ_DIR
+    write = read | linux.LANDLOCK_WRITE_FILE | linux.LANDLOCK_TRUNCATE
+    change = (
+        *(linux.LANDLOCK_REMOVE_DIR, linux.LANDLOCK_REMOVE_FILE, linux.LANDLOCK_MAKE_DIR, linux.LANDLOCK_MAKE_REG),
+        *(linux.LANDLOCK_MAKE_FIFO, linux.LANDLOCK_MAKE_SYM, linux.LANDLOCK_REFER),
+    )
+    rights = dict.fromkeys([*library_folders(), *_ETC_FILES], read)
+    rights |= {f"/dev/{name}": write for name in _DEVICES}
+    rights[folder] = write | sum(change)
+    linux.landlock({path: right for path, right in rights.items() if os.path.exists(path)})
+    seccomp.install(shares_host=True)
+
+
+def set_rlimits(limits: SessionLimits, *, num_other_tasks: int = 0) -> None:
+    """Limits a process cannot lift again. `num_other_tasks`: of the same uid, which the kernel counts too."""
     for name, value in {
         "RLIMIT_AS": address_space_bytes() + limits.memory_bytes,
-        "RLIMIT_NPROC": limits.num_processes,
+        "RLIMIT_NPROC": limits.num_processes + num_other_tasks,
         "RLIMIT_FSIZE": limits.disk_bytes,
         "RLIMIT_NOFILE": 256,
         "RLIMIT_CORE": 0,

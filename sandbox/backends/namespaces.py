@@ -53,7 +53,7 @@ class NamespacesBackend:
             f"read-only root, sized tmpfs; rlimits; {held}"
         )
         self._server = ForkServer(
-            namespaces=True, limits=self._limits, disk_bytes=self._disk_bytes, cgroups=self._cgroups
+            walls="namespaces", limits=self._limits, disk_bytes=self._disk_bytes, cgroups=self._cgroups
         )
         try:
             await self._server.start()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from sandbox.backends.base import Backend, BackendError
+from sandbox.backends.landlock import LandlockBackend
 from sandbox.backends.namespaces import NamespacesBackend
 from sandbox.backends.unsafe import UnsafeBackend
 from sandbox.protocol import Limits
@@ -12,7 +13,7 @@ from sandbox.supervisor import Interpreter
 
 log = logging.getLogger(__name__)
 
-BACKENDS = ("auto", "namespaces", "unsafe")
+BACKENDS = ("auto", "namespaces", "landlock", "unsafe")
 """Names that can be asked for; after `auto`, strongest first."""
 
 
@@ -21,13 +22,7 @@ async def start_backend(name: str, *, limits: Limits, disk_bytes: int, allow_uns
     candidates = BACKENDS[1:] if name == "auto" else (name,)
     reasons = []
     for candidate in candidates:
-        backend: Backend
-        if candidate == "namespaces":
-            backend = NamespacesBackend(limits=limits, disk_bytes=disk_bytes)
-        elif candidate == "unsafe":
-            backend = UnsafeBackend(limits=limits, disk_bytes=disk_bytes, allow_unsafe=allow_unsafe)
-        else:
-            raise BackendError(f"unknown backend {candidate!r}: one of {', '.join(BACKENDS)}")
+        backend = _make(candidate, limits=limits, disk_bytes=disk_bytes, allow_unsafe=allow_unsafe)
         try:
             await backend.start()
             await _try_out(backend)
@@ -41,6 +36,17 @@ async def start_backend(name: str, *, limits: Limits, disk_bytes: int, allow_uns
         log.info("backend %s: %s", backend.name, backend.isolation)
         return backend
     raise BackendError("; ".join(reasons))
+
+
+def _make(name: str, *, limits: Limits, disk_bytes: int, allow_unsafe: bool) -> Backend:
+    match name:
+        case "namespaces":
+            return NamespacesBackend(limits=limits, disk_bytes=disk_bytes)
+        case "landlock":
+            return LandlockBackend(limits=limits, disk_bytes=disk_bytes)
+        case "unsafe":
+            return UnsafeBackend(limits=limits, disk_bytes=disk_bytes, allow_unsafe=allow_unsafe)
+    raise BackendError(f"unknown backend {name!r}: one of {', '.join(BACKENDS)}")
 
 
 async def _try_out(backend: Backend) -> None:

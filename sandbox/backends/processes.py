@@ -9,28 +9,42 @@ from pathlib import Path
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
+def children(pid: int) -> list[int]:
+    """Processes forked by any thread of `pid`, or orphaned below it; none when it is gone."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(OSError):
+                found += map(int, (task / "children").read_text().split())
+    return found
+
+
 def descendants(pid: int) -> list[int]:
-    """All processes below `pid`, nearest first. Orphans of a pid namespace are children of its pid 1."""
+    """All living processes below `pid`, nearest first. Orphans of a pid namespace are children of its pid 1."""
     found, queue = [], [pid]
     while queue:
-        parent = queue.pop(0)
-        children: list[int] = []
-        with contextlib.suppress(OSError):
-            for task in Path(f"/proc/{parent}/task").iterdir():
-                with contextlib.suppress(OSError):
-                    children += map(int, (task / "children").read_text().split())
-        found += children
-        queue += children
+        below = children(queue.pop(0))
+        found += [child for child in below if is_alive(child)]
+        queue += below
     return found
+
+
+def is_alive(pid: int) -> bool:
+    """False for a process that is gone or has ended and was not waited for yet."""
+    return _stat(pid)[:1] not in ([], ["Z"])
+
+
+def _stat(pid: int) -> list[str]:
+    """Fields of /proc/PID/stat from the state on; empty when it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rsplit(")", 1)[1].split()
+    except OSError:
+        return []
 
 
 def cpu_s(pid: int) -> float:
     """User and system time of a process and of its children that were waited for; 0 when it is gone."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rsplit(")", 1)[1].split()
-    except OSError:
-        return 0.0
-    return sum(map(int, fields[11:15])) / _TICKS_PER_S
+    return sum(map(int, _stat(pid)[11:15])) / _TICKS_PER_S
 
 
 def peak_rss_bytes(pid: int) -> int:
@@ -42,13 +56,29 @@ def peak_rss_bytes(pid: int) -> int:
     return 0
 
 
-def pss_bytes(pid: int) -> int:
-    """Proportional set size, where shared pages count by their share; 0 when the process is gone."""
+def own_memory_bytes(pid: int) -> int:
+    """Resident and swapped memory that no file backs; 0 when the process is gone.
+
+    What it still shares with the process it was forked from is counted in. Unlike the proportional share (PSS) this can
+    be read of processes of other users.
+    """
+    total = 0
     with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) * 1024
-    return 0
+        for line in Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines():
+            if line.startswith(("RssAnon:", "RssShmem:", "VmSwap:")):
+                total += int(line.split()[1]) * 1024
+    return total
+
+
+def num_tasks(uid: int) -> int:
+    """Processes and threads of a user on the whole machine, as RLIMIT_NPROC counts them."""
+    total = 0
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                if entry.stat().st_uid == uid:
+                    total += len(os.listdir(f"/proc/{entry.name}/task"))
+    return total
 
 
 def folder_bytes(path: str) -> int:

@@ -30,8 +30,11 @@ _SECCOMP_MODE_FILTER, _PR_SET_SECCOMP = 2, 22
 Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, constant
 
 
-def program(machine: str) -> bytes:
-    """The filter as `struct sock_filter[]`. Raises KeyError for a machine without a table."""
+def program(machine: str, *, shares_host: bool = False) -> bytes:
+    """The filter as `struct sock_filter[]`. Raises KeyError for a machine without a table.
+
+    `shares_host`: no namespaces around the process, so that calls which act on others by path or pid are refused too.
+    """
     special = syscalls.CONDITIONAL[machine]
     refuse: Instruction = (_RET, 0, 0, _ERRNO | errno.EPERM)
     code: list[Instruction] = [
@@ -42,15 +45,19 @@ def program(machine: str) -> bytes:
         (_JGE, 0, 1, _X32_BIT),
         refuse,
     ]
-    for number in syscalls.allowed(machine):
+    for number in syscalls.allowed(machine, shares_host=shares_host):
         code += [(_JEQ, 0, 1, number), (_RET, 0, 0, _ALLOW)]
     code += _when(special["clone3"], [(_RET, 0, 0, _ERRNO | errno.ENOSYS)])  # libc falls back to clone
     code += _when(special["clone"], [_argument(0), (_JSET, 1, 0, _NAMESPACE_FLAGS), (_RET, 0, 0, _ALLOW), refuse])
-    for name, argument, values in (("socket", 0, [_AF_UNIX]), ("ioctl", 1, _IOCTLS), ("prctl", 0, _PRCTLS)):
+    families = [] if shares_host else [_AF_UNIX]  # a socket with a path may be anybody's
+    by_value = [(special["socket"], 0, families), (special["ioctl"], 1, _IOCTLS), (special["prctl"], 0, _PRCTLS)]
+    if shares_host:
+        by_value.append((syscalls.number_of(machine, "prlimit64"), 0, [0]))  # pid 0: itself
+    for number, argument, values in by_value:
         body = [_argument(argument)]
         for value in values:
             body += [(_JEQ, 0, 1, value), (_RET, 0, 0, _ALLOW)]
-        code += _when(special[name], [*body, refuse])
+        code += _when(number, [*body, refuse])
     code.append(refuse)
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in code)
 
@@ -69,9 +76,9 @@ class _Program(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_void_p))
 
 
-def install() -> None:
+def install(*, shares_host: bool = False) -> None:
     """Put the filter on this thread and all it makes. Needs no_new_privileges() first. Raises OSError."""
-    code = program(os.uname().machine)
+    code = program(os.uname().machine, shares_host=shares_host)
     buffer = ctypes.create_string_buffer(code, len(code))
     block = _Program(len(code) // 8, ctypes.cast(buffer, ctypes.c_void_p))
     arguments = [ctypes.c_long(_SECCOMP_MODE_FILTER), ctypes.byref(block), ctypes.c_long(0), ctypes.c_long(0)]

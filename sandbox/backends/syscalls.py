@@ -62,7 +62,23 @@ CONDITIONAL = {
 """Calls allowed only with some arguments: the filter looks at them."""
 
 
-def allowed(machine: str) -> list[int]:
+_REACH_OUT = (
+    *("chmod", "fchmod", "fchmodat", "fchmodat2", "utime", "utimes", "futimesat", "utimensat"),
+    *("setpriority", "sched_setaffinity", "prlimit64"),
+)
+"""Calls by which a program without namespaces could change files or processes of the same uid that are not its own."""
+
+
+def allowed(machine: str, *, shares_host: bool) -> list[int]:
     """Numbers of the calls that are allowed whatever their arguments. Raises KeyError for an unknown machine."""
+    return [number for name, number in _table(machine).items() if not (shares_host and name in _REACH_OUT)]
+
+
+def number_of(machine: str, name: str) -> int:
+    """Raises KeyError."""
+    return _table(machine)[name]
+
+
+def _table(machine: str) -> dict[str, int]:
     table = {"x86_64": _X86_64, "aarch64": _AARCH64}[machine]
-    return [int(entry.split(":")[1]) for entry in table.split()]
+    return {name: int(number) for name, _, number in (entry.partition(":") for entry in table.split())}

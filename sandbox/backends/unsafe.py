@@ -19,7 +19,7 @@ class UnsafeBackend:
         self.isolation = "UNSAFE: resource limits only; programs reach this user's files, processes and network"
         self.degraded = ["UNSAFE: no isolation"]
         self._allow_unsafe = allow_unsafe
-        self._server = ForkServer(namespaces=False, limits=limits, disk_bytes=disk_bytes, cgroups=None)
+        self._server = ForkServer(walls="none", limits=limits, disk_bytes=disk_bytes)
 
     async def start(self) -> None:
         """See base.Backend."""

@@ -1,9 +1,10 @@
 """The process that imports the libraries once and forks a walled-in interpreter for every session.
 
 Single-threaded, so that forking is safe; as pid 1 of a pid namespace around all sessions, so that its death, whatever
-the cause, ends every one of them. Knows nothing of HTTP, of executions and of who asks.
-Messages are JSON packets on one socket: {op: spawn, id, ...} with the descriptors control, stdout, stderr comes in;
-{event: ready | failed | spawned | exit, ...} goes out.
+the cause, ends every one of them. Without namespaces a keeper process above it sees to that. Knows nothing of HTTP, of
+executions and of who asks.
+Messages are JSON packets on one socket: {id, uid, folder, limits} with the descriptors control, stdout, stderr comes
+in; {event: ready | failed | spawned | exit, ...} goes out.
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ import signal
 import socket
 import sys
 import traceback
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from sandbox import worker
-from sandbox.backends import isolate, linux
+from sandbox.backends import isolate, linux, processes
+
+Walls = Literal["namespaces", "landlock", "none"]
+"""What stands between a session and the host, beside its resource limits."""
 
 _MAX_PACKET_BYTES = 65_536
 _CONTROL_FD = 3
@@ -35,16 +39,39 @@ def main(config_json: str) -> None:
     try:
         linux.die_with_parent(signal.SIGKILL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        if config["namespaces"]:
-            _enter_walls()
+        if config["walls"] == "namespaces":
+            _enter_namespaces()
+        else:
+            _go_below_a_keeper()
         _preload(config["preload"])
     except Exception as error:
         _send(control, {"event": "failed", "error": f"{type(error).__name__}: {error}"})
         return
-    Zygote(control, namespaces=config["namespaces"]).serve()
+    Zygote(control, config["walls"]).serve()
 
 
-def _enter_walls() -> None:
+def _go_below_a_keeper() -> None:
+    """The calling process stays behind until the service or the zygote ends, and then ends all that is below it."""
+    linux.adopt_orphans()
+    linux.die_with_parent(signal.SIGTERM)
+    awaited = {signal.SIGTERM, signal.SIGCHLD}
+    signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
+    if pid := os.fork():
+        os.closerange(3, 256)
+        while signal.sigwait(awaited) == signal.SIGCHLD and not os.waitpid(pid, os.WNOHANG)[0]:
+            pass  # some orphan ended
+        while pids := processes.descendants(os.getpid()):
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(-1, 0)
+        os._exit(0)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, awaited)
+    linux.die_with_parent(signal.SIGKILL)
+
+
+def _enter_namespaces() -> None:
     """Move into the shared namespaces; the calling process stays outside, waits, and never returns from here."""
     is_root = os.getuid() == 0
     if is_root:
@@ -74,8 +101,8 @@ def _preload(modules: list[str]) -> None:
 class Zygote:
     """The fork loop."""
 
-    def __init__(self, control: socket.socket, *, namespaces: bool) -> None:
-        self._control, self._namespaces = control, namespaces
+    def __init__(self, control: socket.socket, walls: Walls) -> None:
+        self._control, self._walls = control, walls
         self._ids: dict[int, str] = {}  # pid -> id
         self._own_pid_namespace = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
 
@@ -86,7 +113,7 @@ class Zygote:
         os.set_blocking(wake_write, False)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        if not self._namespaces:
+        if self._walls != "namespaces":
             linux.adopt_orphans()
         with selectors.DefaultSelector() as selector:
             selector.register(self._control, selectors.EVENT_READ)
@@ -100,6 +127,8 @@ class Zygote:
                     elif not self._answer():
                         return
                 self._reap()
+                if self._walls != "namespaces":
+                    self._end_orphans()
 
     def _answer(self) -> bool:
         packet, fds, _, _ = socket.recv_fds(self._control, _MAX_PACKET_BYTES, 3)
@@ -121,14 +150,22 @@ class Zygote:
         return True
 
     def _fork(self, request: dict[str, Any], fds: list[int]) -> int:
-        if self._namespaces:
+        if self._walls == "namespaces":
             # the first child of a process after unshare(NEWPID) is pid 1; going home first lets us do it again
             linux.setns(self._own_pid_namespace, linux.CLONE_NEWPID)
             linux.unshare(linux.CLONE_NEWPID)
         pid = os.fork()
         if pid == 0:
-            _become_session(request, fds, namespaces=self._namespaces)
+            _become_session(request, fds, self._walls)
         return pid
+
+    def _end_orphans(self) -> None:
+        """Sessions adopt their own orphans: what is a child of this process and no session outlived one."""
+        for pid in processes.children(os.getpid()):
+            if pid not in self._ids:
+                for orphan in [pid, *processes.descendants(pid)]:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(orphan, signal.SIGKILL)
 
     def _reap(self) -> None:
         while True:
@@ -147,7 +184,7 @@ class Zygote:
                 _send(self._control, {"event": "exit", "id": name, **report})
 
 
-def _become_session(request: dict[str, Any], fds: list[int], *, namespaces: bool) -> NoReturn:
+def _become_session(request: dict[str, Any], fds: list[int], walls: Walls) -> NoReturn:
     """In the child: descriptors, walls, limits, then the worker. Never returns."""
     try:
         signal.set_wakeup_fd(-1)
@@ -155,13 +192,17 @@ def _become_session(request: dict[str, Any], fds: list[int], *, namespaces: bool
         _arrange_descriptors(fds)
         os.setsid()
         limits = isolate.SessionLimits(**request["limits"])
-        if namespaces:
+        if walls == "namespaces":
             isolate.isolate_session(uid=request["uid"], limits=limits)
         else:
-            linux.die_with_parent(signal.SIGKILL)
-            os.chdir(request["folder"])
             os.environ["HOME"] = os.environ["TMPDIR"] = request["folder"]
-            isolate.set_rlimits(limits)
+            linux.adopt_orphans()
+            if walls == "landlock":
+                isolate.confine_session(uid=request["uid"], folder=request["folder"], limits=limits)
+            else:
+                linux.die_with_parent(signal.SIGKILL)
+                os.chdir(request["folder"])
+                isolate.set_rlimits(limits, num_other_tasks=processes.num_tasks(os.getuid()))
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed()  # else every session without a seed would draw the same numbers
         worker.Worker(_CONTROL_FD, _CONTROL_FD).serve()

@@ -25,6 +25,7 @@ NUM_KEPT_RESULTS = 16  # per session, for clients that ask again
 NUM_KEPT_KEYS = 4096
 REAP_INTERVAL_S = 5.0
 REFILL_PAUSE_S = 1.0
+MAX_STARTING = 4  # interpreters made ready at the same time
 
 
 class Overloaded(Exception):
@@ -79,13 +80,13 @@ class Pool:
         self._keys: OrderedDict[tuple[str, str], str] = OrderedDict()
         self._slots = asyncio.Semaphore(settings.slots)
         self._warm: deque[Interpreter] = deque()
+        self._num_starting = 0
         self._wants_refill = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Pool:
         self._background(self._keep_warm(), "warm interpreters")
         self._background(self._close_expired(), "expired sessions")
-        self._wants_refill.set()
         return self
 
     async def __aexit__(
@@ -298,15 +299,23 @@ class Pool:
             log.error("%s failed", task.get_name(), exc_info=error)
 
     async def _keep_warm(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            for number in range(MAX_STARTING):
+                group.create_task(self._refill(), name=f"refill {number}")
+
+    async def _refill(self) -> None:
         while True:
-            await self._wants_refill.wait()
-            self._wants_refill.clear()
-            while len(self._warm) < self.settings.warm:
+            while len(self._warm) + self._num_starting < self.settings.warm:
+                self._num_starting += 1
                 try:
                     self._warm.append(await Interpreter.start(self.backend))
                 except BackendError as error:
                     log.error("no interpreter could be made ready: %s", error)
                     await asyncio.sleep(REFILL_PAUSE_S)
+                finally:
+                    self._num_starting -= 1
+            self._wants_refill.clear()
+            await self._wants_refill.wait()
 
     async def _close_expired(self) -> None:
         while True:

@@ -78,6 +78,7 @@ class Interpreter:
         self._buffer = bytearray()
         self._skipping = False
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._usage = Usage(cpu_s=0.0, peak_rss_bytes=0)  # at the end of its last call; it is stopped in between
         self._closed = False
         self._killed = False
         child.listen(self)
@@ -96,6 +97,7 @@ class Interpreter:
         except BaseException:
             await asyncio.shield(self.close())
             raise
+        self._usage = self._child.usage()
         return self
 
     @property
@@ -182,7 +184,7 @@ class Interpreter:
         """Run `code`; `seed` only on the first call. Raises nothing for whatever the program does."""
         request = {"op": "exec", "code": code, "stdin": stdin, "seed": seed, "max_output_bytes": max_output_bytes}
         frame_bytes = 8 * max_output_bytes + _SMALL_FRAME_BYTES  # result and traceback, escaped
-        before = self._child.usage()
+        before = self._usage
         began = time.monotonic()
         frame, call, status = await self._request(request, timeout_s, max_output_bytes, frame_bytes)
         wall_s = time.monotonic() - began
@@ -286,7 +288,7 @@ class Interpreter:
         if exited is not None:
             after = Usage(cpu_s=exited.cpu_s, peak_rss_bytes=max(exited.peak_rss_bytes, before.peak_rss_bytes))
         else:
-            after = self._child.usage()
+            self._usage = after = self._child.usage()
         exit_code = exited.exit_code if exited is not None else frame.get("exit_code") if frame is not None else None
         texts = {key: _text(frame, key, cap) for key in ("result", "traceback")}
         return ExecResult(

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from sandbox.backends import processes
+
 _CONTROLLERS = ("memory", "pids", "cpu")
 _CPU_PERIOD_US = 100_000
+_MAX_FREE = 64
+_MAX_RESIDUE_BYTES = 1024**2  # what the kernel still counts to a group after its last process, and would to the next
 
 
 class Cgroup:
@@ -17,11 +22,16 @@ class Cgroup:
 
     def __init__(self, folders: Mapping[str, Path], *, is_v2: bool) -> None:
         self._folders, self._is_v2 = folders, is_v2
+        self._limits: tuple[int, int, float] | None = None
+        self._past_oom_kills = 0
         for folder in set(folders.values()):
             folder.mkdir()
 
     def limit(self, *, memory_bytes: int, num_processes: int, cpus: float) -> None:
         """Set the sums over all processes of the group; `cpus` is in cores."""
+        if self._limits == (memory_bytes, num_processes, cpus):
+            return
+        self._limits = (memory_bytes, num_processes, cpus)
         quota_us = int(cpus * _CPU_PERIOD_US)
         if self._is_v2:
             settings = [("memory", "memory.max", str(memory_bytes)), ("cpu", "cpu.max", f"{quota_us} {_CPU_PERIOD_US}")]
@@ -42,22 +52,33 @@ class Cgroup:
     def processes(self) -> list[int]:
         """Every process inside."""
         folder = self._folders.get("pids") or next(iter(self._folders.values()))
-        try:
-            return [int(line) for line in (folder / "cgroup.procs").read_text().split()]
-        except OSError:
-            return []
+        return [int(line) for line in processes.read(f"{folder}/cgroup.procs").split()]
 
     def num_oom_kills(self) -> int:
-        """How often the kernel killed here for memory."""
-        if "memory" not in self._folders:
-            return 0
-        name = "memory.events" if self._is_v2 else "memory.oom_control"
-        with contextlib.suppress(OSError):
-            for line in (self._folders["memory"] / name).read_text().splitlines():
+        """How often the kernel killed here for memory, since the group was made or `reset`."""
+        return self._all_oom_kills() - self._past_oom_kills
+
+    def _all_oom_kills(self) -> int:
+        if "memory" in self._folders:
+            name = "memory.events" if self._is_v2 else "memory.oom_control"
+            for line in processes.read(f"{self._folders['memory']}/{name}").splitlines():
                 key, _, value = line.partition(" ")
                 if key == "oom_kill":
                     return int(value)
         return 0
+
+    def reset(self) -> bool:
+        """Ready for another session; False when something of the last one is left in it."""
+        name = "memory.current" if self._is_v2 else "memory.usage_in_bytes"
+        if self.processes():
+            return False
+        if (
+            "memory" in self._folders
+            and int(processes.read(f"{self._folders['memory']}/{name}") or 0) > _MAX_RESIDUE_BYTES
+        ):
+            return False
+        self._past_oom_kills = self._all_oom_kills()
+        return True
 
     def remove(self, *, deadline_s: float = 2.0) -> bool:
         """Delete the folders once the last process is gone; False when the deadline came first."""
@@ -69,11 +90,23 @@ class CgroupParent:
 
     def __init__(self, folders: Mapping[str, Path], *, is_v2: bool) -> None:
         self._folders, self._is_v2 = folders, is_v2
+        self._numbers = itertools.count(1)
+        self._free: list[Cgroup] = []
         self.controllers = tuple(folders)
 
-    def create(self, name: str) -> Cgroup:
-        """Raises OSError."""
+    def take(self) -> Cgroup:
+        """An empty group with any limits: a used one where there is one, which is cheaper. Raises OSError."""
+        if self._free:
+            return self._free.pop()
+        name = f"session-{next(self._numbers)}"
         return Cgroup({key: folder / name for key, folder in self._folders.items()}, is_v2=self._is_v2)
+
+    def give_back(self, cgroup: Cgroup) -> bool:
+        """Keep it for another session once its last process is gone, or delete it; False when it cannot be deleted."""
+        if len(self._free) < _MAX_FREE and cgroup.reset():
+            self._free.append(cgroup)
+            return True
+        return cgroup.remove()
 
     def remove(self, *, deadline_s: float = 2.0) -> bool:
         """Delete the group and what is left of its sessions."""

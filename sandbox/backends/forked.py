@@ -15,7 +15,7 @@ from typing import Any
 
 from sandbox.backends import isolate, processes
 from sandbox.backends.base import BackendError, Exit, Listener, Stream, Usage
-from sandbox.backends.cgroups import Cgroup
+from sandbox.backends.cgroups import Cgroup, CgroupParent
 from sandbox.protocol import Limits
 
 log = logging.getLogger(__name__)
@@ -46,6 +46,7 @@ class ForkedChild:
         self._control, self._fds = control, {"stdout": stdout_fd, "stderr": stderr_fd}
         self._listener: Listener | None = None
         self._limits, self._disk_bytes = limits, disk_bytes
+        self._cgroups: CgroupParent | None = None
         self._cgroup: Cgroup | None = None
         self._pidfd = -1
         self._pid = 0  # as this process sees it
@@ -113,11 +114,17 @@ class ForkedChild:
             is_oom = self._cgroup is not None and self._cgroup.num_oom_kills() > 0
             self.exited.set_result(Exit(exit_code=event.get("exit_code"), is_oom=is_oom, **usage))
 
-    def join_cgroup(self, cgroup: Cgroup) -> None:
+    def join_cgroup(self, parent: CgroupParent) -> None:
         """Blocks for some milliseconds: the kernel waits for other processors. Raises OSError."""
-        self._cgroup = cgroup
-        cgroup.attach(self._pid)
+        self._cgroups, self._cgroup = parent, parent.take()
+        self._limit_cgroup()
+        self._cgroup.attach(self._pid)
         self.is_watched = False
+
+    def _limit_cgroup(self) -> None:
+        if self._cgroup is not None:
+            limits = self._limits
+            self._cgroup.limit(memory_bytes=limits.memory_bytes, num_processes=limits.num_processes, cpus=1.0)
 
     def signal(self, signum: int) -> None:
         """See base.Child."""
@@ -160,8 +167,10 @@ class ForkedChild:
             async with asyncio.timeout(CLOSE_DEADLINE_S):
                 await asyncio.shield(self.exited)
         self._release()
-        if self._cgroup is not None and not await asyncio.to_thread(self._cgroup.remove):
-            log.warning("a control group could not be removed: a process in it does not die")
+        if self._cgroup is not None and self._cgroups is not None:
+            cgroup, self._cgroup = self._cgroup, None
+            if not await asyncio.to_thread(self._cgroups.give_back, cgroup):
+                log.warning("a control group could not be removed: a process in it does not die")
         if self.folder is not None:
             await asyncio.to_thread(shutil.rmtree, self.folder, ignore_errors=True)
 
@@ -197,8 +206,7 @@ class ForkedChild:
     async def restrict(self, limits: Limits) -> None:
         """See base.Child."""
         self._limits = limits
-        if self._cgroup is not None:
-            self._cgroup.limit(memory_bytes=limits.memory_bytes, num_processes=limits.num_processes, cpus=1.0)
+        self._limit_cgroup()
         address_space = isolate.address_space_bytes(self._pid) + limits.memory_bytes
         for kind, value in ((resource.RLIMIT_AS, address_space), (resource.RLIMIT_NPROC, limits.num_processes)):
             try:

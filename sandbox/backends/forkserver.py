@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import os
@@ -147,7 +148,10 @@ class ForkServer:
         await self.start()
         number = next(self._numbers)
         name = str(number)
-        child, theirs = self._make_child(self._uid(number))
+        try:
+            child, theirs = self._make_child(self._uid(number))
+        except OSError as error:  # no descriptors, no disk
+            raise BackendError(f"a session could not be started: {error}") from error
         limits = {**self._limits.model_dump(), "disk_bytes": self._disk_bytes}
         request = {"id": name, "uid": self._uid(number), "folder": child.folder, "limits": limits}
         self._children[name] = child
@@ -160,7 +164,7 @@ class ForkServer:
                 theirs = []
                 await child.spawned
                 if self._cgroups is not None:
-                    await asyncio.to_thread(self._join, child, self._cgroups, f"session-{name}")
+                    await asyncio.to_thread(child.join_cgroup, self._cgroups)
         except (OSError, TimeoutError, AssertionError) as error:
             await child.close()
             raise BackendError(f"a session could not be started: {type(error).__name__}: {error}") from error
@@ -172,11 +176,6 @@ class ForkServer:
                 os.close(fd)
         return child
 
-    def _join(self, child: ForkedChild, parent: CgroupParent, name: str) -> None:
-        cgroup = parent.create(name)
-        cgroup.limit(memory_bytes=self._limits.memory_bytes, num_processes=self._limits.num_processes, cpus=1.0)
-        child.join_cgroup(cgroup)
-
     def _uid(self, number: int) -> int:
         """A host uid of its own for each session, where the service may hand them out; 0: the service's own."""
         if os.getuid() != 0 or self._walls == "none":
@@ -186,24 +185,35 @@ class ForkServer:
 
     def _make_child(self, uid: int) -> tuple[ForkedChild, list[int]]:
         """Our ends in a child object; the other ends as [control, stdout, stderr]."""
-        ours, theirs = socket.socketpair()
-        out_read, out_write = os.pipe()
-        err_read, err_write = os.pipe()
-        ours.setblocking(False)
-        for fd in (out_read, err_read):
-            os.set_blocking(fd, False)
-        folder = None if self._walls == "namespaces" else tempfile.mkdtemp(prefix="sandbox-")
-        if folder is not None and uid:
-            os.chown(folder, uid, uid)
+        with contextlib.ExitStack() as undo:
+            ours, theirs = map(undo.enter_context, socket.socketpair())
+            pipes: list[tuple[int, int]] = []
+            for _ in ("stdout", "stderr"):
+                pipes.append(os.pipe())
+                for fd in pipes[-1]:
+                    undo.callback(os.close, fd)
+            ours.setblocking(False)
+            for read, _ in pipes:
+                os.set_blocking(read, False)
+            folder = self._make_folder(uid)
+            undo.pop_all()
         child = ForkedChild(
             control=ours,
-            stdout_fd=out_read,
-            stderr_fd=err_read,
+            stdout_fd=pipes[0][0],
+            stderr_fd=pipes[1][0],
             folder=folder,
             limits=self._limits,
             disk_bytes=self._disk_bytes,
         )
-        return child, [theirs.detach(), out_write, err_write]
+        return child, [theirs.detach(), pipes[0][1], pipes[1][1]]
+
+    def _make_folder(self, uid: int) -> str | None:
+        if self._walls == "namespaces":
+            return None
+        folder = tempfile.mkdtemp(prefix="sandbox-")
+        if uid:
+            os.chown(folder, uid, uid)
+        return folder
 
     async def stop(self) -> None:
         """End the zygote, and with it every child."""

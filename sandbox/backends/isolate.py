@@ -8,6 +8,7 @@ and of what will run.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import resource
 import signal
@@ -70,6 +71,7 @@ def build_root() -> None:
     linux.pivot_into(root)
 
 
+@functools.cache
 def library_folders() -> list[str]:
     """Real folders to show, outermost only."""
     wanted = {*_SYSTEM_FOLDERS, sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix}

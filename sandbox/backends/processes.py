@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from pathlib import Path
+import time
 
+_CPUCLOCK_SCHED = 2
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -13,9 +14,8 @@ def children(pid: int) -> list[int]:
     """Processes forked by any thread of `pid`, or orphaned below it; none when it is gone."""
     found: list[int] = []
     with contextlib.suppress(OSError):
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            with contextlib.suppress(OSError):
-                found += map(int, (task / "children").read_text().split())
+        for task in os.listdir(f"/proc/{pid}/task"):
+            found += map(int, read(f"/proc/{pid}/task/{task}/children").split())
     return found
 
 
@@ -36,24 +36,47 @@ def is_alive(pid: int) -> bool:
 
 def _stat(pid: int) -> list[str]:
     """Fields of /proc/PID/stat from the state on; empty when it is gone."""
+    return read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+
+
+def read(path: str) -> str:
+    """A small file's text, empty when it is gone. In half the time of open(), which counts where every call does it."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rsplit(")", 1)[1].split()
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
-        return []
+        return ""
+    data = b""
+    try:
+        while chunk := os.read(fd, 65_536):
+            data += chunk
+    except OSError:
+        return ""
+    finally:
+        os.close(fd)
+    return data.decode("utf-8", "replace")
+
+
+def _kib(status: str, *names: str) -> int:
+    """Sum of some lines of /proc/PID/status, in bytes."""
+    lines = (line for line in status.splitlines() if line.startswith(names))
+    return sum(int(line.split()[1]) for line in lines) * 1024
 
 
 def cpu_s(pid: int) -> float:
-    """User and system time of a process and of its children that were waited for; 0 when it is gone."""
-    return sum(map(int, _stat(pid)[11:15])) / _TICKS_PER_S
+    """User and system time of a process and of its children that were waited for; 0 when it is gone.
+
+    Its own to the nanosecond, by the clock the kernel keeps for each process (see clock_getcpuclockid(3)).
+    """
+    try:
+        own = time.clock_gettime(~pid << 3 | _CPUCLOCK_SCHED)
+    except OSError:
+        return 0.0
+    return own + sum(map(int, _stat(pid)[13:15])) / _TICKS_PER_S
 
 
 def peak_rss_bytes(pid: int) -> int:
     """High-water mark of resident memory; 0 when the process is gone."""
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    return 0
+    return _kib(read(f"/proc/{pid}/status"), "VmHWM:")
 
 
 def own_memory_bytes(pid: int) -> int:
@@ -62,12 +85,7 @@ def own_memory_bytes(pid: int) -> int:
     What it still shares with the process it was forked from is counted in. Unlike the proportional share (PSS) this can
     be read of processes of other users.
     """
-    total = 0
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines():
-            if line.startswith(("RssAnon:", "RssShmem:", "VmSwap:")):
-                total += int(line.split()[1]) * 1024
-    return total
+    return _kib(read(f"/proc/{pid}/status"), "RssAnon:", "RssShmem:", "VmSwap:")
 
 
 def num_tasks(uid: int) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import os
 import struct
 
@@ -30,6 +31,7 @@ _SECCOMP_MODE_FILTER, _PR_SET_SECCOMP = 2, 22
 Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, constant
 
 
+@functools.cache
 def program(machine: str, *, shares_host: bool = False) -> bytes:
     """The filter as `struct sock_filter[]`. Raises KeyError for a machine without a table.
 

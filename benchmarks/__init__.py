@@ -1,0 +1,1 @@
+"""Measurements side by side with the alternatives; each commits its report beside it."""

@@ -21,14 +21,25 @@ from typing import Any
 
 import httpx
 
-from sandbox.protocol import INFRA_STATUSES, ExecRequest, ExecResult, Health, Limits, SessionReply, SessionRequest
+from sandbox.protocol import (
+    DEFAULT_MAX_OUTPUT_BYTES,
+    DEFAULT_MAX_QUEUE_S,
+    DEFAULT_TIMEOUT_S,
+    INFRA_STATUSES,
+    ExecRequest,
+    ExecResult,
+    Health,
+    Limits,
+    SessionReply,
+    SessionRequest,
+)
 
 MAX_ATTEMPTS = 6
 BACKOFF_S = 0.1  # doubles, with jitter, up to BACKOFF_MAX_S
 BACKOFF_MAX_S = 5.0
 CALL_DEADLINE_S = 30.0
-EXEC_QUEUE_DEADLINE_S = 300.0
-"""How long an execution may wait for a slot beyond its own time limit."""
+CLOSE_ATTEMPTS = 3  # a service that is gone has forgotten the session anyway
+REPLY_GRACE_S = 30.0  # beyond queueing and running, for the answer to come
 START_DEADLINE_S = 90.0
 STOP_DEADLINE_S = 15.0
 
@@ -99,12 +110,18 @@ class SandboxClient:
         return Health.model_validate_json(await self.call("GET", "/healthz"))
 
     async def call(
-        self, method: str, path: str, *, content: bytes | None = None, deadline_s: float = CALL_DEADLINE_S
+        self,
+        method: str,
+        path: str,
+        *,
+        content: bytes | None = None,
+        deadline_s: float = CALL_DEADLINE_S,
+        max_attempts: int = MAX_ATTEMPTS,
     ) -> bytes:
         """One request with retries, all within `deadline_s`. Raises SandboxUnavailable, SessionLost, ValueError."""
         deadline = time.monotonic() + deadline_s
         problem = "no attempt was made"
-        for attempt in range(MAX_ATTEMPTS):
+        for attempt in range(max_attempts):
             wait_s = 0.0
             try:
                 async with asyncio.timeout(deadline - time.monotonic()):
@@ -117,7 +134,7 @@ class SandboxClient:
                 problem = reason
                 wait_s = float(response.headers.get("retry-after", 0))
             wait_s = max(wait_s, min(BACKOFF_S * 2**attempt, BACKOFF_MAX_S)) * random.uniform(0.5, 1.0)
-            if attempt == MAX_ATTEMPTS - 1 or time.monotonic() + wait_s >= deadline:
+            if attempt == max_attempts - 1 or time.monotonic() + wait_s >= deadline:
                 break
             await asyncio.sleep(wait_s)
         raise SandboxUnavailable(f"{method} {self.url}{path.split('/sessions/')[0]}: {problem}")
@@ -160,30 +177,37 @@ class SandboxSession:
     async def exec(
         self,
         code: str,
-        timeout_s: float | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
         *,
         stdin: str | None = None,
-        max_output_bytes: int | None = None,
+        max_output_bytes: int = DEFAULT_MAX_OUTPUT_BYTES,
+        max_queue_s: float = DEFAULT_MAX_QUEUE_S,
     ) -> ExecResult:
         """Run code and say what happened; whatever the program does is a result.
 
+        `max_queue_s`: how long it may wait for a slot of the service, retries included; the service is told.
         Raises SandboxUnavailable for failures of the service (SessionLost when it forgot the session), ValueError for
         a request it can never serve.
         """
-        order: dict[str, Any] = {"exec_id": uuid.uuid4().hex, "code": code, "stdin": stdin}
-        order |= {"timeout_s": timeout_s} if timeout_s is not None else {}
-        order |= {"max_output_bytes": max_output_bytes} if max_output_bytes is not None else {}
-        request = ExecRequest(**order)
-        deadline_s = request.timeout_s + EXEC_QUEUE_DEADLINE_S
+        deadline = time.monotonic() + max_queue_s
         for attempt in range(MAX_ATTEMPTS):
+            order = {"exec_id": uuid.uuid4().hex, "code": code, "stdin": stdin, "timeout_s": timeout_s}
+            order |= {"max_output_bytes": max_output_bytes, "max_queue_s": max(deadline - time.monotonic(), 1e-3)}
+            ExecRequest.model_validate(order)
             # json.dumps, not pydantic: the code may hold lone surrogates, which travel escaped
-            body = json.dumps(order).encode()
-            content = await self._client.call("POST", f"{self._path}/exec", content=body, deadline_s=deadline_s)
+            content = await self._client.call(
+                "POST",
+                f"{self._path}/exec",
+                content=json.dumps(order).encode(),
+                deadline_s=max(deadline - time.monotonic(), 0) + timeout_s + REPLY_GRACE_S,
+            )
             result = ExecResult.model_validate_json(content)
             if result.status not in INFRA_STATUSES:
                 return result
-            order["exec_id"] = uuid.uuid4().hex  # the same id would only get the same answer
-            await asyncio.sleep(min(BACKOFF_S * 2**attempt, BACKOFF_MAX_S))
+            pause_s = min(BACKOFF_S * 2**attempt, BACKOFF_MAX_S)
+            if time.monotonic() + pause_s >= deadline:
+                break
+            await asyncio.sleep(pause_s)
         raise SandboxUnavailable(f"{result.status}: {result.stderr}")
 
     async def put_file(self, path: str, data: bytes) -> None:
@@ -203,7 +227,7 @@ class SandboxSession:
 
     async def _delete(self) -> None:
         with contextlib.suppress(SandboxUnavailable):  # it expires there, or is gone already
-            await self._client.call("DELETE", self._path)
+            await self._client.call("DELETE", self._path, max_attempts=CLOSE_ATTEMPTS)
 
 
 class _Lease:

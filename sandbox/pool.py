@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import logging
 import secrets
 import time
@@ -183,8 +184,12 @@ class Pool:
         arrived = time.monotonic()
         try:
             return await self._on_a_slot(
-                session, lambda one, is_fresh: self._run(session, request, one, is_fresh, arrived)
+                session,
+                lambda one, is_fresh: self._run(session, request, one, is_fresh, arrived),
+                max_queue_s=request.max_queue_s,
             )
+        except Overloaded as error:
+            return ExecResult(status="overloaded", stderr=str(error), queue_s=time.monotonic() - arrived)
         except asyncio.CancelledError:
             # the record says so to whoever asks again; a failure of the service's own, never an observation
             return ExecResult(status="sandbox_error", stderr="cancelled: the client went away or closed the session")
@@ -227,26 +232,33 @@ class Pool:
                 raise FileRefused(str(frame.get("traceback"))[:500])
             return frame.get("result")
 
-        return await self._on_a_slot(session, transfer)
+        return await self._on_a_slot(session, transfer, max_queue_s=FILE_TIMEOUT_S)
 
-    async def _on_a_slot(self, session: Session, work: Callable[[Interpreter, bool], Awaitable[T]]) -> T:
-        """`work(interpreter, is_fresh)` once the session is free and a slot is. Raises BackendError."""
+    async def _on_a_slot(
+        self, session: Session, work: Callable[[Interpreter, bool], Awaitable[T]], *, max_queue_s: float
+    ) -> T:
+        """`work(interpreter, is_fresh)` once the session is free and a slot is. Raises BackendError, Overloaded."""
+        async with contextlib.AsyncExitStack() as held:
+            await self._queue(held, session, max_queue_s)
+            self.num_running += 1
+            try:
+                interpreter, is_fresh = await self._interpreter_of(session)
+                return await work(interpreter, is_fresh)
+            finally:
+                self.num_running -= 1
+                self._drop_if_dead(session)
+                session.last_used_s = time.monotonic()
+
+    async def _queue(self, held: contextlib.AsyncExitStack, session: Session, max_queue_s: float) -> None:
         self.num_queued += 1
-        is_queued = True
         try:
-            async with session.lock, self._slots:
-                self.num_queued -= 1
-                is_queued = False
-                self.num_running += 1
-                try:
-                    interpreter, is_fresh = await self._interpreter_of(session)
-                    return await work(interpreter, is_fresh)
-                finally:
-                    self.num_running -= 1
-                    self._drop_if_dead(session)
-                    session.last_used_s = time.monotonic()
+            async with asyncio.timeout(max_queue_s):
+                await held.enter_async_context(session.lock)
+                await held.enter_async_context(self._slots)
+        except TimeoutError:
+            raise Overloaded(f"no slot came free within {max_queue_s:.1f} s") from None
         finally:
-            self.num_queued -= is_queued
+            self.num_queued -= 1
 
     async def _interpreter_of(self, session: Session) -> tuple[Interpreter, bool]:
         self._drop_if_dead(session)

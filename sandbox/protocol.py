@@ -14,6 +14,9 @@ INFRA_STATUSES: frozenset[str] = frozenset({"sandbox_error", "overloaded"})
 MAX_CODE_CHARS = 16 * 1024**2
 MAX_FILE_BYTES = 8 * 1024**2
 MAX_TIMEOUT_S = 600.0
+DEFAULT_TIMEOUT_S = 5.0
+DEFAULT_MAX_QUEUE_S = 300.0
+DEFAULT_MAX_OUTPUT_BYTES = 65_536
 
 
 def _text(value: Any) -> str:
@@ -69,9 +72,11 @@ class ExecRequest(Message):
 
     exec_id: Identifier
     code: Text
-    timeout_s: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] = 5.0
+    timeout_s: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] = DEFAULT_TIMEOUT_S
+    max_queue_s: Annotated[float, Field(gt=0, le=3600)] = DEFAULT_MAX_QUEUE_S
+    """Not begun after this long, it is answered `overloaded` and never run."""
     stdin: Text | None = None
-    max_output_bytes: Annotated[int, Field(ge=0, le=16 * 1024**2)] = 65_536
+    max_output_bytes: Annotated[int, Field(ge=0, le=16 * 1024**2)] = DEFAULT_MAX_OUTPUT_BYTES
     """Cap on each of stdout, stderr, result and traceback; the middle is cut out."""
 
 

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sandbox.client import SandboxClient, SandboxSession, SandboxUnavailable, SessionLost
-from sandbox.protocol import ExecResult, Limits
+from sandbox.protocol import ExecResult, Limits, SessionReply
 from tests.sandbox.conftest import SECOND_TOKEN, TOKEN, Service
 
 
@@ -177,6 +177,21 @@ async def test_queueing_is_not_charged_to_the_program(client: SandboxClient) -> 
     assert max(result.queue_s for result in results) > 0.5
 
 
+async def test_what_waited_too_long_is_never_run(client: SandboxClient) -> None:
+    async def sleeper() -> ExecResult:
+        async with client.session() as session:
+            return await session.exec("import time; time.sleep(1)")
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(4):
+            group.create_task(sleeper())
+        await asyncio.sleep(0.3)
+        async with client.session() as late:
+            with pytest.raises(SandboxUnavailable, match="no slot came free"):
+                await late.exec("x = 1", max_queue_s=0.2)
+            assert (await late.exec("x")).status == "error"
+
+
 async def test_many_sessions_stay_open_beside_few_slots(client: SandboxClient) -> None:
     sessions = await asyncio.gather(*(client.open_session() for _ in range(40)))
     await asyncio.gather(*(session.exec(f"x = {number}") for number, session in enumerate(sessions)))
@@ -262,6 +277,14 @@ async def test_an_absent_service_raises_after_bounded_retries() -> None:
         with pytest.raises(SandboxUnavailable):
             await client.open_session()
     assert time.monotonic() - began < 10
+
+
+async def test_closing_a_session_of_a_dead_service_is_quick(client: SandboxClient) -> None:
+    async with client.session() as session:
+        async with SandboxClient("http://127.0.0.1:9") as nobody:
+            began = time.monotonic()
+            await SandboxSession(nobody, SessionReply(session_id="x", backend="", limits=session.limits)).close()
+            assert time.monotonic() - began < 2
 
 
 def test_importing_the_client_loads_no_server() -> None:

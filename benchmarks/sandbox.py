@@ -24,10 +24,9 @@ from rich.progress import Progress
 
 from benchmarks import reporting
 from sandbox.backends import processes
-from sandbox.backends.base import BackendError
+from sandbox.backends.base import BackendError, BackendSettings
 from sandbox.backends.probe import start_backend
 from sandbox.client import SandboxClient, SandboxUnavailable
-from sandbox.protocol import Limits
 from sandbox.supervisor import Interpreter
 
 ANSWER = "42"
@@ -147,7 +146,7 @@ async def through_the_service(client: SandboxClient, tier: str, num_calls: int) 
 @contextlib.asynccontextmanager
 async def without_http(tier: str, num_calls: int) -> AsyncIterator[Contender]:
     """The same interpreter, called in this process: the difference to a live session is what HTTP costs."""
-    backend = await start_backend(tier, limits=Limits(), disk_bytes=64 * 1024**2, allow_unsafe=False)
+    backend = await start_backend(tier, BackendSettings(), allow_unsafe=False)
     interpreter = await Interpreter.start(backend)
 
     async def call(_watch: Stopwatch) -> str:

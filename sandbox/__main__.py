@@ -15,7 +15,7 @@ import socket
 import sys
 from collections.abc import Iterator, Sequence
 
-from sandbox.backends.base import BackendError
+from sandbox.backends.base import BackendError, BackendSettings
 from sandbox.backends.probe import BACKENDS, start_backend
 from sandbox.pool import Pool, PoolSettings
 from sandbox.protocol import Limits
@@ -60,6 +60,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--memory-bytes", type=int, default=512 * 1024**2, help="of one session")
     parser.add_argument("--num-processes", type=int, default=64, help="processes and threads of one session")
     parser.add_argument("--disk-bytes", type=int, default=64 * 1024**2, help="of a session's work folder, and of /tmp")
+    parser.add_argument(
+        "--preload",
+        default="numpy,sympy",
+        metavar="MODULES",
+        help="imported once for all sessions (default: numpy,sympy)",
+    )
+    parser.add_argument("--strict", action="store_true", help="do not start when anything is weaker than it should be")
     parser.add_argument("--token-env", metavar="NAME", help="variable with the bearer tokens, one a tenant, by comma")
     parser.add_argument("--allow-unsafe", action="store_true", help="permit the backend that isolates nothing")
     parser.add_argument("--ready-fd", type=int, help="write {port, backend} as a JSON line here when serving")
@@ -113,9 +120,13 @@ async def _serve(options: argparse.Namespace, listener: socket.socket, tokens: S
         loop.add_signal_handler(signum, stop.set)
     if options.alive_fd is not None:
         loop.add_reader(options.alive_fd, stop.set)
-    backend = await start_backend(
-        options.backend, limits=limits, disk_bytes=options.disk_bytes, allow_unsafe=options.allow_unsafe
+    backend_settings = BackendSettings(
+        limits=limits, disk_bytes=options.disk_bytes, preload=tuple(filter(None, options.preload.split(",")))
     )
+    backend = await start_backend(options.backend, backend_settings, allow_unsafe=options.allow_unsafe)
+    if options.strict and backend.degraded:
+        await backend.stop()
+        raise BackendError(f"{backend.name} is degraded here, and --strict was given: {'; '.join(backend.degraded)}")
     warm = options.slots if options.warm is None else options.warm
     settings = PoolSettings(slots=options.slots, warm=warm, max_sessions=options.max_sessions, limits=limits)
     try:

@@ -78,7 +78,7 @@ class SandboxClient:
     @classmethod
     @contextlib.asynccontextmanager
     async def embedded(
-        cls, backend: str = "auto", slots: int = 8, **options: int | bool
+        cls, backend: str = "auto", slots: int = 8, **options: int | str | bool
     ) -> AsyncIterator[SandboxClient]:
         """A service of our own on a free port of 127.0.0.1, gone at the end, also when this process is killed.
 
@@ -256,7 +256,9 @@ class _Lease:
 
 
 @contextlib.asynccontextmanager
-async def _local_service(backend: str, slots: int, options: dict[str, int | bool]) -> AsyncIterator[tuple[str, str]]:
+async def _local_service(
+    backend: str, slots: int, options: dict[str, int | str | bool]
+) -> AsyncIterator[tuple[str, str]]:
     """(url, token) of a child process that ends with this block, or with this process."""
     token = secrets.token_urlsafe(24)
     ready_read, ready_write = os.pipe()

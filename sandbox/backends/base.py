@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from sandbox.protocol import Limits
@@ -13,6 +13,17 @@ Stream = Literal["stdout", "stderr"]
 
 class BackendError(Exception):
     """The backend cannot run here, or failed to start a session; the message says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendSettings:
+    """What every backend is told."""
+
+    limits: Limits = field(default_factory=Limits)
+    disk_bytes: int = 64 * 1024**2
+    """Of a session's work folder, and of each of its other writable folders."""
+    preload: tuple[str, ...] = ("numpy", "sympy")
+    """Modules to import once for all sessions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

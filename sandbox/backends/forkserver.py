@@ -14,25 +14,11 @@ import tempfile
 from pathlib import Path
 
 from sandbox.backends import isolate
-from sandbox.backends.base import BackendError
+from sandbox.backends.base import BackendError, BackendSettings
 from sandbox.backends.cgroups import CgroupParent
 from sandbox.backends.forked import ForkedChild
 from sandbox.backends.zygote import Walls
-from sandbox.protocol import Limits
 
-PRELOAD = (
-    "numpy",
-    "numpy.random",
-    "sympy",
-    "math",
-    "fractions",
-    "decimal",
-    "itertools",
-    "collections",
-    "functools",
-    "statistics",
-    "re",
-)
 START_DEADLINE_S = 60.0
 SPAWN_DEADLINE_S = 15.0
 
@@ -63,8 +49,8 @@ main(config)
 class ForkServer:
     """A zygote process and its children; after the zygote's death the next spawn starts another."""
 
-    def __init__(self, *, walls: Walls, limits: Limits, disk_bytes: int, cgroups: CgroupParent | None = None) -> None:
-        self._walls, self._limits, self._disk_bytes, self._cgroups = walls, limits, disk_bytes, cgroups
+    def __init__(self, settings: BackendSettings, *, walls: Walls, cgroups: CgroupParent | None = None) -> None:
+        self._settings, self._walls, self._cgroups = settings, walls, cgroups
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._ready: asyncio.Future[None] | None = None
@@ -90,7 +76,7 @@ class ForkServer:
         """On the event loop's own thread: the kernel ties the zygote's life to the thread that starts it."""
         loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        config = {"fd": theirs.fileno(), "walls": self._walls, "preload": PRELOAD}
+        config = {"fd": theirs.fileno(), "walls": self._walls, "preload": self._settings.preload}
         root = str(Path(__file__).resolve().parents[2])
         self._process = subprocess.Popen(
             [sys.executable, "-s", "-P", "-c", _BOOT, root, json.dumps(config)],
@@ -152,7 +138,7 @@ class ForkServer:
             child, theirs = self._make_child(self._uid(number))
         except OSError as error:  # no descriptors, no disk
             raise BackendError(f"a session could not be started: {error}") from error
-        limits = {**self._limits.model_dump(), "disk_bytes": self._disk_bytes}
+        limits = {**self._settings.limits.model_dump(), "disk_bytes": self._settings.disk_bytes}
         request = {"id": name, "uid": self._uid(number), "folder": child.folder, "limits": limits}
         self._children[name] = child
         try:
@@ -202,8 +188,8 @@ class ForkServer:
             stdout_fd=pipes[0][0],
             stderr_fd=pipes[1][0],
             folder=folder,
-            limits=self._limits,
-            disk_bytes=self._disk_bytes,
+            limits=self._settings.limits,
+            disk_bytes=self._settings.disk_bytes,
         )
         return child, [theirs.detach(), pipes[0][1], pipes[1][1]]
 

@@ -11,9 +11,8 @@ import sys
 from pathlib import Path
 
 from sandbox.backends import isolate, linux, seccomp
-from sandbox.backends.base import BackendError, Child
+from sandbox.backends.base import BackendError, BackendSettings, Child
 from sandbox.backends.forkserver import ForkServer
-from sandbox.protocol import Limits
 
 _MIN_ABI = 3  # from here on truncation is refused too
 _MIN_ABI_SAME_UID = 6  # from here on signals are
@@ -24,10 +23,10 @@ class LandlockBackend:
 
     name = "landlock"
 
-    def __init__(self, *, limits: Limits, disk_bytes: int) -> None:
+    def __init__(self, settings: BackendSettings) -> None:
         self.isolation = ""
         self.degraded: list[str] = []
-        self._server = ForkServer(walls="landlock", limits=limits, disk_bytes=disk_bytes)
+        self._server = ForkServer(settings, walls="landlock")
 
     async def start(self) -> None:
         """See base.Backend."""

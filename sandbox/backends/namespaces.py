@@ -12,9 +12,8 @@ import sys
 from pathlib import Path
 
 from sandbox.backends import cgroups, seccomp
-from sandbox.backends.base import BackendError, Child
+from sandbox.backends.base import BackendError, BackendSettings, Child
 from sandbox.backends.forkserver import ForkServer
-from sandbox.protocol import Limits
 
 
 class NamespacesBackend:
@@ -22,10 +21,10 @@ class NamespacesBackend:
 
     name = "namespaces"
 
-    def __init__(self, *, limits: Limits, disk_bytes: int) -> None:
+    def __init__(self, settings: BackendSettings) -> None:
         self.isolation = ""
         self.degraded: list[str] = []
-        self._limits, self._disk_bytes = limits, disk_bytes
+        self._settings = settings
         self._cgroups: cgroups.CgroupParent | None = None
         self._server: ForkServer | None = None
         self._janitor: subprocess.Popen[bytes] | None = None
@@ -52,9 +51,7 @@ class NamespacesBackend:
             f"user, pid, mount, net, ipc and uts namespaces; {who}; seccomp allow-list; no capabilities; "
             f"read-only root, sized tmpfs; rlimits; {held}"
         )
-        self._server = ForkServer(
-            walls="namespaces", limits=self._limits, disk_bytes=self._disk_bytes, cgroups=self._cgroups
-        )
+        self._server = ForkServer(self._settings, walls="namespaces", cgroups=self._cgroups)
         try:
             await self._server.start()
         except BaseException:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 
-from sandbox.backends.base import Backend, BackendError
+from sandbox.backends.base import Backend, BackendError, BackendSettings
 from sandbox.backends.landlock import LandlockBackend
 from sandbox.backends.namespaces import NamespacesBackend
 from sandbox.backends.unsafe import UnsafeBackend
-from sandbox.protocol import Limits
 from sandbox.supervisor import Interpreter
 
 log = logging.getLogger(__name__)
@@ -17,12 +16,12 @@ BACKENDS = ("auto", "namespaces", "landlock", "unsafe")
 """Names that can be asked for; after `auto`, strongest first."""
 
 
-async def start_backend(name: str, *, limits: Limits, disk_bytes: int, allow_unsafe: bool) -> Backend:
+async def start_backend(name: str, settings: BackendSettings, *, allow_unsafe: bool) -> Backend:
     """A started backend that has run a program. Never weaker than asked: raises BackendError with every reason."""
     candidates = BACKENDS[1:] if name == "auto" else (name,)
     reasons = []
     for candidate in candidates:
-        backend = _make(candidate, limits=limits, disk_bytes=disk_bytes, allow_unsafe=allow_unsafe)
+        backend = _make(candidate, settings, allow_unsafe=allow_unsafe)
         try:
             await backend.start()
             await _try_out(backend)
@@ -38,14 +37,14 @@ async def start_backend(name: str, *, limits: Limits, disk_bytes: int, allow_uns
     raise BackendError("; ".join(reasons))
 
 
-def _make(name: str, *, limits: Limits, disk_bytes: int, allow_unsafe: bool) -> Backend:
+def _make(name: str, settings: BackendSettings, *, allow_unsafe: bool) -> Backend:
     match name:
         case "namespaces":
-            return NamespacesBackend(limits=limits, disk_bytes=disk_bytes)
+            return NamespacesBackend(settings)
         case "landlock":
-            return LandlockBackend(limits=limits, disk_bytes=disk_bytes)
+            return LandlockBackend(settings)
         case "unsafe":
-            return UnsafeBackend(limits=limits, disk_bytes=disk_bytes, allow_unsafe=allow_unsafe)
+            return UnsafeBackend(settings, allow_unsafe=allow_unsafe)
     raise BackendError(f"unknown backend {name!r}: one of {', '.join(BACKENDS)}")
 
 

@@ -5,9 +5,8 @@ A program can read this user's files, reach the network and signal this user's p
 
 from __future__ import annotations
 
-from sandbox.backends.base import BackendError, Child
+from sandbox.backends.base import BackendError, BackendSettings, Child
 from sandbox.backends.forkserver import ForkServer
-from sandbox.protocol import Limits
 
 
 class UnsafeBackend:
@@ -15,11 +14,11 @@ class UnsafeBackend:
 
     name = "unsafe"
 
-    def __init__(self, *, limits: Limits, disk_bytes: int, allow_unsafe: bool) -> None:
+    def __init__(self, settings: BackendSettings, *, allow_unsafe: bool) -> None:
         self.isolation = "UNSAFE: resource limits only; programs reach this user's files, processes and network"
         self.degraded = ["UNSAFE: no isolation"]
         self._allow_unsafe = allow_unsafe
-        self._server = ForkServer(walls="none", limits=limits, disk_bytes=disk_bytes)
+        self._server = ForkServer(settings, walls="none")
 
     async def start(self) -> None:
         """See base.Backend."""

@@ -29,6 +29,7 @@ Walls = Literal["namespaces", "landlock", "none"]
 
 _MAX_PACKET_BYTES = 65_536
 _CONTROL_FD = 3
+_STANDARD_MODULES = ("collections", "decimal", "fractions", "functools", "itertools", "math", "re", "statistics")
 _REHEARSAL = ("x = 6\nprint(x)", "x * 7", "1 / 0")
 _SETUP_FAILED = 70  # EX_SOFTWARE
 
@@ -45,6 +46,9 @@ def main(config_json: str) -> None:
         else:
             _go_below_a_keeper()
         _preload(config["preload"])
+    except ModuleNotFoundError as error:
+        _send(control, {"event": "failed", "error": f"a module to preload is not installed here: {error.name}"})
+        return
     except Exception as error:
         _send(control, {"event": "failed", "error": f"{type(error).__name__}: {error}"})
         return
@@ -89,9 +93,10 @@ def _enter_namespaces() -> None:
 
 
 def _preload(modules: list[str]) -> None:
-    for name in modules:
-        with contextlib.suppress(ModuleNotFoundError):
-            importlib.import_module(name)
+    for name in (*_STANDARD_MODULES, *modules):
+        importlib.import_module(name)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()  # a module of its own, imported on first use
     if "sympy" in sys.modules:
         sympy = sys.modules["sympy"]
         sympy.solve(sympy.sympify("x**2 - 2"))  # pulls in what sympy imports on first use

@@ -150,6 +150,8 @@ async def test_unsafe_says_so_and_keeps_its_limits() -> None:
         (["--host", "0.0.0.0"], "give a token"),
         (["--token-env", "NO_SUCH_VARIABLE"], "holds no token"),
         (["--backend", "unsafe", "--port", "0"], "allow-unsafe"),
+        (["--preload", "numpy,no_such_module", "--port", "0"], "not installed here: no_such_module"),
+        (["--backend", "unsafe", "--allow-unsafe", "--strict", "--port", "0"], "UNSAFE"),
     ],
 )
 def test_what_cannot_be_served_is_refused_in_one_line(flags: list[str], message: str) -> None:
@@ -162,3 +164,9 @@ def test_what_cannot_be_served_is_refused_in_one_line(flags: list[str], message:
         )
     assert done.returncode == 2
     assert message in done.stderr and done.stderr.count("\n") == 1
+
+
+async def test_more_modules_can_be_preloaded() -> None:
+    code = "import sys; 'colorsys' in sys.modules, 'numpy' in sys.modules"
+    async with SandboxClient.embedded(slots=1, preload="colorsys") as client, client.session() as session:
+        assert (await session.exec(code)).result == "(True, False)"

@@ -146,7 +146,7 @@ async def through_the_service(client: SandboxClient, tier: str, num_calls: int) 
 @contextlib.asynccontextmanager
 async def without_http(tier: str, num_calls: int) -> AsyncIterator[Contender]:
     """The same interpreter, called in this process: the difference to a live session is what HTTP costs."""
-    backend = await start_backend(tier, BackendSettings(), allow_unsafe=False)
+    backend = await start_backend(tier, BackendSettings())
     interpreter = await Interpreter.start(backend)
 
     async def call(_watch: Stopwatch) -> str:

@@ -123,10 +123,9 @@ async def _serve(options: argparse.Namespace, listener: socket.socket, tokens: S
     backend_settings = BackendSettings(
         limits=limits, disk_bytes=options.disk_bytes, preload=tuple(filter(None, options.preload.split(",")))
     )
-    backend = await start_backend(options.backend, backend_settings, allow_unsafe=options.allow_unsafe)
-    if options.strict and backend.degraded:
-        await backend.stop()
-        raise BackendError(f"{backend.name} is degraded here, and --strict was given: {'; '.join(backend.degraded)}")
+    backend = await start_backend(
+        options.backend, backend_settings, allow_unsafe=options.allow_unsafe, strict=options.strict
+    )
     warm = options.slots if options.warm is None else options.warm
     settings = PoolSettings(slots=options.slots, warm=warm, max_sessions=options.max_sessions, limits=limits)
     try:

@@ -16,8 +16,13 @@ BACKENDS = ("auto", "namespaces", "landlock", "unsafe")
 """Names that can be asked for; after `auto`, strongest first."""
 
 
-async def start_backend(name: str, settings: BackendSettings, *, allow_unsafe: bool) -> Backend:
-    """A started backend that has run a program. Never weaker than asked: raises BackendError with every reason."""
+async def start_backend(
+    name: str, settings: BackendSettings, *, allow_unsafe: bool = False, strict: bool = False
+) -> Backend:
+    """A started backend that has run a program. Never weaker than asked: raises BackendError with every reason.
+
+    `strict`: one that is degraded does not count.
+    """
     candidates = BACKENDS[1:] if name == "auto" else (name,)
     reasons = []
     for candidate in candidates:
@@ -25,6 +30,8 @@ async def start_backend(name: str, settings: BackendSettings, *, allow_unsafe: b
         try:
             await backend.start()
             await _try_out(backend)
+            if strict and backend.degraded:
+                raise BackendError(f"degraded, which --strict refuses: {'; '.join(backend.degraded)}")
         except BackendError as error:
             await backend.stop()
             reasons.append(f"{candidate}: {error}")

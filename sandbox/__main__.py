@@ -66,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="MODULES",
         help="imported once for all sessions (default: numpy,sympy)",
     )
+    parser.add_argument("--image", default="agentrl-sandbox", help="of the docker backend's containers")
     parser.add_argument("--strict", action="store_true", help="do not start when anything is weaker than it should be")
     parser.add_argument("--token-env", metavar="NAME", help="variable with the bearer tokens, one a tenant, by comma")
     parser.add_argument("--allow-unsafe", action="store_true", help="permit the backend that isolates nothing")
@@ -121,7 +122,10 @@ async def _serve(options: argparse.Namespace, listener: socket.socket, tokens: S
     if options.alive_fd is not None:
         loop.add_reader(options.alive_fd, stop.set)
     backend_settings = BackendSettings(
-        limits=limits, disk_bytes=options.disk_bytes, preload=tuple(filter(None, options.preload.split(",")))
+        limits=limits,
+        disk_bytes=options.disk_bytes,
+        preload=tuple(filter(None, options.preload.split(","))),
+        image=options.image,
     )
     backend = await start_backend(
         options.backend, backend_settings, allow_unsafe=options.allow_unsafe, strict=options.strict

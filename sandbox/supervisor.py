@@ -135,7 +135,7 @@ class Interpreter:
         """See base.Listener."""
         if not data:
             if self._ready.done():  # without its line of orders it is of no use
-                self._child.signal(signal.SIGKILL)
+                self._kill()
             return
         *lines, rest = data.split(b"\n")
         for line in lines:
@@ -228,8 +228,7 @@ class Interpreter:
             await self._settle(call)
             return frame, call, status
         except BaseException:  # cancelled: the caller is gone
-            self._killed = True  # at once: its exit is noticed later, and no call may be sent to it until then
-            self._child.signal(signal.SIGKILL)
+            self._kill()
             raise
         finally:
             self._call = None
@@ -249,13 +248,17 @@ class Interpreter:
                 async with asyncio.timeout(INTERRUPT_GRACE_S):
                     if await asyncio.shield(call.done) is not None:
                         return
+        self._kill()
+
+    def _kill(self) -> None:
+        self._killed = True  # at once: its exit is noticed later, and no call may be sent to it until then
         self._child.signal(signal.SIGKILL)
 
     async def _settle(self, call: _Call) -> None:
         """Nothing of the session runs between calls."""
         if call.done.done() and call.done.result() is not None and await self._child.settle():
             return
-        self._child.signal(signal.SIGKILL)
+        self._kill()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DEATH_DEADLINE_S):
                 await asyncio.shield(self._child.exited)
@@ -266,7 +269,7 @@ class Interpreter:
             await asyncio.sleep(WATCH_INTERVAL_S)
             if await asyncio.to_thread(self._child.is_over_limit):
                 call.is_over_limit = True
-                self._child.signal(signal.SIGKILL)
+                self._kill()
                 return
 
     # -- results ------------------------------------------------------------------------------------------------

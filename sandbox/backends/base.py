@@ -24,6 +24,8 @@ class BackendSettings:
     """Of a session's work folder, and of each of its other writable folders."""
     preload: tuple[str, ...] = ("numpy", "sympy")
     """Modules to import once for all sessions."""
+    image: str = "agentrl-sandbox"
+    """Of the docker backend's containers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -59,13 +59,9 @@ class Cgroup:
         return self._all_oom_kills() - self._past_oom_kills
 
     def _all_oom_kills(self) -> int:
-        if "memory" in self._folders:
-            name = "memory.events" if self._is_v2 else "memory.oom_control"
-            for line in processes.read(f"{self._folders['memory']}/{name}").splitlines():
-                key, _, value = line.partition(" ")
-                if key == "oom_kill":
-                    return int(value)
-        return 0
+        if "memory" not in self._folders:
+            return 0
+        return oom_kills(f"{self._folders['memory']}/{'memory.events' if self._is_v2 else 'memory.oom_control'}")
 
     def reset(self) -> bool:
         """Ready for another session; False when something of the last one is left in it."""
@@ -83,6 +79,15 @@ class Cgroup:
     def remove(self, *, deadline_s: float = 2.0) -> bool:
         """Delete the folders once the last process is gone; False when the deadline came first."""
         return _remove(list(set(self._folders.values())), deadline_s)
+
+
+def oom_kills(path: str) -> int:
+    """The count in a group's memory.events (v2) or memory.oom_control (v1); 0 when there is no such file."""
+    for line in processes.read(path).splitlines():
+        key, _, value = line.partition(" ")
+        if key == "oom_kill":
+            return int(value)
+    return 0
 
 
 class CgroupParent:

@@ -22,19 +22,6 @@ from sandbox.backends.zygote import Walls
 START_DEADLINE_S = 60.0
 SPAWN_DEADLINE_S = 15.0
 
-_ENVIRONMENT = {
-    "LANG": "C.UTF-8",
-    "HOME": isolate.WORK_FOLDER,
-    "TMPDIR": "/tmp",
-    "PYTHONHASHSEED": "0",
-    "PYTHONDONTWRITEBYTECODE": "1",
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    "MALLOC_ARENA_MAX": "2",  # an arena a thread would use up the address space limit
-}
-"""All that a session sees: an allow-list, nothing is inherited."""
-
 _BOOT = """
 import sys
 root, config = sys.argv[1:]
@@ -80,7 +67,7 @@ class ForkServer:
         root = str(Path(__file__).resolve().parents[2])
         self._process = subprocess.Popen(
             [sys.executable, "-s", "-P", "-c", _BOOT, root, json.dumps(config)],
-            env=_ENVIRONMENT,
+            env=isolate.ENVIRONMENT,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],

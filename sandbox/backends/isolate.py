@@ -25,6 +25,18 @@ WORK_FOLDER = "/home/sandbox"
 _COVERED_FOLDER = "/.python"
 SESSION_UID = 1000
 """What a session believes its uid is."""
+ENVIRONMENT = {
+    "LANG": "C.UTF-8",
+    "HOME": WORK_FOLDER,
+    "TMPDIR": "/tmp",
+    "PYTHONHASHSEED": "0",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "MALLOC_ARENA_MAX": "2",  # an arena a thread would use up the address space limit
+}
+"""All that a session sees: an allow-list, nothing is inherited."""
 
 _SYSTEM_FOLDERS = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin")
 _ETC_FILES = ("/etc/ld.so.cache", "/etc/localtime")
@@ -122,7 +134,7 @@ def enter_user_namespace(*, build: bool) -> None:
         os.setresuid(0, 0, 0)
     else:
         linux.unshare(linux.CLONE_NEWUSER | all_new)
-        linux.set_dumpable()
+        linux.set_dumpable(True)
         _map_self(0, uid, gid)
     if build:
         build_root()
@@ -184,7 +196,7 @@ def isolate_session(*, uid: int, limits: SessionLimits) -> None:
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
     linux.unshare(linux.CLONE_NEWUSER)
-    linux.set_dumpable()
+    linux.set_dumpable(True)
     _map_self(SESSION_UID, uid, uid)
     os.chdir(WORK_FOLDER)
     set_rlimits(limits)

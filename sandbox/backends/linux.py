@@ -93,9 +93,9 @@ def adopt_orphans() -> None:
     _check(libc().prctl(_PR_SET_CHILD_SUBREAPER, *_long(1, 0, 0, 0)), "prctl(CHILD_SUBREAPER)")
 
 
-def set_dumpable() -> None:
-    """Own /proc/self again after a change of uid."""
-    _check(libc().prctl(_PR_SET_DUMPABLE, *_long(1, 0, 0, 0)), "prctl(DUMPABLE)")
+def set_dumpable(value: bool) -> None:
+    """Whether processes of the same uid may look into this one. Unset by a change of uid, and with it /proc/self."""
+    _check(libc().prctl(_PR_SET_DUMPABLE, *_long(int(value), 0, 0, 0)), "prctl(DUMPABLE)")
 
 
 def no_new_privileges() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from sandbox.backends.base import Backend, BackendError, BackendSettings
+from sandbox.backends.docker import DockerBackend
 from sandbox.backends.landlock import LandlockBackend
 from sandbox.backends.namespaces import NamespacesBackend
 from sandbox.backends.unsafe import UnsafeBackend
@@ -12,7 +13,7 @@ from sandbox.supervisor import Interpreter
 
 log = logging.getLogger(__name__)
 
-BACKENDS = ("auto", "namespaces", "landlock", "unsafe")
+BACKENDS = ("auto", "namespaces", "docker", "landlock", "unsafe")
 """Names that can be asked for; after `auto`, strongest first."""
 
 
@@ -48,6 +49,8 @@ def _make(name: str, settings: BackendSettings, *, allow_unsafe: bool) -> Backen
     match name:
         case "namespaces":
             return NamespacesBackend(settings)
+        case "docker":
+            return DockerBackend(settings)
         case "landlock":
             return LandlockBackend(settings)
         case "unsafe":

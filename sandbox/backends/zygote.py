@@ -10,28 +10,19 @@ in; {event: ready | failed | spawned | exit, ...} goes out.
 from __future__ import annotations
 
 import contextlib
-import gc
-import importlib
 import json
 import os
 import selectors
 import signal
 import socket
-import sys
-import traceback
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
-from sandbox import worker
-from sandbox.backends import isolate, linux, processes, seccomp
+from sandbox.backends import isolate, linux, processes, session
 
 Walls = Literal["namespaces", "landlock", "none"]
 """What stands between a session and the host, beside its resource limits."""
 
 _MAX_PACKET_BYTES = 65_536
-_CONTROL_FD = 3
-_STANDARD_MODULES = ("collections", "decimal", "fractions", "functools", "itertools", "math", "re", "statistics")
-_REHEARSAL = ("x = 6\nprint(x)", "x * 7", "1 / 0")
-_SETUP_FAILED = 70  # EX_SOFTWARE
 
 
 def main(config_json: str) -> None:
@@ -45,7 +36,7 @@ def main(config_json: str) -> None:
             _enter_namespaces()
         else:
             _go_below_a_keeper()
-        _preload(config["preload"])
+        session.preload(config["preload"])
     except ModuleNotFoundError as error:
         _send(control, {"event": "failed", "error": f"a module to preload is not installed here: {error.name}"})
         return
@@ -90,34 +81,6 @@ def _enter_namespaces() -> None:
         os._exit(0)
     linux.die_with_parent(signal.SIGKILL)
     isolate.mount_proc()
-
-
-def _preload(modules: list[str]) -> None:
-    for name in (*_STANDARD_MODULES, *modules):
-        importlib.import_module(name)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()  # a module of its own, imported on first use
-    if "sympy" in sys.modules:
-        sympy = sys.modules["sympy"]
-        sympy.solve(sympy.sympify("x**2 - 2"))  # pulls in what sympy imports on first use
-    _rehearse()
-    gc.collect()
-    gc.freeze()  # a collection in a child would otherwise copy every page
-
-
-def _rehearse() -> None:
-    """Do what every session does first: forks then inherit it imported, computed and specialised."""
-    seccomp.program(os.uname().machine, shares_host=False)
-    seccomp.program(os.uname().machine, shares_host=True)
-    isolate.library_folders()
-    isolate.address_space_bytes()
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        for code in _REHEARSAL * 10:
-            request = {"op": "exec", "token": "", "code": code, "stdin": None, "seed": None, "max_output_bytes": 10_000}
-            ours.sendall(json.dumps(request).encode() + b"\n")
-        ours.shutdown(socket.SHUT_WR)
-        worker.Worker(theirs.fileno(), theirs.fileno()).serve()
 
 
 class Zygote:
@@ -178,7 +141,7 @@ class Zygote:
             linux.unshare(linux.CLONE_NEWPID)
         pid = os.fork()
         if pid == 0:
-            _become_session(request, fds, self._walls)
+            session.become_worker(fds, lambda: _enter(request, self._walls))
         return pid
 
     def _end_orphans(self) -> None:
@@ -206,49 +169,20 @@ class Zygote:
                 _send(self._control, {"event": "exit", "id": name, **report})
 
 
-def _become_session(request: dict[str, Any], fds: list[int], walls: Walls) -> NoReturn:
-    """In the child: descriptors, walls, limits, then the worker. Never returns."""
-    try:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        _arrange_descriptors(fds)
-        os.setsid()
-        limits = isolate.SessionLimits(**request["limits"])
-        if walls == "namespaces":
-            isolate.isolate_session(uid=request["uid"], limits=limits)
-        else:
-            os.environ["HOME"] = os.environ["TMPDIR"] = request["folder"]
-            linux.adopt_orphans()
-            if walls == "landlock":
-                isolate.confine_session(uid=request["uid"], folder=request["folder"], limits=limits)
-            else:
-                linux.die_with_parent(signal.SIGKILL)
-                os.chdir(request["folder"])
-                isolate.set_rlimits(limits, num_other_tasks=processes.num_tasks(os.getuid()))
-        if "numpy" in sys.modules:
-            # else every session without a seed would draw the same numbers
-            sys.modules["numpy"].random.seed(int.from_bytes(os.urandom(4)))
-        worker.Worker(_CONTROL_FD, _CONTROL_FD).serve()
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.write(_CONTROL_FD, b"\n" + json.dumps({"failed": traceback.format_exc()[-4000:]}).encode() + b"\n")
-        os._exit(_SETUP_FAILED)
-    os._exit(0)
-
-
-def _arrange_descriptors(fds: list[int]) -> None:
-    """0: /dev/null, 1: stdout, 2: stderr, 3: control; everything else that was inherited is closed."""
-    null = os.open("/dev/null", os.O_RDONLY)
-    control, stdout, stderr = fds
-    high = [os.dup(fd) for fd in (null, stdout, stderr, control)]
-    floor = max(high) + 1
-    moved: list[int] = []
-    for fd in high:  # above every target, so that no dup2 below overwrites a source
-        os.dup2(fd, floor + 8 + len(moved))
-        moved.append(floor + 8 + len(moved))
-    for target, fd in enumerate(moved):
-        os.dup2(fd, target, inheritable=False)
-    os.closerange(4, os.sysconf("SC_OPEN_MAX"))
+def _enter(request: dict[str, Any], walls: Walls) -> None:
+    """In a session's process, before the worker begins: what keeps it in."""
+    limits = isolate.SessionLimits(**request["limits"])
+    if walls == "namespaces":
+        isolate.isolate_session(uid=request["uid"], limits=limits)
+        return
+    os.environ["HOME"] = os.environ["TMPDIR"] = request["folder"]
+    linux.adopt_orphans()
+    if walls == "landlock":
+        isolate.confine_session(uid=request["uid"], folder=request["folder"], limits=limits)
+        return
+    linux.die_with_parent(signal.SIGKILL)
+    os.chdir(request["folder"])
+    isolate.set_rlimits(limits, num_other_tasks=processes.num_tasks(os.getuid()))
 
 
 def _send(control: socket.socket, message: dict[str, Any], fds: list[int] | None = None) -> None:

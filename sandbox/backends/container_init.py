@@ -1,0 +1,213 @@
+"""Pid 1 of a session's container: imports the libraries, forks the one worker, and is the service's hand inside.
+
+It alone holds the container's stdio, over which the service speaks with it and, through it, with the worker. The worker
+has the same uid and cannot touch it: pid 1 takes no signal from inside that it does not handle, and a process that is
+not dumpable cannot be traced nor its descriptors opened. Its end is the container's end. Knows nothing of Docker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import selectors
+import signal
+import socket
+import sys
+import time
+from typing import Any
+
+from sandbox.backends import cgroups, isolate, linux, muxing, processes, seccomp, session
+
+_READ_BYTES = 65_536
+_MAX_READS = 64
+_MAX_KILL_ROUNDS, _KILL_PAUSE_S = 20, 0.002
+_OOM_FILES = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control")
+
+
+def main(config_json: str) -> None:
+    """Entry point; returns when the service hangs up or the worker has ended."""
+    config = json.loads(config_json)
+    linux.set_dumpable(False)
+    out_fd = os.dup(1)
+    null = os.open("/dev/null", os.O_WRONLY)
+    os.dup2(null, 1)  # whatever a library prints must not come between the frames
+    session.preload(config["preload"])
+    init = Init(out_fd, isolate.SessionLimits(**config["limits"]))
+    init.serve()
+
+
+class Init:
+    """The worker's parent."""
+
+    def __init__(self, out_fd: int, limits: isolate.SessionLimits) -> None:
+        self._out_fd = out_fd
+        self._event("hello", version=muxing.PROTOCOL_VERSION)
+        control, theirs = socket.socketpair()
+        pipes = {channel: os.pipe() for channel in (muxing.STDOUT, muxing.STDERR)}
+        self._pid = os.fork()
+        if self._pid == 0:
+            fds = [theirs.detach(), *(pipe[1] for pipe in pipes.values())]
+            session.become_worker(fds, lambda: _confine(limits))
+        theirs.close()
+        self._control = control
+        self._outputs = {channel: pipe[0] for channel, pipe in pipes.items()}
+        for _, write in pipes.values():
+            os.close(write)
+        for fd in (control.fileno(), *self._outputs.values()):
+            os.set_blocking(fd, False)
+        self._pending = bytearray()  # for the worker, which need not be reading
+        self._parser = muxing.Parser()
+        self._selector = selectors.DefaultSelector()
+
+    def serve(self) -> None:
+        """Pass on what comes and goes until one end closes."""
+        wake_read, wake_write = os.pipe()
+        for fd in (wake_read, wake_write):
+            os.set_blocking(fd, False)
+        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self._selector.register(0, selectors.EVENT_READ, self._obey)
+        self._selector.register(self._control, selectors.EVENT_READ, self._pass_control)
+        self._selector.register(wake_read, selectors.EVENT_READ, lambda: os.read(wake_read, 4096) != b"")
+        for channel, fd in self._outputs.items():
+            self._selector.register(fd, selectors.EVENT_READ, lambda channel=channel: self._pass_output(channel))
+        with contextlib.suppress(BrokenPipeError):
+            while self._is_running():
+                for key, mask in self._selector.select():
+                    if key.fileobj is self._control and mask & selectors.EVENT_WRITE:
+                        self._flush_pending()
+                    elif mask & selectors.EVENT_READ and not key.data():
+                        if key.fd == 0:
+                            return
+                        self._selector.unregister(key.fileobj)
+
+    def _is_running(self) -> bool:
+        """Wait for whoever has ended; False, after its last words, when it was the worker."""
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                pid, status, usage = os.wait4(-1, os.WNOHANG)
+                if pid == 0:
+                    return True
+                if pid == self._pid:
+                    self._drain()
+                    self._event(
+                        "exit",
+                        exit_code=os.waitstatus_to_exitcode(status),
+                        cpu_s=usage.ru_utime + usage.ru_stime,
+                        peak_rss_bytes=usage.ru_maxrss * 1024,
+                        is_oom=any(map(cgroups.oom_kills, _OOM_FILES)),
+                    )
+                    return False
+        return True
+
+    # -- from the worker ----------------------------------------------------------------------------------------
+
+    def _pass_control(self) -> bool:
+        try:
+            data = self._control.recv(_READ_BYTES)
+        except BlockingIOError:
+            return True
+        except OSError:
+            data = b""
+        if data:
+            self._emit(muxing.CONTROL, data)
+        else:
+            os.kill(self._pid, signal.SIGKILL)  # without its line of orders it is of no use
+        return bool(data)
+
+    def _pass_output(self, channel: bytes) -> bool:
+        try:
+            data = os.read(self._outputs[channel], _READ_BYTES)
+        except BlockingIOError:
+            return True
+        self._emit(channel, data)
+        return bool(data)
+
+    def _drain(self) -> None:
+        """What the pipes hold; bounded, since something may still be writing."""
+        for fd, channel in ((fd, channel) for channel, fd in self._outputs.items()):
+            for _ in range(_MAX_READS):
+                try:
+                    data = os.read(fd, _READ_BYTES)
+                except BlockingIOError:
+                    break
+                if not data:
+                    break
+                self._emit(channel, data)
+
+    # -- from the service ---------------------------------------------------------------------------------------
+
+    def _obey(self) -> bool:
+        data = os.read(0, _READ_BYTES)
+        for channel, payload in self._parser.feed(data):
+            if channel == muxing.CONTROL:
+                self._pending += payload
+            else:
+                self._order(json.loads(payload))
+        self._flush_pending()
+        return bool(data)
+
+    def _flush_pending(self) -> None:
+        with contextlib.suppress(OSError):  # full, or it ended
+            while self._pending:
+                del self._pending[: self._control.send(self._pending[:_READ_BYTES])]
+        with contextlib.suppress(KeyError):  # gone with the worker
+            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._pending else 0)
+            self._selector.modify(self._control, wanted, self._pass_control)
+
+    def _order(self, order: dict[str, Any]) -> None:
+        match order["op"]:
+            case "signal":
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self._pid, order["signum"])
+            case "settle":
+                self._settle()
+            case "restrict":
+                limits = {
+                    resource.RLIMIT_AS: isolate.address_space_bytes(self._pid) + order["memory_bytes"],
+                    resource.RLIMIT_NPROC: order["num_processes"] + 1,  # this process counts too
+                }
+                for kind, value in limits.items():
+                    value = min(value, resource.prlimit(self._pid, kind)[1])
+                    resource.prlimit(self._pid, kind, (value, value))
+
+    def _settle(self) -> None:
+        os.kill(self._pid, signal.SIGSTOP)
+        is_clean = False
+        for _ in range(_MAX_KILL_ROUNDS):
+            strays = [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) not in (1, self._pid)]
+            strays = [pid for pid in strays if processes.is_alive(pid)]
+            if is_clean := not strays:
+                break
+            for pid in strays:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(_KILL_PAUSE_S)
+        self._drain()
+        usage = {"cpu_s": processes.cpu_s(self._pid), "peak_rss_bytes": processes.peak_rss_bytes(self._pid)}
+        self._event("settled", is_clean=is_clean, **usage)
+
+    def _event(self, name: str, **fields: object) -> None:
+        self._emit(muxing.EVENT, json.dumps({"event": name, **fields}).encode())
+
+    def _emit(self, channel: bytes, data: bytes) -> None:
+        view = memoryview(muxing.frames(channel, data))
+        while view:
+            view = view[os.write(self._out_fd, view) :]
+
+
+def _confine(limits: isolate.SessionLimits) -> None:
+    linux.set_dumpable(True)
+    with open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")  # this one first, pid 1 never
+    os.chdir(isolate.WORK_FOLDER)
+    isolate.set_rlimits(limits, num_other_tasks=1)
+    linux.drop_capabilities()
+    linux.no_new_privileges()
+    seccomp.install()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

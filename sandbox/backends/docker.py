@@ -1,0 +1,194 @@
+"""The `docker` backend: a hardened container for each session, spoken to over its attached stdio.
+
+The strongest walls where the engine runs containers under gVisor (`runsc`), and the way for plain users on machines
+without namespaces. A container takes far longer to make than a fork: the pool keeps some warm. Knows nothing of
+executions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import logging
+import os
+import secrets
+import socket
+import time
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from sandbox.backends import isolate
+from sandbox.backends.base import BackendError, BackendSettings, Child
+from sandbox.backends.contained import OVERHEAD_BYTES, ContainedChild, remove
+
+if TYPE_CHECKING:
+    import docker
+    from docker.models.containers import Container
+
+log = logging.getLogger(__name__)
+
+PING_DEADLINE_S = 3
+API_DEADLINE_S = 60
+HELLO_DEADLINE_S = 60.0
+LEFTOVER_AGE_S = 600.0
+_LABEL = "agentrl.sandbox"
+_ENTRYPOINT = ["python", "-s", "-P", "-m", "sandbox.backends.container_init"]
+
+
+class DockerBackend:
+    """See base.Backend."""
+
+    name = "docker"
+
+    def __init__(self, settings: BackendSettings) -> None:
+        self.isolation = ""
+        self.degraded: list[str] = []
+        self._settings = settings
+        self._instance = secrets.token_hex(8)
+        self._numbers = itertools.count(1)
+        self._client: docker.DockerClient | None = None
+        self._runtime = "runc"
+
+    async def start(self) -> None:
+        """See base.Backend."""
+        await asyncio.to_thread(self._connect)
+
+    def _connect(self) -> None:
+        try:
+            import docker
+            from docker.errors import DockerException, ImageNotFound
+        except ModuleNotFoundError as error:
+            raise BackendError("the docker SDK is not installed: pip install docker") from error
+        where = os.environ.get("DOCKER_HOST", "the default socket")
+        try:
+            client = docker.from_env(timeout=PING_DEADLINE_S)
+            info = client.info()
+            client.api.timeout = API_DEADLINE_S
+        except DockerException as error:
+            raise BackendError(f"no Docker engine answers at {where} (set DOCKER_HOST): {error}") from error
+        try:
+            client.images.get(self._settings.image)
+        except ImageNotFound as error:
+            build = f"docker build -t {self._settings.image} -f sandbox/Dockerfile ."
+            raise BackendError(f"the engine has no image {self._settings.image}: {build}") from error
+        self._client = client
+        self._describe(info)
+        self._remove_leftovers()
+
+    def _describe(self, info: dict[str, Any]) -> None:
+        self._runtime = "runsc" if "runsc" in info.get("Runtimes", {}) else "runc"
+        kernel = "gVisor's kernel" if self._runtime == "runsc" else "the host's kernel"
+        self.isolation = (
+            f"a container for each session ({self._runtime}, {kernel}): no network, read-only root, sized tmpfs, "
+            "no capabilities, no new privileges, a uid of its own, memory, cpu and process limits; seccomp allow-list"
+        )
+        options = " ".join(info.get("SecurityOptions") or [])
+        if "name=seccomp" not in options and self._runtime == "runc":
+            self.degraded.append("the engine has no seccomp profile: only the session's own filter stands")
+        for key, what in (("MemoryLimit", "memory"), ("PidsLimit", "process"), ("CpuCfsQuota", "cpu")):
+            if not info.get(key):
+                self.degraded.append(f"the engine enforces no {what} limits")
+
+    async def spawn(self) -> Child:
+        """See base.Backend."""
+        name = f"agentrl-sandbox-{self._instance}-{next(self._numbers)}"
+        making = asyncio.create_task(asyncio.to_thread(self._run, name))
+        try:
+            container, connection = await asyncio.shield(making)
+        except asyncio.CancelledError:
+            with contextlib.suppress(BackendError):
+                container, connection = await making  # it cannot be stopped half-way
+                connection.close()
+                await asyncio.to_thread(remove, container)
+            raise
+        child = ContainedChild(container, *await asyncio.open_connection(sock=connection))
+        try:
+            async with asyncio.timeout(HELLO_DEADLINE_S):
+                await child.hello()
+        except BaseException as error:
+            await asyncio.shield(child.close())
+            if isinstance(error, TimeoutError):
+                raise BackendError(f"a container said nothing for {HELLO_DEADLINE_S:.0f} s") from error
+            raise
+        return child
+
+    def _run(self, name: str) -> tuple[Container, socket.socket]:
+        """A started container and the connection to its stdio. Raises BackendError."""
+        from docker.errors import DockerException
+        from requests.exceptions import RequestException
+
+        assert self._client is not None
+        container = None
+        try:
+            container = self._client.containers.create(self._settings.image, name=name, **self._options())
+            streams = {"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1}
+            attached = container.attach_socket(params=streams)
+            # a descriptor of our own: the SDK's would be closed with the answer it belongs to
+            connection = socket.socket(fileno=os.dup(attached.fileno()))
+            attached.close()
+            container.start()
+        except (DockerException, RequestException, OSError) as error:
+            if container is not None:
+                remove(container)
+            raise BackendError(f"a container could not be started: {error}") from error
+        connection.setblocking(False)
+        return container, connection
+
+    def _options(self) -> dict[str, Any]:
+        from docker.types import LogConfig
+
+        limits, disk_bytes = self._settings.limits, self._settings.disk_bytes
+        uid = isolate.HOST_UID_BASE + secrets.randbelow(isolate.NUM_HOST_UIDS)
+        memory_bytes = limits.memory_bytes + OVERHEAD_BYTES
+        config = {"preload": self._settings.preload, "limits": {**limits.model_dump(), "disk_bytes": disk_bytes}}
+        tmpfs = f"size={disk_bytes},nr_inodes=10000,mode=1777,nosuid,nodev,noexec"
+        return {
+            "entrypoint": _ENTRYPOINT,
+            "command": [json.dumps(config)],
+            "user": f"{uid}:{uid}",
+            "environment": isolate.ENVIRONMENT,
+            "hostname": "sandbox",
+            "labels": {_LABEL: self._instance},
+            "runtime": self._runtime,
+            "network_mode": "none",
+            "ipc_mode": "private",
+            "read_only": True,
+            "tmpfs": {isolate.WORK_FOLDER: tmpfs, "/tmp": tmpfs},
+            "shm_size": disk_bytes,
+            "cap_drop": ["ALL"],
+            "security_opt": ["no-new-privileges"],
+            "mem_limit": memory_bytes,
+            "memswap_limit": memory_bytes,
+            "nano_cpus": 10**9,
+            "pids_limit": limits.num_processes + 1,  # pid 1
+            "log_config": LogConfig(type="none"),  # a program could fill the disk with its output
+            "stdin_open": True,  # once: when the service is gone, pid 1 reads the end of it
+            "auto_remove": True,
+        }
+
+    def _remove_leftovers(self) -> None:
+        """Containers that a service killed between creating and starting one has left; the others end by themselves."""
+        assert self._client is not None
+        for container in self._client.containers.list(all=True, filters={"label": _LABEL, "status": "created"}):
+            created = datetime.fromisoformat(container.attrs["Created"][:19] + "+00:00").timestamp()
+            if time.time() - created > LEFTOVER_AGE_S:
+                remove(container)
+
+    async def stop(self) -> None:
+        """See base.Backend."""
+        if self._client is not None:
+            client, self._client = self._client, None
+            await asyncio.to_thread(self._remove_all, client)
+
+    def _remove_all(self, client: docker.DockerClient) -> None:
+        from docker.errors import DockerException
+        from requests.exceptions import RequestException
+
+        try:
+            for container in client.containers.list(all=True, filters={"label": f"{_LABEL}={self._instance}"}):
+                remove(container)
+        except (DockerException, RequestException) as error:
+            log.warning("containers may be left: %s", error)
+        client.close()

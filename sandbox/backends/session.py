@@ -1,0 +1,89 @@
+"""How a process becomes a session's interpreter: what it inherits ready-made, its descriptors, then the worker.
+
+Knows nothing of the walls around it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from sandbox import worker
+from sandbox.backends import isolate, seccomp
+
+_STANDARD_MODULES = ("collections", "decimal", "fractions", "functools", "itertools", "math", "re", "statistics")
+_REHEARSAL = ("x = 6\nprint(x)", "x * 7", "1 / 0")
+_CONTROL_FD = 3
+_SETUP_FAILED = 70  # EX_SOFTWARE
+
+
+def preload(modules: Sequence[str]) -> None:
+    """Import what sessions use and go through what each does first, then keep it out of the collector's way."""
+    for name in (*_STANDARD_MODULES, *modules):
+        importlib.import_module(name)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()  # a module of its own, imported on first use
+    if "sympy" in sys.modules:
+        sympy = sys.modules["sympy"]
+        sympy.solve(sympy.sympify("x**2 - 2"))  # pulls in what sympy imports on first use
+    _rehearse()
+    gc.collect()
+    gc.freeze()  # a collection in a child would otherwise copy every page
+
+
+def _rehearse() -> None:
+    """Do what every session does first: forks then inherit it imported, computed and specialised."""
+    seccomp.program(os.uname().machine, shares_host=False)
+    seccomp.program(os.uname().machine, shares_host=True)
+    isolate.library_folders()
+    isolate.address_space_bytes()
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        for code in _REHEARSAL * 10:
+            request = {"op": "exec", "token": "", "code": code, "stdin": None, "seed": None, "max_output_bytes": 10_000}
+            ours.sendall(json.dumps(request).encode() + b"\n")
+        ours.shutdown(socket.SHUT_WR)
+        worker.Worker(theirs.fileno(), theirs.fileno()).serve()
+
+
+def become_worker(fds: list[int], confine: Callable[[], None]) -> NoReturn:
+    """In a fresh fork: take `fds` (control, stdout, stderr), `confine()`, and serve. Failures are told on control."""
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        _arrange_descriptors(fds)
+        os.setsid()
+        confine()
+        if "numpy" in sys.modules:
+            # else every session without a seed would draw the same numbers
+            sys.modules["numpy"].random.seed(int.from_bytes(os.urandom(4)))
+        worker.Worker(_CONTROL_FD, _CONTROL_FD).serve()
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.write(_CONTROL_FD, b"\n" + json.dumps({"failed": traceback.format_exc()[-4000:]}).encode() + b"\n")
+        os._exit(_SETUP_FAILED)
+    os._exit(0)
+
+
+def _arrange_descriptors(fds: list[int]) -> None:
+    """0: /dev/null, 1: stdout, 2: stderr, 3: control; everything else that was inherited is closed."""
+    null = os.open("/dev/null", os.O_RDONLY)
+    control, stdout, stderr = fds
+    high = [os.dup(fd) for fd in (null, stdout, stderr, control)]
+    floor = max(high) + 1
+    moved: list[int] = []
+    for fd in high:  # above every target, so that no dup2 below overwrites a source
+        os.dup2(fd, floor + 8 + len(moved))
+        moved.append(floor + 8 + len(moved))
+    for target, fd in enumerate(moved):
+        os.dup2(fd, target, inheritable=False)
+    os.closerange(4, os.sysconf("SC_OPEN_MAX"))

@@ -9,7 +9,7 @@ import logging
 import secrets
 import time
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, TypeVar
@@ -83,24 +83,26 @@ class Pool:
         self._warm: deque[Interpreter] = deque()
         self._num_starting = 0
         self._wants_refill = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._loops: set[asyncio.Task[None]] = set()
+        self._closings: set[asyncio.Task[None]] = set()  # never cancelled: they give back what the host lent
 
     async def __aenter__(self) -> Pool:
-        self._background(self._keep_warm(), "warm interpreters")
-        self._background(self._close_expired(), "expired sessions")
+        self._background(self._loops, self._keep_warm(), "warm interpreters")
+        self._background(self._loops, self._close_expired(), "expired sessions")
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
-        tasks: list[asyncio.Task[Any]] = list(self._tasks)
+        tasks: list[asyncio.Task[Any]] = list(self._loops)
         for session in self._sessions.values():
             tasks += [task for task in session.results.values() if not task.done()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         interpreters = [session.interpreter for session in self._sessions.values() if session.interpreter]
-        await asyncio.gather(*(one.close() for one in [*interpreters, *self._warm]), return_exceptions=True)
+        closings = [one.close() for one in [*interpreters, *self._warm]]
+        await asyncio.gather(*closings, *self._closings, return_exceptions=True)
         self._sessions.clear()
         self._warm.clear()
 
@@ -296,19 +298,13 @@ class Pool:
         return await Interpreter.start(self.backend)
 
     def _discard(self, interpreter: Interpreter) -> None:
-        self._background(interpreter.close(), "closing an interpreter")
+        self._background(self._closings, interpreter.close(), "closing an interpreter")
 
-    def _background(self, work: Awaitable[None], name: str) -> None:
-        task = asyncio.ensure_future(work)
-        assert isinstance(task, asyncio.Task)
-        task.set_name(name)
-        self._tasks.add(task)
-        task.add_done_callback(self._on_task_end)
-
-    def _on_task_end(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("%s failed", task.get_name(), exc_info=error)
+    def _background(self, kept: set[asyncio.Task[None]], work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        kept.add(task)
+        task.add_done_callback(kept.discard)
+        task.add_done_callback(_log_failure)
 
     async def _keep_warm(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -336,3 +332,8 @@ class Pool:
             for session in list(self._sessions.values()):
                 if not session.lock.locked() and now - session.last_used_s > session.ttl_s:
                     self.close_session(session)
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("%s failed", task.get_name(), exc_info=error)

@@ -88,12 +88,12 @@ class Worker:
             view = view[os.write(self._out_fd, view) :]
 
     def _end_leftovers(self) -> None:
-        """Processes do not outlive the call that started them. Only where pid 1 proves a pid namespace of our own."""
+        """Processes do not outlive their call. Killed here only where pid 1 proves a pid namespace of our own."""
         with contextlib.suppress(OSError):
             if self._pid == 1:
                 os.kill(-1, signal.SIGKILL)
-                while os.waitpid(-1, 0)[0]:
-                    pass
+            while os.waitpid(-1, 0 if self._pid == 1 else os.WNOHANG)[0]:
+                pass
 
     # -- code ---------------------------------------------------------------------------------------------------
 

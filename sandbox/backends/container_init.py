@@ -185,6 +185,7 @@ class Init:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(_KILL_PAUSE_S)
+        os.kill(self._pid, signal.SIGSTOP)  # again: one of them may have let it go on
         self._drain()
         usage = {"cpu_s": processes.cpu_s(self._pid), "peak_rss_bytes": processes.peak_rss_bytes(self._pid)}
         self._event("settled", is_clean=is_clean, **usage)

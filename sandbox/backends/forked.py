@@ -7,13 +7,12 @@ import contextlib
 import logging
 import os
 import resource
-import shutil
 import signal
 import socket
 from pathlib import Path
 from typing import Any
 
-from sandbox.backends import isolate, processes
+from sandbox.backends import folders, isolate, processes
 from sandbox.backends.base import BackendError, Exit, Listener, Stream, Usage
 from sandbox.backends.cgroups import Cgroup, CgroupParent
 from sandbox.protocol import Limits
@@ -136,6 +135,7 @@ class ForkedChild:
         """See base.Child."""
         self.signal(signal.SIGSTOP)
         is_clean = await self._end_strays()
+        self.signal(signal.SIGSTOP)  # again: one of them may have let it go on
         for stream in ("stdout", "stderr"):
             for _ in range(_MAX_READS):
                 if self._fds[stream] < 0 or not self._read_output(stream):
@@ -172,7 +172,7 @@ class ForkedChild:
             if not await asyncio.to_thread(self._cgroups.give_back, cgroup):
                 log.warning("a control group could not be removed: a process in it does not die")
         if self.folder is not None:
-            await asyncio.to_thread(shutil.rmtree, self.folder, ignore_errors=True)
+            await asyncio.to_thread(folders.remove, self.folder)
 
     def _release(self) -> None:
         """Close every descriptor, once."""
@@ -201,7 +201,7 @@ class ForkedChild:
         memory_bytes = sum(max(processes.own_memory_bytes(pid) - self._inherited_bytes, 0) for pid in pids)
         if memory_bytes > self._limits.memory_bytes or len(pids) > self._limits.num_processes:
             return True
-        return self.folder is not None and processes.folder_bytes(self.folder) > self._disk_bytes
+        return self.folder is not None and folders.size_bytes(self.folder) > self._disk_bytes
 
     async def restrict(self, limits: Limits) -> None:
         """See base.Child."""

@@ -21,6 +21,7 @@ from sandbox.backends.zygote import Walls
 
 START_DEADLINE_S = 60.0
 SPAWN_DEADLINE_S = 15.0
+STOP_DEADLINE_S = 5.0
 
 _BOOT = """
 import sys
@@ -44,6 +45,7 @@ class ForkServer:
         self._children: dict[str, ForkedChild] = {}
         self._numbers = itertools.count(1)
         self._starting = asyncio.Lock()
+        self._folder: str | None = None  # holds the folders of all sessions; the zygote's keeper removes it
 
     async def start(self) -> None:
         """Start the zygote if none runs. Raises BackendError."""
@@ -63,7 +65,15 @@ class ForkServer:
         """On the event loop's own thread: the kernel ties the zygote's life to the thread that starts it."""
         loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        config = {"fd": theirs.fileno(), "walls": self._walls, "preload": self._settings.preload}
+        if self._walls != "namespaces":
+            self._folder = tempfile.mkdtemp(prefix="sandbox-")
+            os.chmod(self._folder, 0o711)  # sessions pass through, and see nothing
+        config = {
+            "fd": theirs.fileno(),
+            "walls": self._walls,
+            "preload": self._settings.preload,
+            "folder": self._folder,
+        }
         root = str(Path(__file__).resolve().parents[2])
         self._process = subprocess.Popen(
             [sys.executable, "-s", "-P", "-c", _BOOT, root, json.dumps(config)],
@@ -114,7 +124,7 @@ class ForkServer:
             child.report_exit({"error": reason})
         self._children.clear()
         if self._process is not None:
-            self._process.kill()
+            self._process.terminate()  # what stands above the zygote ends the rest, and cleans up
 
     async def spawn(self) -> ForkedChild:
         """A fresh child; its worker has not reported yet. Raises BackendError."""
@@ -183,7 +193,7 @@ class ForkServer:
     def _make_folder(self, uid: int) -> str | None:
         if self._walls == "namespaces":
             return None
-        folder = tempfile.mkdtemp(prefix="sandbox-")
+        folder = tempfile.mkdtemp(dir=self._folder)
         if uid:
             os.chown(folder, uid, uid)
         return folder
@@ -193,7 +203,11 @@ class ForkServer:
         children = list(self._children.values())
         self._zygote_died("the service is stopping")
         if self._process is not None:
-            await asyncio.to_thread(self._process.wait)
+            try:
+                await asyncio.to_thread(self._process.wait, STOP_DEADLINE_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                await asyncio.to_thread(self._process.wait)
             self._process = None
         for child in children:
             await child.close()

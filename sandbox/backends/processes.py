@@ -1,4 +1,4 @@
-"""What running processes and folders take up, as /proc and the file system tell it. Knows nothing of sandboxes."""
+"""Reads /proc for what a running process and its descendants use. Knows nothing of sandboxes."""
 
 from __future__ import annotations
 
@@ -96,17 +96,4 @@ def num_tasks(uid: int) -> int:
             with contextlib.suppress(OSError):
                 if entry.stat().st_uid == uid:
                     total += len(os.listdir(f"/proc/{entry.name}/task"))
-    return total
-
-
-def folder_bytes(path: str) -> int:
-    """Disk space taken by all below a folder, which may change meanwhile; links are not followed."""
-    total, queue = 0, [path]
-    while queue:
-        with contextlib.suppress(OSError), os.scandir(queue.pop()) as entries:
-            for entry in entries:
-                with contextlib.suppress(OSError):
-                    total += entry.stat(follow_symlinks=False).st_blocks * 512
-                    if entry.is_dir(follow_symlinks=False):
-                        queue.append(entry.path)
     return total

@@ -35,6 +35,8 @@ def preload(modules: Sequence[str]) -> None:
     if "sympy" in sys.modules:
         sympy = sys.modules["sympy"]
         sympy.solve(sympy.sympify("x**2 - 2"))  # pulls in what sympy imports on first use
+    if len(os.listdir("/proc/self/task")) > 1:
+        raise RuntimeError(f"one of {', '.join(modules)} starts threads when it is imported, and cannot be preloaded")
     _rehearse()
     gc.collect()
     gc.freeze()  # a collection in a child would otherwise copy every page

@@ -17,7 +17,7 @@ import signal
 import socket
 from typing import Any, Literal
 
-from sandbox.backends import isolate, linux, processes, session
+from sandbox.backends import folders, isolate, linux, processes, session
 
 Walls = Literal["namespaces", "landlock", "none"]
 """What stands between a session and the host, beside its resource limits."""
@@ -35,7 +35,7 @@ def main(config_json: str) -> None:
         if config["walls"] == "namespaces":
             _enter_namespaces()
         else:
-            _go_below_a_keeper()
+            _go_below_a_keeper(config["folder"])
         session.preload(config["preload"])
     except ModuleNotFoundError as error:
         _send(control, {"event": "failed", "error": f"a module to preload is not installed here: {error.name}"})
@@ -46,8 +46,8 @@ def main(config_json: str) -> None:
     Zygote(control, config["walls"]).serve()
 
 
-def _go_below_a_keeper() -> None:
-    """The calling process stays behind until the service or the zygote ends, and then ends all that is below it."""
+def _go_below_a_keeper(folder: str) -> None:
+    """The calling process stays until the service or the zygote ends; then it ends all below it, and `folder`."""
     linux.adopt_orphans()
     linux.die_with_parent(signal.SIGTERM)
     awaited = {signal.SIGTERM, signal.SIGCHLD}
@@ -62,6 +62,7 @@ def _go_below_a_keeper() -> None:
                     os.kill(pid, signal.SIGKILL)
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(-1, 0)
+        folders.remove(folder)
         os._exit(0)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, awaited)
     linux.die_with_parent(signal.SIGKILL)

@@ -16,10 +16,10 @@ import httpx
 import pytest
 
 from sandbox.client import SandboxClient, SandboxSession
+from tests.docker_engine import NoEngine, docker_engine
 
 TOKEN = "token-of-the-tests"
 SECOND_TOKEN = "token-of-somebody-else"
-SECRET = "secret-of-the-host-4711"
 
 
 @dataclass(frozen=True)
@@ -56,20 +56,25 @@ def stop_service(service: Service, signum: int = signal.SIGTERM) -> int:
 
 
 def descendants(pid: int) -> set[int]:
-    """Processes below `pid` on this host."""
+    """Living processes below `pid` on this host."""
     parents = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = stat.read_text(errors="replace").rsplit(")", 1)[1].split()
         except OSError:
             continue
-        parents[int(stat.parent.name)] = int(fields[1])
+        if fields[0] != "Z":
+            parents[int(stat.parent.name)] = int(fields[1])
     found, grew = {pid}, True
     while grew:
         below = {child for child, parent in parents.items() if parent in found}
         grew = not below <= found
         found |= below
     return found - {pid}
+
+
+def is_running(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
 
 
 def control_groups(pid: int) -> list[Path]:
@@ -86,12 +91,21 @@ def wait_until(condition: Callable[[], object], deadline_s: float = 5.0) -> bool
 
 
 @pytest.fixture(scope="session")
+def docker_environment() -> Iterator[dict[str, str]]:
+    """What `docker` and the SDK need to reach an engine that has the sandbox's image."""
+    try:
+        with docker_engine() as environment:
+            yield {name: environment[name] for name in ("PATH", "DOCKER_HOST", "DOCKER_CONFIG") if name in environment}
+    except NoEngine as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
 def service() -> Iterator[Service]:
     mounts = Path("/proc/self/mounts").read_text()
     service = start_service(
         *("--backend", "namespaces", "--slots", "4", "--warm", "4", "--token-env", "TEST_TOKENS"),
         *("--memory-bytes", str(256 * 1024**2), "--disk-bytes", str(32 * 1024**2), "--num-processes", "32"),
-        env={"HOST_SECRET": SECRET},
     )
     pid = service.process.pid
     yield service

@@ -1,0 +1,101 @@
+"""One service per tier for all attacks; the host is compared before and after."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from sandbox.client import SandboxClient
+from tests.sandbox.conftest import Service, control_groups, descendants, stop_service, wait_until
+from tests.sandbox.tiers import TIERS, Tier, why_not
+
+MAX_GROWTH_BYTES = 150 * 1024**2  # of the service, over a whole suite of hostile output and 10 MB programs
+MAX_DESCRIPTORS = 150
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Every tier, or those a module names in TIERS_TO_TRY because its attacks stop at the worker in any case."""
+    if "tier" in metafunc.fixturenames:
+        names = getattr(metafunc.module, "TIERS_TO_TRY", tuple(TIERS))
+        values = [pytest.param(name, marks=pytest.mark.docker) if name == "docker" else name for name in names]
+        metafunc.parametrize("tier", values, indirect=True, scope="session")
+
+
+@pytest.fixture(scope="session")
+def tier(request: pytest.FixtureRequest) -> Tier:
+    """The tier a test runs against."""
+    tier = TIERS[request.param]
+    if reason := why_not(tier):
+        pytest.skip(reason)
+    return tier
+
+
+@pytest.fixture(scope="session")
+def service(tier: Tier, request: pytest.FixtureRequest) -> Iterator[Service]:
+    """A service of the tier; at the end the host must be as it was."""
+    env = request.getfixturevalue("docker_environment") if tier.backend == "docker" else {}
+    yield from _watched(tier, env)
+
+
+def _watched(tier: Tier, env: dict[str, str]) -> Iterator[Service]:
+    mounts, left_before = Path("/proc/self/mounts").read_text(), _leavings()
+    service = tier.start(env=env)
+    pid = service.process.pid
+    idle, memory_bytes = len(descendants(pid)), _rss_bytes(pid)
+    yield service
+    flat = wait_until(lambda: len(descendants(pid)) <= idle + 4, 10)  # the warm ones are full again, or nearly
+    running, num_descriptors = descendants(pid), len(os.listdir(f"/proc/{pid}/fd"))
+    growth_bytes = _rss_bytes(pid) - memory_bytes
+    exit_code = stop_service(service)
+    assert flat, f"processes left: {running}"
+    assert num_descriptors < MAX_DESCRIPTORS
+    assert growth_bytes < MAX_GROWTH_BYTES
+    assert exit_code == 0
+    assert wait_until(lambda: not any(Path(f"/proc/{one}").exists() for one in running)), "orphans after the stop"
+    assert control_groups(pid) == []
+    if tier.backend != "docker":  # whose engine mounts and unmounts as it likes
+        assert Path("/proc/self/mounts").read_text() == mounts
+    assert _leavings() <= left_before
+
+
+def _leavings() -> set[str]:
+    """What a session could have left on the host."""
+    shared = {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")}
+    work = {str(path) for path in Path("/tmp").glob("sandbox-*")}
+    sockets = {line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines() if "@sandbox" in line}
+    segments = set(Path("/proc/sysvipc/shm").read_text().splitlines())
+    return shared | work | sockets | segments
+
+
+def _rss_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+Healthy = Callable[[], Awaitable[None]]
+
+
+@pytest.fixture
+def healthy(client: SandboxClient, tier: Tier) -> Healthy:
+    """The service answers at once, and the next session works."""
+
+    async def check() -> None:
+        began = time.monotonic()
+        health = await client.health()
+        assert health.backend == tier.backend
+        assert time.monotonic() - began < 1.0
+        async with client.session() as fresh:
+            assert (await fresh.exec("6 * 7", timeout_s=5)).result == "42"
+
+    return check
+
+
+@pytest.fixture
+def isolated(tier: Tier) -> Tier:
+    """For what only a tier with walls promises."""
+    if not tier.is_isolated:
+        pytest.skip("unsafe isolates nothing")
+    return tier

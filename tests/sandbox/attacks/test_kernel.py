@@ -1,0 +1,133 @@
+"""System calls that no program needs."""
+
+from __future__ import annotations
+
+import platform
+
+import pytest
+
+from sandbox.client import SandboxSession
+from tests.sandbox.tiers import Tier
+
+SYSCALLS = {  # number on x86_64 (None: only elsewhere), number on aarch64, arguments
+    "mount": (165, 40, "b'none', b'/tmp', b'tmpfs', 0, 0"),
+    "umount": (166, 39, "b'/proc', 2"),
+    "fsopen": (430, 430, "b'tmpfs', 0"),
+    "open_tree": (428, 428, "-100, b'/', 1"),
+    "move_mount": (429, 429, "-1, b'', -1, b'', 0"),
+    "unshare_user": (272, 97, "0x10000000"),
+    "unshare_mount": (272, 97, "0x20000"),
+    "unshare_net": (272, 97, "0x40000000"),
+    "clone_user": (56, 220, "0x10000000 | 17, 0, 0, 0, 0"),
+    "clone_pid": (56, 220, "0x20000000 | 17, 0, 0, 0, 0"),
+    "clone_time": (56, 220, "0x80 | 17, 0, 0, 0, 0"),
+    "clone3": (435, 435, "0, 0"),
+    "setns": (308, 268, "3, 0"),
+    "pivot_root": (155, 41, "b'.', b'.'"),
+    "chroot": (161, 51, "b'/tmp'"),
+    "ptrace_attach": (101, 117, "16, 1, 0, 0"),
+    "ptrace_me": (101, 117, "0, 0, 0, 0"),
+    "process_vm_readv": (310, 270, "1, 0, 0, 0, 0, 0"),
+    "process_vm_writev": (311, 271, "1, 0, 0, 0, 0, 0"),
+    "pidfd_getfd": (438, 438, "3, 0, 0"),
+    "pidfd_open": (434, 434, "1, 0"),
+    "kcmp": (312, 272, "1, 1, 0, 0, 0"),
+    "bpf": (321, 280, "0, 0, 0"),
+    "io_uring_setup": (425, 425, "8, 0"),
+    "io_uring_enter": (426, 426, "0, 0, 0, 0, 0"),
+    "keyctl": (250, 219, "0, -3"),
+    "add_key": (248, 217, "b'user', b'a', b'b', 1, -3"),
+    "request_key": (249, 218, "b'user', b'a', 0, 0"),
+    "perf_event_open": (298, 241, "0, 0, -1, -1, 0"),
+    "userfaultfd": (323, 282, "0"),
+    "memfd_create": (319, 279, "b'x', 0"),
+    "memfd_secret": (447, 447, "0"),
+    "init_module": (175, 105, "0, 0, b''"),
+    "finit_module": (313, 273, "0, b'', 0"),
+    "kexec_load": (246, 104, "0, 0, 0, 0"),
+    "reboot": (169, 142, "0xfee1dead, 672274793, 0, 0"),
+    "swapon": (167, 224, "b'/x', 0"),
+    "acct": (163, 89, "b'/x'"),
+    "syslog": (103, 116, "3, 0, 0"),
+    "setuid": (105, 146, "0"),
+    "setgid": (106, 144, "0"),
+    "setgroups": (116, 159, "0, 0"),
+    "capset": (126, 91, "0, 0"),
+    "clock_settime": (227, 112, "0, 0"),
+    "settimeofday": (164, 170, "0, 0"),
+    "adjtimex": (159, 171, "0"),
+    "sethostname": (170, 161, "b'x', 1"),
+    "personality": (135, 92, "0x40000"),
+    "open_by_handle_at": (304, 265, "-1, 0, 0"),
+    "name_to_handle_at": (303, 264, "-100, b'/', 0, 0, 0"),
+    "execve": (59, 221, "b'/bin/true', 0, 0"),
+    "execveat": (322, 281, "-100, b'/bin/true', 0, 0, 0"),
+    "shmget": (29, 194, "0, 10**6, 0o1600"),
+    "semget": (64, 190, "0, 1, 0o1600"),
+    "msgget": (68, 186, "0, 0o1600"),
+    "mq_open": (240, 180, "b'x', 0o102, 0o600, 0"),
+    "quotactl": (179, 60, "0, 0, 0, 0"),
+    "fanotify_init": (300, 262, "0, 0"),
+    "inotify_init": (294, 26, "0"),
+    "lookup_dcookie": (212, 18, "0, 0, 0"),
+    "move_pages": (317, 239, "1, 0, 0, 0, 0, 0"),
+    "mbind": (237, 235, "0, 0, 0, 0, 0, 0"),
+    "seccomp": (317, 277, "0, 0, 0"),
+    "landlock": (444, 444, "0, 0, 1"),
+    "modify_ldt": (154, None, "0, 0, 0"),
+    "iopl": (172, None, "3"),
+    "ioperm": (173, None, "0, 1024, 1"),
+    "vhangup": (153, 58, ""),
+    "x32": (0x40000000 + 39, None, ""),
+    "unknown": (5000, 5000, ""),
+    "tiocsti": (16, 29, "0, 0x5412, b'x'"),
+    "ioctl_fs": (16, 29, "1, 0x40086602, 0"),
+    "prctl_seccomp": (157, 167, "22, 0, 0, 0, 0"),
+    "prctl_dumpable": (157, 167, "4, 1, 0, 0, 0"),
+    "prctl_ptracer": (157, 167, "0x59616d61, -1, 0, 0, 0"),
+    "prctl_no_new_privs": (157, 167, "38, 0, 0, 0, 0"),
+    "socket_inet": (41, 198, "2, 1, 0"),
+    "socket_netlink": (41, 198, "16, 3, 0"),
+    "socket_packet": (41, 198, "17, 3, 0"),
+}
+
+
+@pytest.mark.parametrize("name", SYSCALLS)
+async def test_the_kernels_doors_are_shut(isolated: Tier, session: SandboxSession, name: str) -> None:
+    x86_64, aarch64, arguments = SYSCALLS[name]
+    number = {"x86_64": x86_64, "aarch64": aarch64}[platform.machine()]
+    if number is None:
+        pytest.skip("this machine has no such call")
+    code = (
+        "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\n"
+        f"result = libc.syscall({number}, {arguments})\nresult, ctypes.get_errno()"
+    )
+    assert (await session.exec(code)).result in {"(-1, 1)", "(-1, 38)"}  # EPERM, ENOSYS
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="a door of x86_64")
+async def test_the_old_system_call_gate_kills(isolated: Tier, session: SandboxSession) -> None:
+    """int 0x80 numbers calls otherwise than the filter does."""
+    code = (
+        "import ctypes, mmap\npage = mmap.mmap(-1, 4096, prot=7)\n"
+        "page.write(b'\\xb8\\x14\\x00\\x00\\x00\\xcd\\x80\\xc3')\n"
+        "ctypes.CFUNCTYPE(ctypes.c_long)(ctypes.addressof(ctypes.c_char.from_buffer(page)))()"
+    )
+    result = await session.exec(code)
+    assert (result.status, result.exit_code) == (
+        "crashed",
+        -31,
+    ) or result.exit_code == -11  # SIGSYS; no such gate at all
+
+
+async def test_no_capability_and_an_unprivileged_uid(isolated: Tier, session: SandboxSession) -> None:
+    uids = await session.exec(
+        "import os; os.getuid() > 0 and len({*os.getresuid(), *os.getresgid()}) == 1, len(os.getgroups())"
+    )
+    assert uids.result in {"(True, 0)", "(True, 1)"}
+    if isolated.num_visible_pids is None:
+        return  # /proc is closed to it
+    result = await session.exec("print(open('/proc/self/status').read())")
+    status = dict(line.split(":\t", 1) for line in result.stdout.splitlines() if ":\t" in line)
+    assert {status[key].strip() for key in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb")} == {"0" * 16}
+    assert (status["Seccomp"].strip(), status["NoNewPrivs"].strip()) == ("2", "1")

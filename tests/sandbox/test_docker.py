@@ -1,0 +1,117 @@
+"""The docker backend beyond the attacks: what it says when it cannot start, and what it leaves when it is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+
+import pytest
+
+from sandbox.client import SandboxClient
+from tests.docker_engine import IMAGE
+from tests.sandbox.conftest import TOKEN, stop_service, wait_until
+from tests.sandbox.tiers import TIERS
+
+pytestmark = pytest.mark.docker
+
+
+def docker(environment: Mapping[str, str], *arguments: str) -> str:
+    done = subprocess.run(
+        ["docker", *arguments], env=dict(environment), capture_output=True, text=True, timeout=120, check=True
+    )
+    return done.stdout.strip()
+
+
+def containers(environment: Mapping[str, str]) -> list[str]:
+    return docker(environment, "ps", "--all", "--quiet", "--filter", "label=agentrl.sandbox").split()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+async def test_no_container_outlives_the_service(docker_environment: dict[str, str], signum: int) -> None:
+    before = set(containers(docker_environment))
+    service = TIERS["docker"].start(slots=2, env=docker_environment)
+    async with SandboxClient(service.url, TOKEN) as client:
+        session = await client.open_session()
+        assert (await session.exec("6 * 7")).result == "42"
+        assert set(containers(docker_environment)) - before
+        stop_service(service, signum)
+        assert wait_until(lambda: set(containers(docker_environment)) <= before, 20)
+
+
+async def test_a_container_killed_from_outside_is_replaced(docker_environment: dict[str, str]) -> None:
+    service = TIERS["docker"].start(slots=1, env=docker_environment)
+    try:
+        async with SandboxClient(service.url, TOKEN) as client, client.session() as session:
+            await session.exec("x = 1")
+            for container in containers(docker_environment):
+                docker(docker_environment, "kill", container)
+            after = await session.exec("6 * 7", timeout_s=10)
+            assert (after.status, after.result, after.state_lost) == ("ok", "42", True)
+    finally:
+        stop_service(service)
+
+
+async def test_a_container_is_as_hard_as_it_says(docker_environment: dict[str, str]) -> None:
+    service = TIERS["docker"].start(slots=1, env=docker_environment)
+    try:
+        async with SandboxClient(service.url, TOKEN) as client:
+            health = await client.health()
+            assert (health.backend, "no network" in health.isolation) == ("docker", True)
+            assert wait_until(lambda: len(containers(docker_environment)) == 1, 20)
+            [details] = json.loads(docker(docker_environment, "inspect", *containers(docker_environment)))
+    finally:
+        stop_service(service)
+    host, config = details["HostConfig"], details["Config"]
+    assert (host["NetworkMode"], host["ReadonlyRootfs"], host["Privileged"]) == ("none", True, False)
+    assert (host["CapDrop"], host["CapAdd"], host["Binds"], details["Mounts"]) == (["ALL"], None, None, [])
+    assert "no-new-privileges" in host["SecurityOpt"][0]
+    assert host["PidsLimit"] == 33 and host["Memory"] == host["MemorySwap"] > 0 and host["NanoCpus"] == 10**9
+    assert host["LogConfig"]["Type"] == "none"
+    assert int(config["User"].split(":")[0]) > 10**9
+    assert not any("TOKEN" in entry or "SECRET" in entry for entry in config["Env"])
+
+
+def refused(environment: Mapping[str, str], *flags: str) -> str:
+    """What a service says that does not start."""
+    done = subprocess.run(
+        [sys.executable, "-m", "sandbox", "--port", "0", "--backend", "docker", *flags],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    return done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "host", "message"),
+    [
+        (["--image", "no-such-image"], None, "docker build -t no-such-image -f sandbox/Dockerfile ."),
+        ([], "unix:///tmp/no-such-engine.sock", "no Docker engine answers at unix:///tmp/no-such-engine.sock"),
+    ],
+)
+def test_what_is_missing_is_named(
+    docker_environment: dict[str, str], flags: list[str], host: str | None, message: str
+) -> None:
+    environment = docker_environment | ({"DOCKER_HOST": host} if host else {})
+    assert message in refused(environment, *flags)
+
+
+def test_an_image_of_another_version_is_refused(docker_environment: dict[str, str]) -> None:
+    edit = "sed -i 's/^PROTOCOL_VERSION = .*/PROTOCOL_VERSION = 0/' /opt/sandbox/sandbox/backends/muxing.py"
+    older = f"FROM {IMAGE}\nRUN {edit}\n"
+    subprocess.run(
+        ["docker", "build", "-q", "-t", f"{IMAGE}:older", "-"],
+        input=older.encode(),
+        env=docker_environment,
+        capture_output=True,
+        timeout=120,
+        check=True,
+    )
+    assert "build the image again" in refused(docker_environment, "--image", f"{IMAGE}:older")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
@@ -23,6 +24,22 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         names = getattr(metafunc.module, "TIERS_TO_TRY", tuple(TIERS))
         values = [pytest.param(name, marks=pytest.mark.docker) if name == "docker" else name for name in names]
         metafunc.parametrize("tier", values, indirect=True, scope="session")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of the slow tiers only a part of the cases, every kind among them; AGENTRL_ALL_ATTACKS=1 runs all."""
+    seen: Counter[tuple[str, str]] = Counter()
+    thinned = []
+    for item in items:
+        tier = getattr(item, "callspec", None) and item.callspec.params.get("tier")  # type: ignore[attr-defined]
+        step = TIERS[tier].take_every if tier in TIERS and item.path.parent == Path(__file__).parent else 1
+        function = (item.nodeid.partition("[")[0], str(tier))
+        if seen[function] % step and not os.environ.get("AGENTRL_ALL_ATTACKS"):
+            thinned.append(item)
+        seen[function] += 1
+    if thinned:
+        config.hook.pytest_deselected(items=thinned)
+        items[:] = [item for item in items if item not in set(thinned)]
 
 
 @pytest.fixture(scope="session")

@@ -76,6 +76,7 @@ class Worker:
         self._send({"ready": True})
         while line := self._in.readline():
             request = json.loads(line)
+            self._end_leftovers()  # those the supervisor killed after the last reply are still to be waited for
             reply = self._exec(request) if request["op"] == "exec" else self._file(request)
             if os.getpid() != self._pid:  # a child that the cell forked came back up the stack
                 os._exit(0)

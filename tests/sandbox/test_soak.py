@@ -45,7 +45,7 @@ def sample(pid: int) -> dict[str, int]:
         "descriptors": len(os.listdir(f"/proc/{pid}/fd")),
         "rss_mib": int(memory[1]) * os.sysconf("SC_PAGE_SIZE") // 2**20,
         "mounts": len(Path(f"/proc/{pid}/mounts").read_text().splitlines()),
-        "control_groups": len(control_groups(pid)),
+        "control_groups": sum(1 for parent in control_groups(pid) for _ in parent.glob("*/")),
         "folders": len(list(Path("/tmp").glob("sandbox-*"))) + len(os.listdir("/dev/shm")),
     }
 

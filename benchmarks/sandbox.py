@@ -36,7 +36,8 @@ LIBRARIES = "import numpy, sympy\nprint(6 * 7)"
 IMAGE = "agentrl-sandbox"
 CONCURRENCY = 8 * len(os.sched_getaffinity(0))
 CALL_DEADLINE_S = 60.0
-PAUSE_S = 0.3  # so that one contender's leavings are not the next one's load
+PAUSE_S = 0.5
+SETTLE_DEADLINE_S = 120.0
 NUM_IDLE_SESSIONS = 32
 REPORT = Path(__file__).with_suffix(".md")
 BASELINE = "subprocess + temp file, numpy"
@@ -70,6 +71,7 @@ class Contender:
     call: Call
     num_calls: int  # a round
     concurrency: int = 0  # 0: its throughput is not measured
+    client: SandboxClient | None = None  # of the service behind it, which is given time to be ready again
     latencies_s: list[list[float]] = field(default_factory=list)  # one list a round
     rates_per_s: list[float] = field(default_factory=list)  # one a round
 
@@ -135,11 +137,13 @@ async def through_the_service(client: SandboxClient, tier: str, num_calls: int) 
 
     few = max(num_calls // 4, 3)
     return [
-        Contender(name=f"{tier}: live session", call=live, num_calls=num_calls, concurrency=CONCURRENCY),
-        Contender(name=f"{tier}: lease", call=lease, num_calls=few),
-        Contender(name=f"{tier}: lease and first call", call=fresh, num_calls=few),
-        Contender(name=f"{tier}: next call after a crash", call=recycle, num_calls=few),
-        Contender(name=f"{tier}: stateless /run_code", call=stateless, num_calls=few, concurrency=CONCURRENCY),
+        Contender(name=f"{tier}: live session", call=live, num_calls=num_calls, client=client, concurrency=CONCURRENCY),
+        Contender(name=f"{tier}: lease", call=lease, num_calls=few, client=client),
+        Contender(name=f"{tier}: lease and first call", call=fresh, num_calls=few, client=client),
+        Contender(name=f"{tier}: next call after a crash", call=recycle, num_calls=few, client=client),
+        Contender(
+            name=f"{tier}: stateless /run_code", call=stateless, num_calls=few, client=client, concurrency=CONCURRENCY
+        ),
     ]
 
 
@@ -282,11 +286,21 @@ async def _rounds(contenders: Sequence[Contender], num_rounds: int) -> None:
             for contender in contenders:
                 progress.update(bar, description=f"round {number} of {num_rounds}: {contender.name}")
                 await contender.round()
-                await asyncio.sleep(PAUSE_S)
+                await _settle(contender.client)
                 progress.advance(bar)
                 if number == 0:  # the first only warms up
                     contender.latencies_s.clear()
                     contender.rates_per_s.clear()
+
+
+async def _settle(client: SandboxClient | None) -> None:
+    """Wait until one contender's leavings, such as interpreters being made ready again, are not the next one's load."""
+    await asyncio.sleep(PAUSE_S)
+    if client is not None:
+        async with asyncio.timeout(SETTLE_DEADLINE_S):
+            while (health := await client.health()).warm < health.slots:
+                await asyncio.sleep(0.1)
+        await asyncio.sleep(PAUSE_S)
 
 
 def _report(contenders: Sequence[Contender], idle_mib: dict[str, float], missing: Sequence[str]) -> str:

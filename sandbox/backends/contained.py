@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
+import secrets
 import signal
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +38,7 @@ class ContainedChild:
     def __init__(self, container: Container, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.exited: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
         self._container, self._reader, self._writer = container, reader, writer
-        self._parser = muxing.Parser()
+        self._parser, self._framer = muxing.Parser(), muxing.Framer()
         self._complaints = bytearray()  # what pid 1 said on stderr
         self._usage = Usage(cpu_s=0.0, peak_rss_bytes=0)
         self._hello: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -46,12 +48,16 @@ class ContainedChild:
         self._pump = asyncio.create_task(self._read(), name="container output")
 
     async def hello(self) -> None:
-        """Wait for its first word. Raises BackendError when it ends instead, or is of another version."""
+        """Wait for its first word and answer it. Raises BackendError when it ends instead, or is of another version."""
         version = await self._hello
         if version != muxing.PROTOCOL_VERSION:
             raise BackendError(
                 f"the image speaks version {version}, this service {muxing.PROTOCOL_VERSION}: build the image again"
             )
+        for end in (self._framer, self._parser):
+            key = secrets.token_bytes(muxing.KEY_BYTES)
+            end.use_key(key)
+            self._writer.write(key)
 
     # -- what it says -------------------------------------------------------------------------------------------
 
@@ -76,7 +82,7 @@ class ContainedChild:
                     self._on_output(header[0], data)
         except (asyncio.IncompleteReadError, OSError):
             reason = "the container ended"
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
             reason = f"the container does not keep to the protocol: {error}"
             log.warning("%s", reason)
         finally:
@@ -144,12 +150,12 @@ class ContainedChild:
         """See base.Child."""
         if self._writer.is_closing():
             raise ConnectionError("the container ended")
-        self._writer.write(muxing.frames(muxing.CONTROL, data))
+        self._writer.write(self._framer.frames(muxing.CONTROL, data))
         await self._writer.drain()
 
     def _order(self, **order: object) -> None:
         if not self._writer.is_closing():
-            self._writer.write(muxing.frames(muxing.EVENT, json.dumps(order).encode()))
+            self._writer.write(self._framer.frames(muxing.EVENT, json.dumps(order).encode()))
 
     def signal(self, signum: int) -> None:
         """See base.Child."""
@@ -202,7 +208,10 @@ class ContainedChild:
 
 
 def _usage(event: dict[str, Any]) -> Usage:
-    return Usage(cpu_s=float(event["cpu_s"]), peak_rss_bytes=int(event["peak_rss_bytes"]))
+    usage = Usage(cpu_s=float(event["cpu_s"]), peak_rss_bytes=int(event["peak_rss_bytes"]))
+    if not math.isfinite(usage.cpu_s):
+        raise ValueError(f"{usage.cpu_s} s of processor time")
+    return usage
 
 
 def remove(container: Container) -> None:

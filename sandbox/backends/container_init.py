@@ -1,8 +1,9 @@
 """Pid 1 of a session's container: imports the libraries, forks the one worker, and is the service's hand inside.
 
-It alone holds the container's stdio, over which the service speaks with it and, through it, with the worker. The worker
-has the same uid and cannot touch it: pid 1 takes no signal from inside that it does not handle, and a process that is
-not dumpable cannot be traced nor its descriptors opened. Its end is the container's end. Knows nothing of Docker.
+It alone speaks with the service, over the container's stdio, and passes on what is for the worker. The worker has the
+same uid and can at most end it, which ends the container: pid 1 takes no signal from inside that it does not handle, a
+process that is not dumpable cannot be traced, and who opens its descriptors all the same (gVisor allows that) lacks the
+key of its frames. Knows nothing of Docker.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class Init:
 
     def __init__(self, out_fd: int, limits: isolate.SessionLimits) -> None:
         self._out_fd = out_fd
+        self._framer, self._parser = muxing.Framer(), muxing.Parser()
         self._event("hello", version=muxing.PROTOCOL_VERSION)
         control, theirs = socket.socketpair()
         pipes = {channel: os.pipe() for channel in (muxing.STDOUT, muxing.STDERR)}
@@ -58,8 +60,10 @@ class Init:
         for fd in (control.fileno(), *self._outputs.values()):
             os.set_blocking(fd, False)
         self._pending = bytearray()  # for the worker, which need not be reading
-        self._parser = muxing.Parser()
         self._selector = selectors.DefaultSelector()
+        # only now, because a fork would inherit the keys; the worker has run nobody's code yet
+        for end in (self._parser, self._framer):
+            end.use_key(_read_exactly(0, muxing.KEY_BYTES))
 
     def serve(self) -> None:
         """Pass on what comes and goes until one end closes."""
@@ -194,7 +198,7 @@ class Init:
         self._emit(muxing.EVENT, json.dumps({"event": name, **fields}).encode())
 
     def _emit(self, channel: bytes, data: bytes) -> None:
-        view = memoryview(muxing.frames(channel, data))
+        view = memoryview(self._framer.frames(channel, data))
         while view:
             view = view[os.write(self._out_fd, view) :]
 
@@ -204,10 +208,29 @@ def _confine(limits: isolate.SessionLimits) -> None:
     with open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # this one first, pid 1 never
     os.chdir(isolate.WORK_FOLDER)
-    isolate.set_rlimits(limits, num_other_tasks=1)
+    _set_rlimits(limits)
     linux.drop_capabilities()
     linux.no_new_privileges()
     seccomp.install()
+
+
+def _set_rlimits(limits: isolate.SessionLimits) -> None:
+    try:
+        isolate.set_rlimits(limits, num_other_tasks=1)
+    except ValueError:
+        # gVisor refuses limits of what it does not have, message queues and queued signals; those come last
+        has_rest = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1] == 0
+        if not has_rest or resource.getrlimit(resource.RLIMIT_FSIZE)[1] != limits.disk_bytes:
+            raise
+
+
+def _read_exactly(fd: int, num_bytes: int) -> bytes:
+    data = b""
+    while len(data) < num_bytes:
+        if not (piece := os.read(fd, num_bytes - len(data))):
+            sys.exit("the service hung up")
+        data += piece
+    return data
 
 
 if __name__ == "__main__":

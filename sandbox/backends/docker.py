@@ -16,7 +16,6 @@ import os
 import secrets
 import socket
 import time
-from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from sandbox.backends import isolate
@@ -33,6 +32,7 @@ PING_DEADLINE_S = 3
 API_DEADLINE_S = 60
 HELLO_DEADLINE_S = 60.0
 LEFTOVER_AGE_S = 600.0
+GVISOR_THREADS = 256
 _LABEL = "agentrl.sandbox"
 _ENTRYPOINT = ["python", "-s", "-P", "-m", "sandbox.backends.container_init"]
 
@@ -48,8 +48,10 @@ class DockerBackend:
         self._settings = settings
         self._instance = secrets.token_hex(8)
         self._numbers = itertools.count(1)
+        self._first_uid = secrets.randbelow(isolate.NUM_HOST_UIDS)  # services on one machine rarely share some
         self._client: docker.DockerClient | None = None
         self._runtime = "runc"
+        self._environment: dict[str, str | None] = {}
 
     async def start(self) -> None:
         """See base.Backend."""
@@ -59,27 +61,37 @@ class DockerBackend:
         try:
             import docker
             from docker.errors import DockerException, ImageNotFound
+            from requests.exceptions import RequestException
         except ModuleNotFoundError as error:
             raise BackendError("the docker SDK is not installed: pip install docker") from error
         where = os.environ.get("DOCKER_HOST", "the default socket")
         try:
             client = docker.from_env(timeout=PING_DEADLINE_S)
+            if client.api.base_url.startswith(("https:", "http+docker://ssh")):
+                raise BackendError(f"sessions speak with the engine in the clear, not over TLS or ssh as at {where}")
             info = client.info()
             client.api.timeout = API_DEADLINE_S
-        except DockerException as error:
-            raise BackendError(f"no Docker engine answers at {where} (set DOCKER_HOST): {error}") from error
-        try:
-            client.images.get(self._settings.image)
+            image = client.images.get(self._settings.image)
+            _remove_leftovers(client)
         except ImageNotFound as error:
             build = f"docker build -t {self._settings.image} -f sandbox/Dockerfile ."
             raise BackendError(f"the engine has no image {self._settings.image}: {build}") from error
+        except (DockerException, RequestException) as error:
+            hint = "this user may not use it" if "Permission denied" in str(error) else "set DOCKER_HOST"
+            raise BackendError(f"no Docker engine answers at {where} ({hint}): {error}") from error
+        inherited = {entry.partition("=")[0] for entry in image.attrs["Config"]["Env"] or []}
+        # None takes a variable of the image's away; Python itself needs two
+        self._environment = {**dict.fromkeys(inherited - {"PATH", "PYTHONPATH"}), **isolate.ENVIRONMENT}
         self._client = client
         self._describe(info)
-        self._remove_leftovers()
 
     def _describe(self, info: dict[str, Any]) -> None:
-        self._runtime = "runsc" if "runsc" in info.get("Runtimes", {}) else "runc"
-        kernel = "gVisor's kernel" if self._runtime == "runsc" else "the host's kernel"
+        gvisor = info.get("Runtimes", {}).get("runsc")
+        if gvisor is not None and "kvm" in " ".join(gvisor.get("runtimeArgs") or []):
+            self.degraded.append("runsc is registered with the kvm platform, which can hang: runc is used")
+            gvisor = None
+        self._runtime = "runc" if gvisor is None else "runsc"
+        kernel = "the host's kernel" if gvisor is None else "gVisor's kernel"
         self.isolation = (
             f"a container for each session ({self._runtime}, {kernel}): no network, read-only root, sized tmpfs, "
             "no capabilities, no new privileges, a uid of its own, memory, cpu and process limits; seccomp allow-list"
@@ -93,8 +105,7 @@ class DockerBackend:
 
     async def spawn(self) -> Child:
         """See base.Backend."""
-        name = f"agentrl-sandbox-{self._instance}-{next(self._numbers)}"
-        making = asyncio.create_task(asyncio.to_thread(self._run, name))
+        making = asyncio.create_task(asyncio.to_thread(self._run, next(self._numbers)))
         try:
             container, connection = await asyncio.shield(making)
         except asyncio.CancelledError:
@@ -114,7 +125,7 @@ class DockerBackend:
             raise
         return child
 
-    def _run(self, name: str) -> tuple[Container, socket.socket]:
+    def _run(self, number: int) -> tuple[Container, socket.socket]:
         """A started container and the connection to its stdio. Raises BackendError."""
         from docker.errors import DockerException
         from requests.exceptions import RequestException
@@ -122,7 +133,7 @@ class DockerBackend:
         assert self._client is not None
         container = None
         try:
-            container = self._client.containers.create(self._settings.image, name=name, **self._options())
+            container = self._client.containers.create(self._settings.image, **self._options(number))
             streams = {"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1}
             attached = container.attach_socket(params=streams)
             # a descriptor of our own: the SDK's would be closed with the answer it belongs to
@@ -136,19 +147,22 @@ class DockerBackend:
         connection.setblocking(False)
         return container, connection
 
-    def _options(self) -> dict[str, Any]:
+    def _options(self, number: int) -> dict[str, Any]:
         from docker.types import LogConfig
 
         limits, disk_bytes = self._settings.limits, self._settings.disk_bytes
-        uid = isolate.HOST_UID_BASE + secrets.randbelow(isolate.NUM_HOST_UIDS)
+        # no two at a time: the kernel counts the processes of a uid over all containers
+        uid = isolate.HOST_UID_BASE + (self._first_uid + number) % isolate.NUM_HOST_UIDS
+        is_gvisor = self._runtime == "runsc"
         memory_bytes = limits.memory_bytes + OVERHEAD_BYTES
         config = {"preload": self._settings.preload, "limits": {**limits.model_dump(), "disk_bytes": disk_bytes}}
         tmpfs = f"size={disk_bytes},nr_inodes=10000,mode=1777,nosuid,nodev,noexec"
         return {
+            "name": f"agentrl-sandbox-{self._instance}-{number}",
             "entrypoint": _ENTRYPOINT,
             "command": [json.dumps(config)],
             "user": f"{uid}:{uid}",
-            "environment": isolate.ENVIRONMENT,
+            "environment": self._environment,
             "healthcheck": {"test": ["NONE"]},  # the image's is for the service
             "hostname": "sandbox",
             "labels": {_LABEL: self._instance},
@@ -162,19 +176,12 @@ class DockerBackend:
             "mem_limit": memory_bytes,
             "memswap_limit": memory_bytes,
             "nano_cpus": 10**9,
-            "pids_limit": limits.num_processes + 1,  # pid 1
+            # pid 1 is one more; gVisor counts its own threads, and some for each of the session's
+            "pids_limit": GVISOR_THREADS + 2 * limits.num_processes if is_gvisor else limits.num_processes + 1,
             "log_config": LogConfig(type="none"),  # a program could fill the disk with its output
             "stdin_open": True,  # once: when the service is gone, pid 1 reads the end of it
             "auto_remove": True,
         }
-
-    def _remove_leftovers(self) -> None:
-        """Containers that a service killed between creating and starting one has left; the others end by themselves."""
-        assert self._client is not None
-        for container in self._client.containers.list(all=True, filters={"label": _LABEL, "status": "created"}):
-            created = datetime.fromisoformat(container.attrs["Created"][:19] + "+00:00").timestamp()
-            if time.time() - created > LEFTOVER_AGE_S:
-                remove(container)
 
     async def stop(self) -> None:
         """See base.Backend."""
@@ -187,8 +194,16 @@ class DockerBackend:
         from requests.exceptions import RequestException
 
         try:
-            for container in client.containers.list(all=True, filters={"label": f"{_LABEL}={self._instance}"}):
+            label = f"{_LABEL}={self._instance}"
+            for container in client.containers.list(all=True, filters={"label": label}, sparse=True):
                 remove(container)
         except (DockerException, RequestException) as error:
             log.warning("containers may be left: %s", error)
         client.close()
+
+
+def _remove_leftovers(client: docker.DockerClient) -> None:
+    """Containers that a service killed between creating and starting one has left; the others end by themselves."""
+    for container in client.containers.list(all=True, filters={"label": _LABEL, "status": "created"}, sparse=True):
+        if time.time() - container.attrs["Created"] > LEFTOVER_AGE_S:
+            remove(container)

@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from sandbox.backends import processes
 from sandbox.client import SandboxClient, SandboxSession
 from tests.docker_engine import NoEngine, docker_engine
 
@@ -74,7 +75,8 @@ def descendants(pid: int) -> set[int]:
 
 
 def is_running(pid: int) -> bool:
-    return Path(f"/proc/{pid}").exists()
+    """Whether a process lives; one that ended and that nobody has waited for does not."""
+    return processes.is_alive(pid)
 
 
 def control_groups(pid: int) -> list[Path]:
@@ -117,7 +119,7 @@ def service() -> Iterator[Service]:
     assert flat, f"processes left: {running}"
     assert num_descriptors < 120
     assert exit_code == 0
-    assert wait_until(lambda: not any(Path(f"/proc/{one}").exists() for one in running)), "orphans after the stop"
+    assert wait_until(lambda: not any(map(is_running, running))), "orphans after the stop"
     assert control_groups(pid) == []
     assert Path("/proc/self/mounts").read_text() == mounts
 

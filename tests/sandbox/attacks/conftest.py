@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from sandbox.client import SandboxClient
-from tests.sandbox.conftest import Service, control_groups, descendants, stop_service, wait_until
+from tests.sandbox.conftest import Service, control_groups, descendants, is_running, stop_service, wait_until
 from tests.sandbox.tiers import TIERS, Tier, why_not
 
 MAX_GROWTH_BYTES = 150 * 1024**2  # of the service, over a whole suite of hostile output and 10 MB programs
@@ -72,7 +72,7 @@ def _watched(tier: Tier, env: dict[str, str]) -> Iterator[Service]:
     assert num_descriptors < MAX_DESCRIPTORS
     assert growth_bytes < MAX_GROWTH_BYTES
     assert exit_code == 0
-    assert wait_until(lambda: not any(Path(f"/proc/{one}").exists() for one in running)), "orphans after the stop"
+    assert wait_until(lambda: not any(map(is_running, running))), "orphans after the stop"
     assert control_groups(pid) == []
     if tier.backend != "docker":  # whose engine mounts and unmounts as it likes
         assert Path("/proc/self/mounts").read_text() == mounts

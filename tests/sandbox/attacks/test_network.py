@@ -22,6 +22,8 @@ NETWORK = {
     "alg": "import socket; socket.socket(38, 5, 0)",
     "docker": CONNECT.format(family="1", kind="1", address="'/var/run/docker.sock'"),
     "abstract": CONNECT.format(family="1", kind="1", address="b'\\0sandbox-test'"),
+    "datagram_pair": "import socket; a, b = socket.socketpair(1, 2); a.sendto(b'x', '/dev/log')",
+    "datagram_pair_abstract": "import socket; a, b = socket.socketpair(1, 2); a.sendto(b'x', '\\0sandbox-test')",
     "listen": "import socket; s = socket.socket(); s.bind(('0.0.0.0', 0)); s.listen(); raise OSError if s.getsockname()[1] else 0",
     "multicast": CONNECT.format(family="2", kind="2", address="('224.0.0.1', 5353)"),
     "broadcast": "import socket; s = socket.socket(2, 2); s.setsockopt(1, 6, 1); s.sendto(b'x', ('255.255.255.255', 9))",

@@ -14,7 +14,8 @@ REMOVE_DEADLINE_S = 30.0
 def size_bytes(path: str) -> float:
     """Disk space taken by all below a folder, which may change meanwhile; an empty file takes a page, as a guess.
 
-    Infinite when it is nested deeper than a path can say: nobody does that but to hide something.
+    Infinite when it is nested deeper than a path can say, or closed to its own user: nobody does that but to hide
+    something.
     """
     total, queue = 0.0, [path]
     while queue:
@@ -27,7 +28,7 @@ def size_bytes(path: str) -> float:
                         if entry.is_dir(follow_symlinks=False):
                             queue.append(entry.path)
         except OSError as error:
-            if error.errno == errno.ENAMETOOLONG:
+            if error.errno in (errno.ENAMETOOLONG, errno.EACCES):
                 return float("inf")
     return total
 

@@ -201,7 +201,9 @@ class ForkedChild:
         memory_bytes = sum(max(processes.own_memory_bytes(pid) - self._inherited_bytes, 0) for pid in pids)
         if memory_bytes > self._limits.memory_bytes or len(pids) > self._limits.num_processes:
             return True
-        return self.folder is not None and folders.size_bytes(self.folder) > self._disk_bytes
+        if self.folder is None:  # a file system of its own, which has a size
+            return False
+        return folders.size_bytes(self.folder) + processes.deleted_bytes(pids) > self._disk_bytes
 
     async def restrict(self, limits: Limits) -> None:
         """See base.Child."""

@@ -51,6 +51,10 @@ FILL = {
     "deeper": "import itertools\nos.chdir(folder)\nfor n in itertools.count():\n  os.mkdir('d' * 200); os.chdir('d' * 200)\n"
     "  n > 30 and open('f', 'wb').write(b'x' * 10**5)",
     "sparse": "os.truncate(os.open(f'{folder}/f', os.O_CREAT | os.O_RDWR), 10**12)",
+    "deleted_large": "fds = []\nwhile n < 40:\n  fds.append(os.open(f'{folder}/f', os.O_CREAT | os.O_RDWR)); "
+    "os.unlink(f'{folder}/f')\n  os.write(fds[-1], b'x' * 8 * 10**6); n += 1\nimport time; time.sleep(0.5)",
+    "unreadable": "os.mkdir(f'{folder}/closed', 0o300)\nwhile n < 40:\n"
+    "  open(f'{folder}/closed/f{n}', 'wb').write(b'x' * 8 * 10**6); n += 1\nimport time; time.sleep(0.5)",
     "deleted": "fds = []\nwhile True:\n  fds.append(os.open(f'{folder}/f{n}', os.O_CREAT | os.O_RDWR)); "
     "os.unlink(f'{folder}/f{n}'); os.write(fds[-1], b'x' * 10**6); n += 1",
 }

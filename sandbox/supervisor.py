@@ -23,6 +23,7 @@ INTERRUPT_GRACE_S = 0.5
 DEATH_DEADLINE_S = 5.0
 WATCH_INTERVAL_S = 0.05
 _SMALL_FRAME_BYTES = 65_536
+_MAX_CHATTER_BYTES = 1024**2  # of a call, on the worker's own line, beside its one frame
 
 
 class _Capture:
@@ -65,6 +66,7 @@ class _Call:
     stderr: _Capture
     max_frame_bytes: int
     done: asyncio.Future[dict[str, Any] | None]  # the worker's frame, or None: it ended, or must be stopped
+    num_control_bytes: int = 0
     is_flooding: bool = False
     is_over_limit: bool = False
 
@@ -137,6 +139,8 @@ class Interpreter:
             if self._ready.done():  # without its line of orders it is of no use
                 self._kill()
             return
+        if self._ready.done() and not self._is_expected(len(data)):
+            return
         *lines, rest = data.split(b"\n")
         for line in lines:
             if not self._skipping and len(self._buffer) + len(line) <= self._max_frame_bytes():
@@ -148,10 +152,23 @@ class Interpreter:
             self._buffer.clear()
             self._skipping = True
 
+    def _is_expected(self, num_bytes: int) -> bool:
+        """Whether to look at what the worker says: not between calls, and not when it talks without end."""
+        if (call := self._call) is None:
+            return False
+        call.num_control_bytes += num_bytes
+        if call.num_control_bytes <= call.max_frame_bytes + _MAX_CHATTER_BYTES:
+            return True
+        call.is_flooding = True
+        self._kill()
+        return False
+
     def _max_frame_bytes(self) -> int:
         return self._call.max_frame_bytes if self._call is not None else _SMALL_FRAME_BYTES
 
     def _on_line(self, line: bytes) -> None:
+        if self._ready.done() and (self._call is None or self._call.token.encode() not in line):
+            return  # before it costs anything: a program can write lines without end
         try:
             frame = json.loads(line)
         except (ValueError, RecursionError):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from sandbox.client import SandboxSession
@@ -105,3 +107,24 @@ async def test_an_early_frame_with_the_true_token_buys_no_time(session: SandboxS
     again = await session.exec("6 * 7")
     assert again.result == "42"
     await healthy()
+
+
+CHATTER = {
+    "many_lines": "lines = b'\\n' + b'{}\\n' * 20_000",
+    "long_lines": "lines = b'[' * 500_000 + b'\\n'",
+    "no_lines": "lines = b'x' * 65_536",
+    "empty_lines": "lines = b'\\n' * 65_536",
+}
+
+
+@pytest.mark.parametrize("name", CHATTER)
+async def test_endless_talk_on_the_workers_own_line_ends_the_call(
+    session: SandboxSession, healthy: Healthy, name: str
+) -> None:
+    talk = asyncio.create_task(session.exec(CHATTER[name] + "\nimport os\nwhile True: os.write(3, lines)", timeout_s=5))
+    await asyncio.sleep(0.1)
+    await healthy()
+    result = await talk
+    assert result.status == "output_limit"
+    assert result.wall_s < 2
+    assert (await session.exec("6 * 7")).result == "42"

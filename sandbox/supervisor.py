@@ -23,6 +23,7 @@ INTERRUPT_GRACE_S = 0.5
 DEATH_DEADLINE_S = 5.0
 WATCH_INTERVAL_S = 0.05
 _SMALL_FRAME_BYTES = 65_536
+_AFTER_TOKEN_BYTES = 8  # the token is the last thing in a reply
 _MAX_CHATTER_BYTES = 1024**2  # of a call, on the worker's own line, beside its one frame
 
 
@@ -78,7 +79,6 @@ class Interpreter:
         self._child = child
         self._call: _Call | None = None
         self._buffer = bytearray()
-        self._skipping = False
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._usage = Usage(cpu_s=0.0, peak_rss_bytes=0)  # at the end of its last call; it is stopped in between
         self._closed = False
@@ -139,49 +139,45 @@ class Interpreter:
             if self._ready.done():  # without its line of orders it is of no use
                 self._kill()
             return
-        if self._ready.done() and not self._is_expected(len(data)):
-            return
-        *lines, rest = data.split(b"\n")
-        for line in lines:
-            if not self._skipping and len(self._buffer) + len(line) <= self._max_frame_bytes():
-                self._on_line(bytes(self._buffer) + line)
-            self._buffer.clear()
-            self._skipping = False
-        self._buffer += rest
-        if len(self._buffer) > self._max_frame_bytes():  # garbage: wait for its end
-            self._buffer.clear()
-            self._skipping = True
+        if not self._ready.done():
+            self._look_for_ready(data)
+        elif self._call is not None and self._is_bearable(self._call, len(data)):
+            self._look_for_reply(self._call, data)
 
-    def _is_expected(self, num_bytes: int) -> bool:
-        """Whether to look at what the worker says: not between calls, and not when it talks without end."""
-        if (call := self._call) is None:
-            return False
+    def _look_for_ready(self, data: bytes) -> None:
+        *lines, rest = (bytes(self._buffer) + data).split(b"\n")
+        self._buffer[:] = rest
+        for frame in filter(None, map(_frame, lines)):
+            if "failed" in frame:
+                self._ready.set_exception(BackendError(f"a session could not be set up: {frame['failed']}"))
+                return
+            if frame.get("ready"):
+                self._ready.set_result(None)
+                return
+
+    def _look_for_reply(self, call: _Call, data: bytes) -> None:
+        """Find the line with the token; everything else the program may have written, cheaply passed over."""
+        token = call.token.encode()
+        begin = max(len(self._buffer) - len(token) - _AFTER_TOKEN_BYTES, 0)
+        self._buffer += data
+        while (at := self._buffer.find(token, begin)) >= 0 and (end := self._buffer.find(b"\n", at)) >= 0:
+            start, begin = self._buffer.rfind(b"\n", 0, at) + 1, 0
+            frame = _frame(bytes(self._buffer[start:end])) if end - start <= call.max_frame_bytes else None
+            del self._buffer[: end + 1]
+            if frame is not None and frame.get("token") == call.token:
+                self._finish(frame)
+        del self._buffer[: self._buffer.rfind(b"\n", begin) + 1]
+        if len(self._buffer) > call.max_frame_bytes:
+            self._buffer.clear()
+
+    def _is_bearable(self, call: _Call, num_bytes: int) -> bool:
+        """False once the worker, or a program in its name, has said far more than a reply; that ends it."""
         call.num_control_bytes += num_bytes
         if call.num_control_bytes <= call.max_frame_bytes + _MAX_CHATTER_BYTES:
             return True
         call.is_flooding = True
         self._kill()
         return False
-
-    def _max_frame_bytes(self) -> int:
-        return self._call.max_frame_bytes if self._call is not None else _SMALL_FRAME_BYTES
-
-    def _on_line(self, line: bytes) -> None:
-        if self._ready.done() and (self._call is None or self._call.token.encode() not in line):
-            return  # before it costs anything: a program can write lines without end
-        try:
-            frame = json.loads(line)
-        except (ValueError, RecursionError):
-            return
-        if not isinstance(frame, dict):
-            return
-        if not self._ready.done():
-            if "failed" in frame:
-                self._ready.set_exception(BackendError(f"a session could not be set up: {frame['failed']}"))
-            elif frame.get("ready"):
-                self._ready.set_result(None)
-        elif self._call is not None and frame.get("token") == self._call.token:
-            self._finish(frame)
 
     def _on_exit(self, exited: asyncio.Future[Exit]) -> None:
         if not self._ready.done():
@@ -225,6 +221,7 @@ class Interpreter:
             max_frame_bytes=max_frame_bytes,
             done=asyncio.get_running_loop().create_future(),
         )
+        self._buffer.clear()
         self._call = call
         if not self.is_alive:
             self._finish(None)
@@ -323,6 +320,15 @@ class Interpreter:
             cpu_s=max(after.cpu_s - before.cpu_s, 0.0),
             peak_rss_bytes=after.peak_rss_bytes,
         )
+
+
+def _frame(line: bytes) -> dict[str, Any] | None:
+    """A line as the record it may be; the worker is not believed to write JSON."""
+    try:
+        frame = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return frame if isinstance(frame, dict) else None
 
 
 def _is_cut(frame: dict[str, Any], cap: int) -> bool:

@@ -223,16 +223,18 @@ class Pool:
         """Read one. Raises FileRefused, BackendError, Overloaded."""
         answer = await self._transfer(session, {"op": "get", "path": path, "max_bytes": MAX_FILE_BYTES})
         try:
-            return base64.b64decode(str(answer), validate=True)
+            if answer is None:
+                raise ValueError("no content")
+            return base64.b64decode(answer, validate=True)
         except ValueError as error:
             raise FileRefused("the session's answer is not a file") from error
 
-    async def _transfer(self, session: Session, request: dict[str, object]) -> object:
-        async def transfer(interpreter: Interpreter, _is_fresh: bool) -> object:
+    async def _transfer(self, session: Session, request: dict[str, object]) -> str | None:
+        async def transfer(interpreter: Interpreter, _is_fresh: bool) -> str | None:
             frame = await interpreter.transfer(request, timeout_s=FILE_TIMEOUT_S, max_frame_bytes=2 * MAX_FILE_BYTES)
-            if frame.get("ok") is not True:
-                raise FileRefused(str(frame.get("traceback"))[:500])
-            return frame.get("result")
+            if not frame.ok:
+                raise FileRefused(str(frame.traceback)[:500])
+            return frame.result
 
         return await self._on_a_slot(session, transfer, max_queue_s=FILE_TIMEOUT_S)
 

@@ -14,6 +14,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from sandbox.backends.base import Backend, BackendError, Child, Exit, Stream, Usage
 from sandbox.protocol import ExecResult, Limits, Status
 from sandbox.worker import OUTPUT_HARD_CAP_BYTES
@@ -25,6 +27,24 @@ WATCH_INTERVAL_S = 0.05
 _SMALL_FRAME_BYTES = 65_536
 _AFTER_TOKEN_BYTES = 8  # the token is the last thing in a reply
 _MAX_CHATTER_BYTES = 1024**2  # of a call, on the worker's own line, beside its one frame
+
+
+class Frame(msgspec.Struct):
+    """All that is ever read of a worker's frame. Typed, so that whatever else a program puts into one is never built:
+
+    16 MB of empty lists, decoded freely, would hold the service up for seconds and take half a gigabyte.
+    """
+
+    token: str = ""
+    ready: bool = False
+    failed: str = ""
+    ok: bool = False
+    result: str | None = None
+    traceback: str | None = None
+    exit_code: int | None = None
+
+
+_decode = msgspec.json.Decoder(Frame).decode
 
 
 class _Capture:
@@ -66,7 +86,7 @@ class _Call:
     stdout: _Capture
     stderr: _Capture
     max_frame_bytes: int
-    done: asyncio.Future[dict[str, Any] | None]  # the worker's frame, or None: it ended, or must be stopped
+    done: asyncio.Future[Frame | None]  # the worker's frame, or None: it ended, or must be stopped
     num_control_bytes: int = 0
     is_flooding: bool = False
     is_over_limit: bool = False
@@ -148,10 +168,10 @@ class Interpreter:
         *lines, rest = (bytes(self._buffer) + data).split(b"\n")
         self._buffer[:] = rest
         for frame in filter(None, map(_frame, lines)):
-            if "failed" in frame:
-                self._ready.set_exception(BackendError(f"a session could not be set up: {frame['failed']}"))
+            if frame.failed:
+                self._ready.set_exception(BackendError(f"a session could not be set up: {frame.failed}"))
                 return
-            if frame.get("ready"):
+            if frame.ready:
                 self._ready.set_result(None)
                 return
 
@@ -164,7 +184,7 @@ class Interpreter:
             start, begin = self._buffer.rfind(b"\n", 0, at) + 1, 0
             frame = _frame(bytes(self._buffer[start:end])) if end - start <= call.max_frame_bytes else None
             del self._buffer[: end + 1]
-            if frame is not None and frame.get("token") == call.token:
+            if frame is not None and frame.token == call.token:
                 self._finish(frame)
         del self._buffer[: self._buffer.rfind(b"\n", begin) + 1]
         if len(self._buffer) > call.max_frame_bytes:
@@ -185,7 +205,7 @@ class Interpreter:
             self._ready.exception()  # nobody may be waiting any more
         self._finish(None)
 
-    def _finish(self, frame: dict[str, Any] | None) -> None:
+    def _finish(self, frame: Frame | None) -> None:
         if self._call is not None and not self._call.done.done():
             self._call.done.set_result(frame)
 
@@ -203,7 +223,7 @@ class Interpreter:
         wall_s = time.monotonic() - began
         return self._result(frame, call, status, wall_s, before, max_output_bytes)
 
-    async def transfer(self, request: dict[str, Any], *, timeout_s: float, max_frame_bytes: int) -> dict[str, Any]:
+    async def transfer(self, request: dict[str, Any], *, timeout_s: float, max_frame_bytes: int) -> Frame:
         """A file in or out: the worker's (untrusted) answer. Raises BackendError when there is none."""
         frame, _, _ = await self._request(request, timeout_s, 0, max_frame_bytes)
         if frame is None:
@@ -212,7 +232,7 @@ class Interpreter:
 
     async def _request(
         self, request: dict[str, Any], timeout_s: float, cap: int, max_frame_bytes: int
-    ) -> tuple[dict[str, Any] | None, _Call, Status | None]:
+    ) -> tuple[Frame | None, _Call, Status | None]:
         """The frame and the reason for stopping it, if it was stopped."""
         call = _Call(
             token=secrets.token_hex(16),
@@ -290,7 +310,7 @@ class Interpreter:
 
     def _result(
         self,
-        frame: dict[str, Any] | None,
+        frame: Frame | None,
         call: _Call,
         status: Status | None,
         wall_s: float,
@@ -301,44 +321,39 @@ class Interpreter:
         if call.is_over_limit or (exited is not None and exited.is_oom):
             status = "oom"
         elif status is None:
-            status = "crashed" if frame is None else "ok" if frame.get("ok") is True else "error"
+            status = "crashed" if frame is None else "ok" if frame.ok else "error"
         if exited is not None:
             after = Usage(cpu_s=exited.cpu_s, peak_rss_bytes=max(exited.peak_rss_bytes, before.peak_rss_bytes))
         else:
             self._usage = after = self._child.usage()
-        exit_code = exited.exit_code if exited is not None else frame.get("exit_code") if frame is not None else None
-        texts = {key: _text(frame, key, cap) for key in ("result", "traceback")}
+        exit_code = exited.exit_code if exited is not None else frame.exit_code if frame is not None else None
         return ExecResult(
             status=status,
             stdout=call.stdout.text(),
             stderr=call.stderr.text(),
-            result=texts["result"] if status == "ok" else None,
-            traceback=texts["traceback"] if status == "error" else None,
+            result=_text(frame.result, cap) if frame and status == "ok" else None,
+            traceback=_text(frame.traceback, cap) if frame and status == "error" else None,
             truncated=call.stdout.truncated or call.stderr.truncated or bool(frame and _is_cut(frame, cap)),
-            exit_code=exit_code if isinstance(exit_code, int) and abs(exit_code) < 2**31 else None,
+            exit_code=exit_code if exit_code is not None and abs(exit_code) < 2**31 else None,
             wall_s=wall_s,
             cpu_s=max(after.cpu_s - before.cpu_s, 0.0),
             peak_rss_bytes=after.peak_rss_bytes,
         )
 
 
-def _frame(line: bytes) -> dict[str, Any] | None:
+def _frame(line: bytes) -> Frame | None:
     """A line as the record it may be; the worker is not believed to write JSON."""
     try:
-        frame = json.loads(line)
-    except (ValueError, RecursionError):
+        return _decode(line)
+    except (ValueError, RecursionError):  # msgspec's errors are ValueErrors
         return None
-    return frame if isinstance(frame, dict) else None
 
 
-def _is_cut(frame: dict[str, Any], cap: int) -> bool:
+def _is_cut(frame: Frame, cap: int) -> bool:
     """The worker marks its cuts by exceeding the cap with the note of how much it cut."""
-    return any(isinstance(text := frame.get(key), str) and len(text) > cap for key in ("result", "traceback"))
+    return any(text is not None and len(text) > cap for text in (frame.result, frame.traceback))
 
 
-def _text(frame: dict[str, Any] | None, key: str, cap: int) -> str | None:
-    """A text of the worker's, made safe: a string, of bounded length, without lone surrogates."""
-    text = None if frame is None else frame.get(key)
-    if not isinstance(text, str):
-        return None
-    return text[: cap + 100].encode("utf-8", "backslashreplace").decode("utf-8")
+def _text(text: str | None, cap: int) -> str | None:
+    """A text of the worker's, of bounded length whatever it did to its own cap."""
+    return None if text is None else text[: cap + 100]

@@ -84,7 +84,8 @@ class Worker:
             self._send({**reply, "token": request["token"]})
 
     def _send(self, frame: dict[str, Any]) -> None:
-        view = memoryview(b"\n" + json.dumps(frame).encode() + b"\n")
+        texts = {key: _printable(value) if isinstance(value, str) else value for key, value in frame.items()}
+        view = memoryview(b"\n" + json.dumps(texts).encode() + b"\n")
         while view:
             view = view[os.write(self._out_fd, view) :]
 
@@ -211,6 +212,11 @@ def _flush(raws: list[_Stream]) -> None:
             stream.flush()
         with contextlib.suppress(OSError):
             raw.drain()
+
+
+def _printable(text: str) -> str:
+    """Lone surrogates spelled out: no reader of JSON has to take them."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _cut(text: str, cap: int) -> str:

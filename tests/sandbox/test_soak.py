@@ -16,6 +16,7 @@ import pytest
 
 from sandbox.client import SandboxClient
 from tests.sandbox.attacks import test_input, test_memory, test_output, test_processes, test_time
+from tests.sandbox.attacks.conftest import mounts
 from tests.sandbox.conftest import TOKEN, control_groups, descendants, stop_service, wait_until
 from tests.sandbox.tiers import TIERS, why_not
 
@@ -44,7 +45,7 @@ def sample(pid: int) -> dict[str, int]:
         "processes": len(descendants(pid)),
         "descriptors": len(os.listdir(f"/proc/{pid}/fd")),
         "rss_mib": int(memory[1]) * os.sysconf("SC_PAGE_SIZE") // 2**20,
-        "mounts": len(Path(f"/proc/{pid}/mounts").read_text().splitlines()),
+        "mounts": len(mounts(pid)),
         "control_groups": sum(1 for parent in control_groups(pid) for _ in parent.glob("*/")),
         "folders": len(list(Path("/tmp").glob("sandbox-*"))) + len(os.listdir("/dev/shm")),
     }

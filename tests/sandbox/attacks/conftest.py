@@ -59,7 +59,7 @@ def service(tier: Tier, request: pytest.FixtureRequest) -> Iterator[Service]:
 
 
 def _watched(tier: Tier, env: dict[str, str]) -> Iterator[Service]:
-    mounts, left_before = _mounts(), _leavings()
+    mounts_before, left_before = mounts(), _leavings()
     service = tier.start(env=env)
     pid = service.process.pid
     idle, memory_bytes = len(descendants(pid)), _rss_bytes(pid)
@@ -74,13 +74,13 @@ def _watched(tier: Tier, env: dict[str, str]) -> Iterator[Service]:
     assert exit_code == 0
     assert wait_until(lambda: not any(map(is_running, running))), "orphans after the stop"
     assert control_groups(pid) == []
-    assert _mounts() == mounts
+    assert mounts() == mounts_before
     assert _leavings() <= left_before
 
 
-def _mounts() -> list[str]:
-    """Of this host, but for those of a Docker engine, which mounts and unmounts as it likes."""
-    lines = Path("/proc/self/mounts").read_text().splitlines()
+def mounts(pid: int | str = "self") -> list[str]:
+    """Of this host as a process sees it, but for those of a Docker engine, which mounts and unmounts as it likes."""
+    lines = Path(f"/proc/{pid}/mounts").read_text().splitlines()
     return [line for line in lines if "docker" not in line and line.split()[2] not in ("overlay", "nsfs")]
 
 

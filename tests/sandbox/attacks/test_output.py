@@ -128,3 +128,21 @@ async def test_endless_talk_on_the_workers_own_line_ends_the_call(
     assert result.status == "output_limit"
     assert result.wall_s < 2
     assert (await session.exec("6 * 7")).result == "42"
+
+
+async def test_a_true_token_in_a_monstrous_frame_costs_nobody_anything(
+    session: SandboxSession, healthy: Healthy
+) -> None:
+    replace = (
+        "import sys, os\nworker = sys.modules['sandbox.worker'].Worker\n"
+        "def answer(self, request):\n"
+        "  text = b'\\n{\"ok\": true, \"x\": [' + b'[],' * 5_000_000 + b'[]], \"token\": \"' + request['token'].encode() + b'\"}\\n'\n"
+        "  view = memoryview(text)\n  while view: view = view[os.write(3, view):]\n  os._exit(0)\n"
+        "worker._file = answer"
+    )
+    await session.exec(replace)
+    fetching = asyncio.create_task(session.get_file("x"))
+    await asyncio.sleep(0.1)
+    await healthy()
+    with pytest.raises(ValueError):
+        await fetching

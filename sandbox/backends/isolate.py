@@ -85,8 +85,9 @@ def build_root() -> None:
 
 @functools.cache
 def library_folders() -> list[str]:
-    """Real folders to show, outermost only."""
-    wanted = {*_SYSTEM_FOLDERS, sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix}
+    """Real folders to show, outermost only. Not all of sys.path: an editable install puts a whole checkout there."""
+    packages = [path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages")]
+    wanted = {*_SYSTEM_FOLDERS, *packages, sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix}
     real = sorted(
         path for path in wanted if os.path.isdir(path) and not (path in _SYSTEM_FOLDERS and os.path.islink(path))
     )

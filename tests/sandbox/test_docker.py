@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
 
 import pytest
 
-from sandbox.client import SandboxClient
+from sandbox.backends import docker as docker_backend
+from sandbox.backends import isolate
+from sandbox.backends.base import BackendSettings
+from sandbox.client import SandboxClient, SandboxUnavailable
 from tests.docker_engine import IMAGE
 from tests.sandbox.conftest import TOKEN, stop_service, wait_until
 from tests.sandbox.tiers import TIERS
@@ -71,8 +78,131 @@ async def test_a_container_is_as_hard_as_it_says(docker_environment: dict[str, s
     assert "no-new-privileges" in host["SecurityOpt"][0]
     assert host["PidsLimit"] == 33 and host["Memory"] == host["MemorySwap"] > 0 and host["NanoCpus"] == 10**9
     assert host["LogConfig"]["Type"] == "none"
-    assert int(config["User"].split(":")[0]) > 10**9
+    assert int(config["User"].split(":")[0]) >= isolate.HOST_UID_BASE
     assert not any("TOKEN" in entry or "SECRET" in entry for entry in config["Env"])
+
+
+TOUCH_PID_1 = """
+import os
+reached = []
+for number in range(64):
+    for flag in (os.O_RDONLY, os.O_WRONLY):
+        try: reached.append(os.open(f'/proc/1/fd/{number}', flag))
+        except OSError: pass
+for name in ('mem', 'environ', 'maps', 'auxv', 'cwd', 'root'):
+    try: reached.append(os.open(f'/proc/1/{name}', os.O_RDONLY))
+    except OSError: pass
+for signum in range(1, 65):
+    os.kill(1, signum)
+reached
+"""
+
+
+async def test_pid_1_is_out_of_a_programs_reach(docker_environment: dict[str, str]) -> None:
+    service = TIERS["docker"].start(slots=1, env=docker_environment)
+    try:
+        async with SandboxClient(service.url, TOKEN) as client, client.session() as session:
+            assert (await session.exec(TOUCH_PID_1)).result == "[]"
+            after = await session.exec("import os; sorted(os.environ)")
+            assert not after.state_lost
+            allowed = {*isolate.ENVIRONMENT, "PATH", "PYTHONPATH", "HOSTNAME"}
+            assert set(json.loads((after.result or "").replace("'", '"'))) <= allowed
+    finally:
+        stop_service(service)
+
+
+@contextlib.asynccontextmanager
+async def line_to_the_engine(target: str, path: Path) -> AsyncIterator[asyncio.Event]:
+    """A socket at `path` that leads to the engine's until the event is set."""
+    cut = asyncio.Event()
+    lines: set[asyncio.StreamWriter] = set()
+
+    async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(65_536):
+                writer.write(data)
+                await writer.drain()
+        writer.close()
+
+    async def connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there_reader, there_writer = await asyncio.open_unix_connection(target)
+        lines.update((writer, there_writer))
+        await asyncio.gather(pass_on(reader, there_writer), pass_on(there_reader, writer))
+
+    async def hang_up() -> None:
+        await cut.wait()
+        server.close()
+        path.unlink()
+        for writer in lines:
+            writer.transport.abort()
+
+    server = await asyncio.start_unix_server(connection, path)
+    hanging_up = asyncio.create_task(hang_up())
+    yield cut
+    cut.set()
+    await hanging_up
+
+
+async def test_an_engine_that_stops_is_named(docker_environment: dict[str, str], tmp_path: Path) -> None:
+    before = set(containers(docker_environment))
+    target = docker_environment.get("DOCKER_HOST", "unix:///var/run/docker.sock").removeprefix("unix://")
+    path = tmp_path / "engine.sock"
+    async with line_to_the_engine(target, path) as cut:
+        environment = docker_environment | {"DOCKER_HOST": f"unix://{path}"}
+        service = await asyncio.to_thread(TIERS["docker"].start, slots=1, env=environment)
+        try:
+            async with SandboxClient(service.url, TOKEN) as client, client.session() as session:
+                assert (await session.exec("6 * 7")).result == "42"
+                cut.set()
+                await asyncio.sleep(0.5)
+                with pytest.raises(SandboxUnavailable, match=r"a container could not be started: .*No such file"):
+                    await session.exec("6 * 7")
+                assert (await client.health()).backend == "docker"
+        finally:
+            await asyncio.to_thread(stop_service, service)
+    assert wait_until(lambda: set(containers(docker_environment)) <= before, 20)
+
+
+async def test_what_a_killed_service_had_not_started_is_swept(
+    docker_environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = docker(docker_environment, "create", "--label", "agentrl.sandbox=killed", IMAGE)
+    monkeypatch.setattr(docker_backend, "LEFTOVER_AGE_S", 2.0)
+    for name, value in docker_environment.items():
+        monkeypatch.setenv(name, value)
+    backend = docker_backend.DockerBackend(BackendSettings())
+    await backend.start()
+    assert left[:12] in containers(docker_environment)  # it could be another service's, about to be started
+    await backend.stop()
+    time.sleep(3)
+    await backend.start()
+    await backend.stop()
+    assert left[:12] not in containers(docker_environment)
+
+
+HALF_AN_ENGINE = """
+import socket, sys, time
+server = socket.socket(socket.AF_UNIX)
+server.bind(sys.argv[1])
+server.listen()
+held = []
+while True:
+    line, _ = server.accept()
+    if b'/version' in line.recv(65536):
+        line.sendall(b'HTTP/1.1 200 OK\\r\\nContent-Length: 21\\r\\n\\r\\n{"ApiVersion":"1.45"}')
+    held.append(line)  # and not a word more
+"""
+
+
+def test_an_engine_that_hangs_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "engine.sock"
+    with subprocess.Popen([sys.executable, "-c", HALF_AN_ENGINE, str(path)]) as engine:
+        try:
+            assert wait_until(path.exists, 10)
+            said = refused({"DOCKER_HOST": f"unix://{path}"})
+        finally:
+            engine.kill()
+    assert f"no Docker engine answers at unix://{path}" in said and "Traceback" not in said
 
 
 def refused(environment: Mapping[str, str], *flags: str) -> str:

@@ -180,31 +180,6 @@ async def test_what_a_killed_service_had_not_started_is_swept(
     assert left[:12] not in containers(docker_environment)
 
 
-HALF_AN_ENGINE = """
-import socket, sys, time
-server = socket.socket(socket.AF_UNIX)
-server.bind(sys.argv[1])
-server.listen()
-held = []
-while True:
-    line, _ = server.accept()
-    if b'/version' in line.recv(65536):
-        line.sendall(b'HTTP/1.1 200 OK\\r\\nContent-Length: 21\\r\\n\\r\\n{"ApiVersion":"1.45"}')
-    held.append(line)  # and not a word more
-"""
-
-
-def test_an_engine_that_hangs_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "engine.sock"
-    with subprocess.Popen([sys.executable, "-c", HALF_AN_ENGINE, str(path)]) as engine:
-        try:
-            assert wait_until(path.exists, 10)
-            said = refused({"DOCKER_HOST": f"unix://{path}"})
-        finally:
-            engine.kill()
-    assert f"no Docker engine answers at unix://{path}" in said and "Traceback" not in said
-
-
 def refused(environment: Mapping[str, str], *flags: str) -> str:
     """What a service says that does not start."""
     done = subprocess.run(

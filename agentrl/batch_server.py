@@ -1,4 +1,4 @@
-"""The three HTTP routes between orchestrator and learner (see wire.py). Knows nothing of what a batch holds."""
+"""The four HTTP routes between orchestrator and learner (see wire.py). Knows nothing of what a batch holds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fastapi import FastAPI, HTTPException, Request, Response
 
 from agentrl import wire
 from agentrl.errors import AgentRLError, ConfigError, EngineError
-from agentrl.types import Batch, StepOutput, WeightsRef
+from agentrl.types import Batch, StepOutput, TransferInit, WeightsRef
 
 MAX_BODY_BYTES = 64 * 1024**2
 
@@ -24,19 +24,27 @@ class RunOver(AgentRLError):
     """There will be no further batch."""
 
 
+class WeightsWanted(AgentRLError):
+    """An engine was restarted: the learner must publish the version it holds again before it gets a batch."""
+
+
 class LearnerPort(Protocol):
     """What the learner asks of the orchestrator."""
 
     async def next_batch(self, policy_version: int) -> Batch:
-        """The batch to consume at this version. Raises RunOver."""
+        """The batch to consume at this version. Raises RunOver, WeightsWanted."""
         ...
 
     async def step_done(self, output: StepOutput) -> None:
         """A step was made."""
         ...
 
+    async def transfer_opened(self, init: TransferInit) -> None:
+        """Returns once every engine joined the learner's group. Raises EngineError."""
+        ...
+
     async def weights_published(self, ref: WeightsRef) -> None:
-        """Returns once every engine holds the weights."""
+        """Returns once every engine holds the weights. Raises EngineError."""
         ...
 
 
@@ -56,6 +64,8 @@ def create_app(port: LearnerPort, *, token: str) -> FastAPI:
                 return _packed(await port.next_batch(policy_version))
         except TimeoutError:
             return Response(status_code=204)
+        except WeightsWanted:
+            return Response(status_code=205)
         except RunOver:
             return Response(status_code=410)
 
@@ -65,17 +75,32 @@ def create_app(port: LearnerPort, *, token: str) -> FastAPI:
         await port.step_done(_decoded(await _body(request), StepOutput))
         return Response(status_code=200)
 
+    @app.post(wire.TRANSFER)
+    async def transfer(request: Request) -> Response:
+        check(request)
+        init = _decoded(await _body(request), TransferInit)
+        with _refused_by_the_engine():
+            await port.transfer_opened(init)
+        return Response(status_code=200)
+
     @app.post(wire.WEIGHTS)
     async def weights(request: Request) -> Response:
         check(request)
-        try:
-            await port.weights_published(_decoded(await _body(request), WeightsRef))
-        except EngineError as error:
-            # The conductor has it too, and ends the run with it; the learner only has to know that it is over.
-            raise HTTPException(503, str(error)) from error
+        ref = _decoded(await _body(request), WeightsRef)
+        with _refused_by_the_engine():
+            await port.weights_published(ref)
         return Response(status_code=200)
 
     return app
+
+
+@contextmanager
+def _refused_by_the_engine() -> Iterator[None]:
+    """The conductor has the error too, and ends the run with it; the learner only has to know that it is over."""
+    try:
+        yield
+    except EngineError as error:
+        raise HTTPException(503, str(error)) from error
 
 
 async def _body(request: Request) -> bytes:

@@ -98,13 +98,33 @@ class EngineConfig(Section):
     """0 picks a free port."""
     max_num_seqs: PositiveInt = 64
     kv_cache_bytes: PositiveInt = 268_435_456
-    """KV cache on CPU; on a GPU vLLM's own memory fraction rules."""
+    """KV cache on CPU."""
+    gpu_memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """Share of a GPU's memory that vLLM takes; lower it where the learner works on the same GPU."""
+    gpus: tuple[Annotated[int, Field(ge=0)], ...] | None = None
+    """Which GPUs the engine uses, e.g. [0, 1]; None: those that the process sees."""
+    tensor_parallel: PositiveInt = 1
+    """GPUs that share one copy of the model."""
+    stream_interval: PositiveInt = 16
+    """Tokens between two messages of a running generation: what a dying engine loses at most. 1 loses least and costs
+    most."""
+    weight_transfer: Literal["auto", "safetensors", "reload", "gloo", "nccl", "ipc"] = "auto"
+    """How weights travel: through a folder in memory or on disk (safetensors; reload, which needs no plugin), or from
+    process to process (nccl and ipc on GPUs, gloo on CPUs). auto: safetensors on CPUs, nccl on GPUs."""
     kv_on_update: Literal["stale", "recompute"] = "recompute"
     """Running requests after a weight update: keep the old KV entries, or recompute them with the new weights."""
+    max_restarts: Annotated[int, Field(ge=0)] = 3
+    """Times in a run that an engine which died is started again, with the present weights; its requests go on."""
     start_timeout_s: PositiveFloat = 180.0
     request_timeout_s: PositiveFloat = 120.0
-    parity_bound: PositiveFloat = 1e-3
-    """Largest allowed |engine - learner| logprob on the probe text after an update (float32 on CPU measures 1e-5)."""
+    """Longest wait for an answer, or for the next tokens of one."""
+    update_timeout_s: PositiveFloat = 300.0
+    """Deadline of one weight update; after it the weights of before go on."""
+    parity_bound: PositiveFloat | Literal["auto"] = "auto"
+    """Largest allowed |engine - learner| logprob on the probe text after an update. auto: by model.dtype, see
+    docs/engine.md."""
+    parity_every: PositiveInt = 1
+    """Probe the first update and every n-th after it."""
 
 
 class SandboxConfig(Section):

@@ -24,6 +24,17 @@ MODULE = "vllm.entrypoints.launchers.api_server.entry"
 POLL_S = 0.1
 
 Device = Literal["cpu", "cuda"]
+Transfer = Literal["safetensors", "reload", "gloo", "nccl", "ipc"]
+BACKENDS: dict[Transfer, str] = {
+    "safetensors": "safetensors",
+    "reload": "safetensors",  # not used, but harmless
+    "gloo": "gloo",
+    "nccl": "agentrl_nccl",
+    "ipc": "agentrl_ipc",
+}
+"""Names under which vllm_plugin.py registers what it adds to vLLM's weight transfer."""
+WORKER_EXTENSION = "agentrl.vllm_worker.WorkerExtension"
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def check_version() -> tuple[str, str]:
@@ -68,12 +79,43 @@ def device_of(config: EngineConfig) -> Device:
     return "cuda" if has_gpu and not cpu_build else "cpu"
 
 
+def transfer_of(config: EngineConfig) -> Transfer:
+    """The way weights travel. `auto`: safetensors on a CPU or to a server run by others, ipc on one GPU, else nccl.
+
+    Raises ConfigError for one that the device, or the network, does not allow.
+    """
+    if config.url is not None:
+        return "safetensors" if config.weight_transfer == "auto" else config.weight_transfer
+    device, wanted = device_of(config), config.weight_transfer
+    if wanted == "auto":
+        if device == "cpu":
+            return "safetensors"
+        return "ipc" if len(list(Path("/dev").glob("nvidia[0-9]*"))) == 1 else "nccl"
+    if wanted in ("nccl", "ipc") and device == "cpu":
+        raise ConfigError(f"engine.weight_transfer={wanted} needs NVIDIA GPUs; use safetensors, or gloo, on a CPU")
+    if wanted == "gloo" and device == "cuda":
+        raise ConfigError("engine.weight_transfer=gloo is for CPUs; use nccl, or ipc on one GPU")
+    if wanted == "ipc" and config.host not in LOOPBACK:
+        raise ConfigError(
+            f"engine.weight_transfer=ipc lets vLLM unpickle what it is sent: not with engine.host={config.host}, "
+            "which others can reach. Use 127.0.0.1, or nccl"
+        )
+    return wanted
+
+
 def describe(config: EngineConfig) -> str:
-    """One line: what `command` chose."""
+    """A few lines: what `command` chose."""
     name, version = check_version()
-    device = device_of(config)
-    cache = f"KV cache {config.kv_cache_bytes // 2**20} MiB, eager, one thread" if device == "cpu" else "CUDA graphs"
-    return f"{name} {version} on {device}: {config.max_num_seqs} sequences, {cache}, KV {config.kv_on_update} on update"
+    if device_of(config) == "cpu":
+        where = f"on the CPU, one thread, eager, KV cache {config.kv_cache_bytes // 2**20} MiB"
+    else:
+        gpus = "GPUs " + ",".join(map(str, config.gpus)) if config.gpus is not None else "the GPUs it sees"
+        where = f"on {gpus}, {config.gpu_memory_fraction:.0%} of their memory, tensor parallel {config.tensor_parallel}"
+    return (
+        f"{name} {version} {where}; {config.max_num_seqs} sequences at once\n"
+        f"weights by {transfer_of(config)}, KV of running requests after an update: {config.kv_on_update}, "
+        f"{config.stream_interval} tokens a message"
+    )
 
 
 def command(
@@ -88,6 +130,7 @@ def command(
     seed: int,
 ) -> tuple[list[str], dict[str, str]]:
     """Argument list and added environment of the server. Raises ConfigError for a device that cannot be had."""
+    transfer = transfer_of(config)
     argv = [
         *(sys.executable, "-m", MODULE),
         *("--model", model_path, "--served-model-name", served_name),
@@ -96,7 +139,9 @@ def command(
         *("--max-model-len", str(max_context), "--max-num-seqs", str(config.max_num_seqs)),
         *("--generation-config", "vllm"),  # the model folder must not change how we sample
         *("--logprobs-mode", "processed_logprobs"),  # those of the distribution sampled from
-        *("--weight-transfer-config", json.dumps({"backend": "safetensors"})),
+        *("--stream-interval", str(config.stream_interval)),
+        *("--weight-transfer-config", json.dumps({"backend": BACKENDS[transfer]})),
+        *("--worker-extension-cls", WORKER_EXTENSION),
         *("--enable-scale-out", "--disable-log-stats", "--disable-uvicorn-access-log"),
         *("--uvicorn-log-level", "warning"),
     ]
@@ -105,6 +150,12 @@ def command(
         argv += ["--enforce-eager", "--distributed-executor-backend", "uni"]
         argv += ["--kv-cache-memory-bytes", str(config.kv_cache_bytes)]
         env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
+    else:
+        argv += ["--gpu-memory-utilization", str(config.gpu_memory_fraction)]
+        argv += ["--tensor-parallel-size", str(config.tensor_parallel)]
+        env |= {} if config.gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, config.gpus))}
+    if transfer == "ipc":
+        env["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # its handles are pickled; see transfer_of
     if Path(model_path).is_dir():
         env["HF_HUB_OFFLINE"] = "1"
     return argv, env

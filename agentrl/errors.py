@@ -8,6 +8,7 @@ AgentRLError
  |   +- EnvError           the environment's own code raised
  |   +- SandboxError       the sandbox service failed (model code that fails is an observation, not this)
  |   +- EngineError        the engine failed
+ |   |   +- EngineGone        its process is gone, or the connection to it broke
  |   |   +- WeightSyncError   an engine does not hold the weights it should: always ends the run
  |   +- LearnerError       the learner process failed
  +- StaleTrajectoryError   the lag bound was broken at consumption: a bug, ends the run
@@ -51,6 +52,10 @@ class SandboxError(InfraError):
 
 class EngineError(InfraError):
     """The engine failed, answered nonsense, or is gone."""
+
+
+class EngineGone(EngineError):
+    """Nobody answers for the engine any more: it may come back."""
 
 
 class WeightSyncError(EngineError):

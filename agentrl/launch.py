@@ -26,6 +26,8 @@ SERVED_NAME = "policy"
 TOKEN_VARIABLE = "AGENTRL_TOKEN"
 SANDBOX_START_TIMEOUT_S = 60.0
 WEIGHTS_PREFIX = "agentrl-weights-"
+PARITY_BOUNDS = {"float32": 1e-4, "bfloat16": 0.5}
+"""Largest allowed |engine - learner| logprob by model.dtype: some ten times what benchmarks/engine.md measures."""
 
 
 def port_of(host: str, port: int, *, key: str) -> int:
@@ -127,23 +129,31 @@ def _engine_command(config: Config, model_path: str) -> tuple[str, list[str], di
 
 
 async def engine_ready(url: str, settings: EngineConfig, parts: Sequence[Child]) -> None:
-    """Wait until it serves. Raises EngineError with the end of its log."""
+    """Wait until it serves; from then on it is started again when it dies. Raises EngineError with its log's end."""
     await engine_server.wait_ready(
         url,
         poll=parts[0].poll if parts else lambda: None,
         log_tail=parts[0].log_tail if parts else lambda: "",
         timeout_s=settings.start_timeout_s,
     )
+    for part in parts:
+        part.allow_restarts(settings.max_restarts)
 
 
-def engine_client(url: str, settings: EngineConfig, parts: Sequence[Child]) -> VLLMEngine:
+def engine_client(url: str, config: Config, parts: Sequence[Child]) -> VLLMEngine:
     """A client of a server that is ready; a server that was not started here names its model itself."""
+    settings = config.engine
+    bound = settings.parity_bound
     return VLLMEngine(
         url,
         model=SERVED_NAME if parts else None,
         request_timeout_s=settings.request_timeout_s,
+        update_timeout_s=settings.update_timeout_s,
+        return_timeout_s=settings.start_timeout_s if settings.max_restarts else 0.0,
         kv_on_update=settings.kv_on_update,
-        parity_bound=settings.parity_bound,
+        by_folder=engine_server.transfer_of(settings) == "reload",
+        parity_bound=PARITY_BOUNDS[config.model.dtype] if bound == "auto" else bound,
+        parity_every=settings.parity_every,
     )
 
 
@@ -161,6 +171,7 @@ async def learner_process(
         *launcher,
         *("--config", str(config_path), "--orchestrator", orchestrator_url),
         *("--weights-dir", str(weights_dir), "--run-dir", str(run_dir)),
+        *("--weight-transfer", engine_server.transfer_of(config.engine)),
     ]
     env = {TOKEN_VARIABLE: token, "OMP_NUM_THREADS": str(config.learner.num_threads)}
     async with child("learner", command, log_path=run_dir / "logs" / "learner.log", env=env) as part:

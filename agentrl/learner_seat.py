@@ -10,10 +10,11 @@ import time
 from collections.abc import Awaitable
 from typing import TypeVar
 
-from agentrl.batch_server import RunOver
+from agentrl.batch_server import RunOver, WeightsWanted
 from agentrl.errors import EngineError, LearnerError
 from agentrl.meter import MeteredEngine
-from agentrl.types import Batch, StepOutput, WeightsRef
+from agentrl.types import Batch, StepOutput, TransferInit, WeightsRef
+from agentrl.weight_keeper import WeightUpdate
 
 T = TypeVar("T")
 
@@ -32,7 +33,8 @@ class LearnerSeat:
         self._handed_out: tuple[float, float] | None = None  # clock, engine-busy seconds
         self._work_s = 0.0
         self._overlap_s = 0.0
-        self.last_gap_s = 0.0
+        self.last_update: WeightUpdate | None = None
+        """What the last weight update took."""
 
     # The conductor's side.
 
@@ -65,7 +67,9 @@ class LearnerSeat:
     # The learner's side: see batch_server.LearnerPort.
 
     async def next_batch(self, policy_version: int) -> Batch:
-        """Wait for the batch to consume at `policy_version`. Raises RunOver."""
+        """Wait for the batch to consume at `policy_version`. Raises RunOver, WeightsWanted."""
+        if self._engine.wants_weights:
+            raise WeightsWanted
         async with self._changed:
             await self._changed.wait_for(
                 lambda: self._over or (self._batch is not None and self._batch.policy_version == policy_version)
@@ -86,17 +90,27 @@ class LearnerSeat:
         self._batch = None
         self._outputs.put_nowait(output)
 
-    async def weights_published(self, ref: WeightsRef) -> None:
-        """Put the weights into the engine. A failure ends the run: it reaches the conductor as it is."""
-        if ref.policy_version <= self._published_version:
-            return
+    async def transfer_opened(self, init: TransferInit) -> None:
+        """Let the engine join the learner's group. A failure ends the run."""
         try:
-            self.last_gap_s = await self._engine.update_weights(ref)
+            await self._engine.init_transfer(init)
         except EngineError as error:
             self._refs.put_nowait(error)
             raise
-        self._published_version = ref.policy_version
-        self._refs.put_nowait(ref)
+
+    async def weights_published(self, ref: WeightsRef) -> None:
+        """Put the weights into the engine. A failure ends the run: it reaches the conductor as it is."""
+        is_new = ref.policy_version > self._published_version
+        if not is_new and not self._engine.wants_weights:
+            return
+        try:
+            self.last_update = await self._engine.update_weights(ref)
+        except EngineError as error:
+            self._refs.put_nowait(error)
+            raise
+        if is_new:
+            self._published_version = ref.policy_version
+            self._refs.put_nowait(ref)
 
 
 async def _within(waiting: Awaitable[T], seconds: float, what: str) -> T:

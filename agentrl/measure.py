@@ -13,9 +13,10 @@ from tempfile import TemporaryDirectory
 from agentrl import launch
 from agentrl.config import Config, parse
 from agentrl.console import EvalConsole
-from agentrl.engine import Engine, OpenAIEngine
+from agentrl.engine import Engine
 from agentrl.env import load_env_class
 from agentrl.evaluate import Evaluation, evaluate
+from agentrl.openai_engine import OpenAIEngine
 from agentrl.player import Player
 from agentrl.source import held_out_tasks
 from agentrl.train import check_model
@@ -106,5 +107,5 @@ async def _engine(request: Request, logs: Path, console: EvalConsole) -> AsyncIt
     async with launch.engine_process(config, model_path=config.model.path, logs=logs) as (url, parts):
         with console.phase("starting the engine (vLLM)"):
             await launch.engine_ready(url, config.engine, parts)
-        async with launch.watching(*parts), launch.engine_client(url, config.engine, parts) as engine:
+        async with launch.watching(*parts), launch.engine_client(url, config, parts) as engine:
             yield engine

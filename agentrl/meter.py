@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from agentrl.engine import Engine
-from agentrl.types import Completion, Sampling, WeightsRef
+from agentrl.engine import TrainableEngine
+from agentrl.types import Completion, Sampling, TransferInit, WeightsRef
+from agentrl.weight_keeper import WeightUpdate
 
 
 class BusyClock:
@@ -39,7 +40,7 @@ class BusyClock:
 class MeteredEngine:
     """An engine that counts its tokens and its busy seconds; time paused for new weights is not busy."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: TrainableEngine) -> None:
         self._engine = engine
         self.busy = BusyClock()
         self.num_tokens = 0
@@ -54,6 +55,19 @@ class MeteredEngine:
         self.num_tokens += len(completion.token_ids)
         return completion
 
-    async def update_weights(self, ref: WeightsRef) -> float:
-        """See Engine.update_weights."""
+    @property
+    def wants_weights(self) -> bool:
+        """See TrainableEngine.wants_weights."""
+        return self._engine.wants_weights
+
+    async def init_transfer(self, init: TransferInit) -> None:
+        """See TrainableEngine.init_transfer."""
+        await self._engine.init_transfer(init)
+
+    async def update_weights(self, ref: WeightsRef) -> WeightUpdate:
+        """See TrainableEngine.update_weights."""
         return await self._engine.update_weights(ref)
+
+    def metrics(self) -> dict[str, float]:
+        """See TrainableEngine.metrics."""
+        return self._engine.metrics()

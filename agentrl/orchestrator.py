@@ -22,7 +22,7 @@ from typing import Protocol
 from agentrl.breaker import ErrorBreaker
 from agentrl.buffer import TrajectoryBuffer
 from agentrl.config import Config
-from agentrl.engine import Engine
+from agentrl.engine import Engine, TrainableEngine
 from agentrl.errors import InfraError, NoLearningSignal
 from agentrl.evaluate import evaluate
 from agentrl.journal import GroupState, Journal
@@ -83,7 +83,7 @@ class Orchestrator:
         self,
         config: Config,
         *,
-        engine: Engine,
+        engine: TrainableEngine,
         play_group: PlayGroup,
         source: TaskSource,
         held_out: Sequence[Task],
@@ -228,7 +228,8 @@ class Orchestrator:
             **{f"ledger/{name}": float(getattr(ledger, name)) for name in ledger.__slots__},
             "buffer/ready_groups": float(ledger.ready),
             "buffer/in_flight_groups": float(ledger.in_flight),
-            "engine/update_gap_s": self._learner.last_gap_s,
+            **self._engine.metrics(),
+            **(self._learner.last_update.metrics() if self._learner.last_update else {}),
             "wait/learner_for_batch_s": output.metrics["learner/wait_batch_s"],
             "wait/rollout_for_slot_s": slot_wait_s,
             **timing,

@@ -6,16 +6,22 @@ Knows nothing of what the children do.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from asyncio.subprocess import Process
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from agentrl import guard
 from agentrl.errors import InfraError
 
+log = logging.getLogger(__name__)
+
 GRACE_S = 8.0
+RESTART_AFTER_S = 1.0
 
 
 class ChildDied(InfraError):
@@ -25,26 +31,37 @@ class ChildDied(InfraError):
 class Child:
     """A running part: its name, its log, and whether it still lives."""
 
-    def __init__(self, name: str, process: asyncio.subprocess.Process, log_path: Path) -> None:
+    def __init__(
+        self, name: str, process: Process, log_path: Path, start: Callable[[], Coroutine[Any, Any, Process]]
+    ) -> None:
         self.name = name
         self.log_path = log_path
-        self._process = process
+        self.process = process
+        self._start = start
+        self._restarts_left = 0
+
+    def allow_restarts(self, number: int) -> None:
+        """From now on `watch` starts it again, up to `number` times, when it dies."""
+        self._restarts_left = number
 
     def poll(self) -> int | None:
         """Exit code, or None while it runs."""
-        return self._process.returncode
+        return self.process.returncode
 
     async def wait(self) -> int:
         """Exit code, once it ended."""
-        return await self._process.wait()
+        return await self.process.wait()
 
     async def watch(self) -> None:
-        """Return when it ended with code 0; raise ChildDied, with the end of its log, otherwise."""
-        code = await self._process.wait()
-        if code != 0:
-            raise ChildDied(
-                f"the {self.name} process ended with exit code {code}. The end of {self.log_path}:\n{self.log_tail()}"
-            )
+        """Return when it ended with code 0; otherwise start it again, or raise ChildDied with the end of its log."""
+        while code := await self.process.wait():
+            what = f"the {self.name} process ended with exit code {code}"
+            if not self._restarts_left:
+                raise ChildDied(f"{what}. The end of {self.log_path}:\n{self.log_tail()}")
+            self._restarts_left -= 1
+            log.warning("%s; it is started again (%d more times at most)", what, self._restarts_left)
+            await asyncio.sleep(RESTART_AFTER_S)
+            self.process = await self._start()
 
     def log_tail(self, num_lines: int = 12, max_bytes: int = 16_384) -> str:
         """The last lines it wrote."""
@@ -77,30 +94,34 @@ async def child(
     """
     log_path.parent.mkdir(parents=True, exist_ok=True)
     guarded = [sys.executable, "-I", "-S", guard.__file__, str(GRACE_S), *command]
-    with log_path.open("ab") as log:
-        process = await asyncio.create_subprocess_exec(
-            *guarded,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=log if on_line is None else asyncio.subprocess.PIPE,
-            stderr=log,
-            env={**os.environ, **(env or {})},
-            start_new_session=True,
-        )
-    reader = asyncio.create_task(_read_lines(process, on_line), name=f"output of {name}")
+
+    async def start() -> Process:
+        with log_path.open("ab") as log_file:
+            return await asyncio.create_subprocess_exec(
+                *guarded,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=log_file if on_line is None else asyncio.subprocess.PIPE,
+                stderr=log_file,
+                env={**os.environ, **(env or {})},
+                start_new_session=True,
+            )
+
+    part = Child(name, await start(), log_path, start)
+    reader = asyncio.create_task(_read_lines(part.process, on_line), name=f"output of {name}")
     try:
-        yield Child(name, process, log_path)
+        yield part
     finally:
-        await _stop(process)
+        await _stop(part.process)
         await reader
 
 
-async def _read_lines(process: asyncio.subprocess.Process, on_line: Callable[[str], None] | None) -> None:
+async def _read_lines(process: Process, on_line: Callable[[str], None] | None) -> None:
     if process.stdout is not None and on_line is not None:
         async for line in process.stdout:
             on_line(line.decode(errors="replace").rstrip("\n"))
 
 
-async def _stop(process: asyncio.subprocess.Process) -> None:
+async def _stop(process: Process) -> None:
     """Close the guard's input and wait for its end, also when cancelled again: a second Ctrl-C leaves no orphan."""
     assert process.stdin is not None
     process.stdin.close()

@@ -9,7 +9,17 @@ from dataclasses import dataclass, field
 from agentrl.errors import EngineError
 from agentrl.parsers import format_message
 from agentrl.renderer import TurnTokenizer
-from agentrl.types import Completion, FinishReason, Message, Sampling, ToolCall, VersionSpan, WeightsRef
+from agentrl.types import (
+    Completion,
+    FinishReason,
+    Message,
+    Sampling,
+    ToolCall,
+    TransferInit,
+    VersionSpan,
+    WeightsRef,
+)
+from agentrl.weight_keeper import WeightUpdate
 
 Script = Sequence[str | Message] | Callable[[str], str | Message]
 
@@ -51,10 +61,22 @@ class ScriptedEngine:
             finish_reason=FinishReason.LENGTH if is_cut else FinishReason.STOP,
         )
 
-    async def update_weights(self, ref: WeightsRef) -> float:
+    @property
+    def wants_weights(self) -> bool:
+        """Never."""
+        return False
+
+    async def init_transfer(self, init: TransferInit) -> None:
+        """There is nothing to join."""
+
+    async def update_weights(self, ref: WeightsRef) -> WeightUpdate:
         """Later tokens carry the new version."""
         self.policy_version = ref.policy_version
-        return 0.0
+        return WeightUpdate(gap_s=1e-9, num_bytes=ref.num_bytes, parity=None)
+
+    def metrics(self) -> dict[str, float]:
+        """None."""
+        return {}
 
     def _say(self, token_ids: Sequence[int], request_id: str) -> str:
         if callable(self.script):

@@ -21,7 +21,7 @@ from agentrl.run_folder import RunFolder
 from agentrl.source import TaskSource, held_out_tasks
 
 if TYPE_CHECKING:
-    from agentrl.engine import Engine
+    from agentrl.engine import TrainableEngine
     from agentrl.supervise import Child
     from sandbox.client import SandboxClient
 
@@ -80,10 +80,10 @@ class Training:
                 tokenizer = await asyncio.to_thread(TurnTokenizer.load, model_path)
                 await launch.engine_ready(url, self._config.engine, parts)
             player = Player(self._config, env_class=self._env_class, tokenizer=tokenizer, sandbox=sandbox)
-            async with launch.engine_client(url, self._config.engine, parts) as engine:
+            async with launch.engine_client(url, self._config, parts) as engine:
                 return await self._with_learner(engine, player)
 
-    async def _with_learner(self, engine: Engine, player: Player) -> Summary:
+    async def _with_learner(self, engine: TrainableEngine, player: Player) -> Summary:
         with MetricsLog(self._run) as metrics, launch.weights_folder(self._run.path) as weights_dir:
             orchestrator = Orchestrator(
                 self._config,

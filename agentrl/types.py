@@ -56,13 +56,34 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """What one generation is asked for. The defaults are the only ones whose logprobs need no correction."""
+    """What one generation is asked for. The defaults are the only ones whose logprobs need no correction.
+
+    Raises ValueError, naming the field, for what cannot be sampled from.
+    """
 
     max_tokens: int
-    temperature: float = 1.0
+    temperature: float = 1.0  # 0 is greedy
     top_p: float = 1.0
-    top_k: int = -1
+    top_k: int = -1  # -1: all
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    """Texts that end the generation. The token that completes one is kept whole, and is the last."""
+
+    def __post_init__(self) -> None:
+        for name, is_right, wanted in (
+            ("max_tokens", self.max_tokens >= 1, ">= 1"),
+            ("temperature", 0 <= self.temperature < math.inf, ">= 0"),
+            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
+            ("top_k", self.top_k == -1 or self.top_k >= 1, "-1 or >= 1"),
+            ("stop", all(self.stop), "texts that are not empty"),
+        ):
+            if not is_right:
+                raise ValueError(f"sampling: {name} must be {wanted}, got {getattr(self, name)!r}")
+
+    @property
+    def is_unmodified(self) -> bool:
+        """Whether tokens are drawn from the model's own distribution."""
+        return self.temperature == 1 and self.top_p == 1 and self.top_k == -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,9 +265,22 @@ class Probe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsRef:
-    """Weights of one version, complete in the safetensors folder `path`; `probe` proves that an engine took them."""
+    """Weights of one version on their way to the engines, and what proves that an engine took them."""
 
     policy_version: int
-    path: str
     num_bytes: int
+    update_info: dict[str, Any]  # for vLLM's /update_weights; {"path": FOLDER} where they lie complete in a folder
+    checksum: str  # agentrl.checksum of all tensors; empty where the engine cannot be asked for its own
     probe: Probe
+
+    @property
+    def path(self) -> str | None:
+        """The folder that holds the weights; None where they travel from process to process."""
+        return self.update_info.get("path")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferInit:
+    """What engines must know to join the learner's group: for vLLM's /init_weight_transfer_engine."""
+
+    init_info: dict[str, Any]

@@ -1,10 +1,12 @@
-"""What orchestrator and learner say to each other: three routes, msgpack bodies decoded into typed records only.
+"""What orchestrator and learner say to each other: four routes, msgpack bodies decoded into typed records only.
 
-    GET  /v1/batch?policy_version=V   -> 200 Batch | 204 not yet, ask again | 410 the run is over
-    POST /v1/step     StepOutput      -> 200
-    POST /v1/weights  WeightsRef      -> 200 once every engine holds them
+    GET  /v1/batch?policy_version=V   -> 200 Batch | 204 not yet, ask again | 205 publish V again | 410 the run is over
+    POST /v1/step      StepOutput     -> 200
+    POST /v1/transfer  TransferInit   -> 200 once every engine joined the learner's group
+    POST /v1/weights   WeightsRef     -> 200 once every engine holds them and has proven it
 
-Repeating any call is safe: the same version gets the same batch until its step was reported.
+Repeating any call is safe: the same version gets the same batch until its step was reported. 205 is the answer after an
+engine was restarted whose weights only the learner can give it again.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 MEDIA_TYPE = "application/msgpack"
-BATCH, STEP, WEIGHTS = "/v1/batch", "/v1/step", "/v1/weights"
+BATCH, STEP, TRANSFER, WEIGHTS = "/v1/batch", "/v1/step", "/v1/transfer", "/v1/weights"
 LONG_POLL_S = 10.0
 
 T = TypeVar("T")

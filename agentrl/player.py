@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from agentrl.config import Config
 from agentrl.engine import Engine
 from agentrl.env import Env, make
+from agentrl.proxy import ChatProxy
 from agentrl.renderer import TurnTokenizer
 from agentrl.rollout import run_group
 from agentrl.run_folder import Kind
@@ -26,6 +27,7 @@ class Player:
         self._config = config
         self._make_env = partial(make, env_class, sandbox=sandbox)
         self._tokenizer = tokenizer
+        self._proxy = ChatProxy()  # serves nothing until an AgentEnv is played
 
     async def play_group(self, engine: Engine, group_id: int, task: Task, *, kind: Kind) -> TrajectoryGroup:
         """A training group, or the samples of one held-out task. Raises InfraError."""
@@ -44,4 +46,5 @@ class Player:
             top_p=config.rollout.top_p if training else config.eval.top_p,
             seed=config.seed,
             name=f"{kind}-{group_id}",
+            proxy=self._proxy,
         )

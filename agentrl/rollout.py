@@ -7,18 +7,21 @@ whatever fails of the infrastructure raises.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from agentrl import env as environments
+from agentrl.agent_env import AgentEnv
+from agentrl.agent_rollout import run_agent_episode
 from agentrl.config import RolloutConfig
 from agentrl.engine import Engine
 from agentrl.env import Action, Env, Episode, StepResult
-from agentrl.errors import ConfigError, EngineError, EnvError, InfraError, WeightSyncError, boundary
+from agentrl.errors import ConfigError, EngineError, EnvError, boundary
+from agentrl.group import Attempt, play_group
 from agentrl.parsers import parse_hermes
+from agentrl.proxy import ChatProxy
 from agentrl.renderer import TurnTokenizer
 from agentrl.types import (
     Completion,
@@ -31,8 +34,6 @@ from agentrl.types import (
     TrajectoryGroup,
     Turn,
 )
-
-log = logging.getLogger(__name__)
 
 MIN_TURN_TOKENS = 16
 """A turn with less room than this is not begun."""
@@ -54,47 +55,51 @@ async def run_group(
     top_p: float | None = None,
     seed: int = 0,
     name: str | None = None,
+    proxy: ChatProxy | None = None,
 ) -> TrajectoryGroup:
     """Play `task` `size` times at once, each in an environment of its own.
 
     An episode that fails for infrastructure is run again up to `limits.max_retries` times; then its error is raised
     and the other episodes are cancelled: a group is whole or is none. `name` prefixes the ids (default: `group_id`).
+    `proxy` serves the agents of an AgentEnv, whose episodes may come to several trajectories; None makes one.
     Raises InfraError, ConfigError.
     """
 
-    async def member(index: int) -> Trajectory:
-        episode_id = f"{group_id if name is None else name}-{index}"
-        episode_seed = zlib.crc32(f"{seed}/{task.id}/{group_id}/{index}".encode())
-        for attempt in range(limits.max_retries + 1):
-            try:
-                return await run_episode(
-                    make_env(),
-                    task,
-                    engine=engine,
-                    tokenizer=tokenizer,
-                    limits=limits,
-                    max_turns=max_turns,
-                    temperature=temperature,
-                    top_p=top_p,
-                    episode_id=episode_id,
-                    attempt=attempt,
-                    seed=episode_seed,
-                )
-            except WeightSyncError:
-                raise
-            except InfraError as error:
-                if attempt == limits.max_retries:
-                    raise
-                log.warning("episode %s failed, retry %d: %s", episode_id, attempt + 1, error)
-                await asyncio.sleep(RETRY_BACKOFF_S * 2**attempt)
-        raise AssertionError("unreachable")
+    sampling = _sampling(limits, tokenizer, temperature=temperature, top_p=top_p)
+    parts: dict[str, Any] = {"engine": engine, "tokenizer": tokenizer, "limits": limits, "max_turns": max_turns}
 
-    try:
-        async with asyncio.TaskGroup() as tg:
-            members = [tg.create_task(member(index), name=f"episode {group_id}-{index}") for index in range(size)]
-    except BaseExceptionGroup as group:
-        raise group.exceptions[0] from group
-    return TrajectoryGroup(group_id=group_id, task=task, trajectories=tuple(m.result() for m in members))
+    async def play(attempt: Attempt) -> tuple[Trajectory, ...]:
+        env = make_env()
+        if isinstance(env, AgentEnv):
+            return await run_agent_episode(env, task, attempt, **parts, sampling=sampling, proxy=proxy or ChatProxy())
+        identity: dict[str, Any] = {
+            "episode_id": attempt.episode_id,
+            "attempt": attempt.number,
+            "seed": attempt.seed,
+        }
+        return (await run_episode(env, task, **parts, **identity, temperature=temperature, top_p=top_p),)
+
+    return await play_group(
+        task,
+        play,
+        group_id=group_id,
+        size=size,
+        max_retries=limits.max_retries,
+        backoff_s=RETRY_BACKOFF_S,
+        seed=seed,
+        name=str(group_id) if name is None else name,
+    )
+
+
+def _sampling(
+    limits: RolloutConfig, tokenizer: TurnTokenizer, *, temperature: float | None, top_p: float | None
+) -> Sampling:
+    return Sampling(
+        max_tokens=limits.max_turn_tokens,
+        temperature=limits.temperature if temperature is None else temperature,
+        top_p=limits.top_p if top_p is None else top_p,
+        stop_token_ids=tokenizer.stop_token_ids,
+    )
 
 
 async def run_episode(
@@ -120,12 +125,7 @@ async def run_episode(
 
     Raises EnvError, SandboxError, EngineError when a part failed; ConfigError when the prompt does not fit.
     """
-    sampling = Sampling(
-        max_tokens=limits.max_turn_tokens,
-        temperature=limits.temperature if temperature is None else temperature,
-        top_p=limits.top_p if top_p is None else top_p,
-        stop_token_ids=tokenizer.stop_token_ids,
-    )
+    sampling = _sampling(limits, tokenizer, temperature=temperature, top_p=top_p)
     player = _Player(
         env=env,
         engine=engine,

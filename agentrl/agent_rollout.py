@@ -1,0 +1,203 @@
+"""AgentEnv x Engine -> Trajectories: somebody else's agent loop is played, recorded and scored.
+
+Knows nothing of HTTP beyond the address it hands out. Trajectories exist only for an episode in which every part
+worked; each segment of its chat is one, with the reward of the whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from agentrl import env as environments
+from agentrl.agent_env import AgentEnv, Endpoint
+from agentrl.chat_session import ChatSession
+from agentrl.config import RolloutConfig
+from agentrl.engine import Engine
+from agentrl.env import Episode
+from agentrl.errors import ConfigError, EngineError, EnvError
+from agentrl.group import Attempt
+from agentrl.proxy import ChatProxy
+from agentrl.renderer import TurnTokenizer
+from agentrl.types import Sampling, StopReason, Task, Trajectory
+
+log = logging.getLogger(__name__)
+
+AGENT_END_TIMEOUT_S = 15.0
+"""How long an agent may take to end once it was cancelled."""
+
+
+async def run_agent_episode(
+    env: AgentEnv,
+    task: Task,
+    attempt: Attempt,
+    *,
+    engine: Engine,
+    tokenizer: TurnTokenizer,
+    limits: RolloutConfig,
+    sampling: Sampling,
+    max_turns: int | None,
+    proxy: ChatProxy,
+) -> tuple[Trajectory, ...]:
+    """Play one episode and score it; `env` is closed whatever happens.
+
+    Returns one trajectory a segment, oldest first, ids `<episode>.<segment>`.
+
+    Args:
+        max_turns: answers the agent may have; None takes the environment's own number.
+
+    Raises EnvError, SandboxError, EngineError when a part failed; ConfigError when the first prompt does not fit.
+    """
+    session = ChatSession(
+        engine=engine,
+        tokenizer=tokenizer,
+        limits=limits,
+        sampling=sampling,
+        max_calls=env.max_turns if max_turns is None else max_turns,
+        name=attempt.name,
+    )
+    started = time.monotonic()
+    try:
+        async with proxy.session(session) as endpoint:
+            stop_reason = await _play(env, task, endpoint, session, limits.episode_timeout_s)
+        episode = _episode(session, task, stop_reason, wall_s=time.monotonic() - started)
+        try:
+            async with asyncio.timeout(limits.episode_timeout_s):
+                episode = await environments.scored(env, episode)
+        except TimeoutError as error:
+            raise EnvError(f"scoring task {task.id} took more than {limits.episode_timeout_s} s") from error
+    finally:
+        await environments.close(env)
+    return _trajectories(session, attempt.episode_id, episode)
+
+
+async def _play(env: AgentEnv, task: Task, endpoint: Endpoint, session: ChatSession, timeout_s: float) -> StopReason:
+    """Run the agent until it ends, its time is up, or the engine fails, whichever is first; it has ended after this."""
+    agent = asyncio.create_task(_run(env, task, endpoint), name=f"agent of task {task.id}")
+    failure = asyncio.create_task(session.failure(), name="watch the engine")
+    try:
+        await asyncio.wait({agent, failure}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        is_late, was_generating = not agent.done(), session.has_calls_running
+        session.raise_failure()
+    finally:
+        await _ended(env, {agent, failure})
+    if is_late:
+        return _late(session, task, timeout_s, was_generating=was_generating)
+    if agent.cancelled():
+        raise EnvError(f"{type(env).__name__}.run of task {task.id} cancelled itself")
+    return _end(session, task, agent.exception())
+
+
+def _late(session: ChatSession, task: Task, timeout_s: float, *, was_generating: bool) -> StopReason:
+    if session.store.segments:
+        return StopReason.TIMEOUT
+    late = f"task {task.id}: no call was answered within {timeout_s:g} s"
+    raise EngineError(late) if was_generating else EnvError(f"{late}: the agent asked for none")
+
+
+def _end(session: ChatSession, task: Task, error: BaseException | None) -> StopReason:
+    """How the episode of an agent that has ended is to be taken. Raises `error` where it was no refusal's doing."""
+    if session.refusal is not None:
+        stop_reason, reason = session.refusal
+        if not session.store.segments:
+            raise ConfigError(f"task {task.id}: {reason} Raise the limit or drop the task") from error
+        if isinstance(error, EnvError):
+            return stop_reason
+    if error is not None:
+        raise error
+    if not session.store.segments:
+        raise EnvError(
+            f"the agent of task {task.id} ended without an answer from the model: does it use endpoint.base_url and "
+            "endpoint.api_key?"
+        )
+    return StopReason.COMPLETED
+
+
+async def _run(env: AgentEnv, task: Task, endpoint: Endpoint) -> None:
+    """`run`, in a thread where it is a plain function; its failures attributed."""
+    name = f"{type(env).__name__}.run of task {task.id}"
+    with environments.attributed(name):
+        try:
+            if inspect.iscoroutinefunction(env.run):
+                await env.run(task=task, endpoint=endpoint)
+            else:
+                await _in_thread(lambda: env.run(task=task, endpoint=endpoint))
+        except SystemExit as error:  # the agent's end, not this process's
+            raise EnvError(f"{name} called sys.exit({error.code!r})") from error
+
+
+async def _in_thread(work: Callable[[], object]) -> None:
+    """`work` in a thread of its own. One that is stuck outlives its cancellation, but not this process."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[None] = loop.create_future()
+
+    def settle(error: BaseException | None) -> None:
+        if done.done():
+            return
+        if error is None:
+            done.set_result(None)
+        else:
+            done.set_exception(error)
+
+    def target() -> None:
+        failure: BaseException | None = None
+        try:
+            work()
+        except StopIteration as error:  # no future takes it
+            failure = RuntimeError(f"StopIteration: {error}")
+        except BaseException as error:
+            failure = error
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, failure)
+
+    threading.Thread(target=target, name="agent", daemon=True).start()
+    await done
+
+
+async def _ended(env: AgentEnv, tasks: set[asyncio.Task[None]]) -> None:
+    """Cancel what still runs and see it end, within a deadline: an agent may swallow its cancellation."""
+    for task in tasks:
+        task.cancel()
+    _, hanging = await asyncio.wait(tasks, timeout=AGENT_END_TIMEOUT_S)
+    if hanging:
+        log.warning("%s.run goes on after its cancellation; it is left behind", type(env).__name__)
+    for task in tasks - hanging:
+        if not task.cancelled():
+            task.exception()  # retrieved, so that asyncio does not report it
+
+
+def _episode(session: ChatSession, task: Task, stop_reason: StopReason, *, wall_s: float) -> Episode:
+    """What was played, not yet scored. Its messages are those of the segment with the last answer."""
+    latest = session.store.latest
+    return Episode(
+        task=task,
+        messages=tuple(latest.messages) if latest is not None else (),
+        stop_reason=stop_reason,
+        info={
+            "calls": session.num_answers,
+            "segments": len(session.store.segments),
+            "tool_calls": session.num_tool_calls,
+            "generate_s": session.generate_s,
+            "wall_s": wall_s,
+        },
+    )
+
+
+def _trajectories(session: ChatSession, episode_id: str, episode: Episode) -> tuple[Trajectory, ...]:
+    return tuple(
+        Trajectory(
+            id=f"{episode_id}.{number}",
+            task_id=episode.task.id,
+            turns=tuple(segment.turns),
+            messages=tuple(segment.messages),
+            reward=episode.reward,
+            rewards=dict(episode.rewards),
+            stop_reason=episode.stop_reason,
+            info={**episode.info, "turns": len(segment.turns)},
+        )
+        for number, segment in enumerate(session.store.segments)
+    )

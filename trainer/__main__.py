@@ -16,6 +16,7 @@ from agentrl import config as config_module
 from agentrl.errors import AgentRLError, ConfigError
 
 TOKEN_VARIABLE = "AGENTRL_TOKEN"
+WEIGHT_TRANSFERS = ("safetensors", "reload", "gloo", "nccl", "ipc")
 
 
 def main() -> int:
@@ -54,6 +55,7 @@ def _run(arguments: argparse.Namespace) -> None:
         token=token,
         weights_dir=arguments.weights_dir,
         run_dir=arguments.run_dir,
+        weight_transfer=arguments.weight_transfer,
     )
 
 
@@ -63,6 +65,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--orchestrator", required=True, help="base URL")
     parser.add_argument("--weights-dir", type=Path, required=True, help="where versions for the engine are written")
     parser.add_argument("--run-dir", type=Path, required=True, help="the run's folder; checkpoints go there")
+    parser.add_argument(
+        "--weight-transfer",
+        choices=WEIGHT_TRANSFERS,
+        default="safetensors",
+        help="how weights reach the engine; that of engine.weight_transfer, resolved",
+    )
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)  # the DeepSpeed launcher passes it
     return parser.parse_args()
 

@@ -1,7 +1,8 @@
 """The learner process's loop: fetch a batch, step, report, publish. Speaks agentrl.wire; knows no maths and no model.
 
-Every call has a deadline. An orchestrator that cannot be reached is asked again for 30 s (its answers are repeatable),
-then the process ends; an answer that says no ends it at once.
+Rank 0 alone speaks to the orchestrator, and tells the others. Every call has a deadline. An orchestrator that cannot be
+reached is asked again for 30 s (its answers are repeatable), then the process ends; an answer that says no ends it at
+once.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
+from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,11 @@ from torch import distributed
 from agentrl import wire
 from agentrl.config import Config
 from agentrl.errors import LearnerError, boundary
-from agentrl.types import Batch, StepOutput, WeightsRef
+from agentrl.types import Batch, Probe, StepOutput, TransferInit, WeightsRef
 from trainer import weights
 from trainer.learner import Learner
+from trainer.transfer import Publisher, Transfer, publisher
+from trainer.weight_source import WeightSource
 
 log = logging.getLogger(__name__)
 
@@ -32,8 +36,20 @@ RETRY_EVERY_S = 0.5
 PROBE_TOKENS = 64
 
 
+class Verdict(Enum):
+    """What the orchestrator answers where it gives no batch."""
+
+    NOT_YET = auto()
+    PUBLISH_AGAIN = auto()
+    """An engine was restarted and holds none of our weights."""
+    OVER = auto()
+
+
+VERDICTS = {204: Verdict.NOT_YET, 205: Verdict.PUBLISH_AGAIN, 410: Verdict.OVER}
+
+
 class Orchestrator:
-    """The three routes of wire.py, seen from the learner."""
+    """The four routes of wire.py, seen from the learner."""
 
     def __init__(
         self, url: str, *, token: str, publish_timeout_s: float = 300.0, gone_after_s: float = GONE_AFTER_S
@@ -43,33 +59,35 @@ class Orchestrator:
         self._publish_timeout_s = publish_timeout_s
         self._gone_after_s = gone_after_s
 
-    def next_batch(self, policy_version: int) -> Batch | None:
-        """Wait for the batch of this version, however long rollouts take; None when the run is over."""
-        while True:
-            response = self._call(
-                lambda: self._client.get(
-                    wire.BATCH, params={"policy_version": policy_version}, timeout=wire.LONG_POLL_S + self._gone_after_s
-                )
+    def poll(self, policy_version: int) -> Batch | Verdict:
+        """One long poll for the batch of this version. Raises LearnerError."""
+        response = self._call(
+            lambda: self._client.get(
+                wire.BATCH, params={"policy_version": policy_version}, timeout=wire.LONG_POLL_S + self._gone_after_s
             )
-            if response.status_code == 410:
-                return None
-            if response.status_code != 204:
-                with boundary(LearnerError, "reading the batch"):
-                    return wire.decode(response.content, Batch)
+        )
+        if response.status_code in VERDICTS:
+            return VERDICTS[response.status_code]
+        with boundary(LearnerError, "reading the batch"):
+            return wire.decode(response.content, Batch)
 
     def report(self, output: StepOutput) -> None:
         """A step was made."""
         self._post(wire.STEP, output, timeout_s=self._gone_after_s)
 
+    def open_transfer(self, init: TransferInit) -> None:
+        """Returns once every engine has joined the learner's group."""
+        self._post(wire.TRANSFER, init, timeout_s=self._publish_timeout_s)
+
     def publish(self, ref: WeightsRef) -> None:
-        """Returns once every engine holds the weights."""
+        """Returns once every engine holds the weights and has proven it."""
         self._post(wire.WEIGHTS, ref, timeout_s=self._publish_timeout_s)
 
     def close(self) -> None:
         """Close the connections."""
         self._client.close()
 
-    def _post(self, route: str, record: StepOutput | WeightsRef, *, timeout_s: float) -> None:
+    def _post(self, route: str, record: StepOutput | TransferInit | WeightsRef, *, timeout_s: float) -> None:
         body, headers = wire.encode(record), {"Content-Type": wire.MEDIA_TYPE}
         self._call(lambda: self._client.post(route, content=body, headers=headers, timeout=timeout_s))
 
@@ -91,7 +109,9 @@ class Orchestrator:
         return response
 
 
-def run(config: Config, *, orchestrator_url: str, token: str, weights_dir: Path, run_dir: Path) -> None:
+def run(
+    config: Config, *, orchestrator_url: str, token: str, weights_dir: Path, run_dir: Path, weight_transfer: str
+) -> None:
     """Train until the orchestrator says that the run is over, then leave `run_dir/checkpoints/final`.
 
     `learner/publish_s` is the time the publication *before* this step took: a step is reported before its weights.
@@ -99,47 +119,78 @@ def run(config: Config, *, orchestrator_url: str, token: str, weights_dir: Path,
     """
     torch.set_num_threads(config.learner.num_threads)
     learner = Learner(config)
-    publish_timeout_s = config.engine.start_timeout_s + config.engine.request_timeout_s
-    orchestrator = Orchestrator(orchestrator_url, token=token, publish_timeout_s=publish_timeout_s)
+    source = WeightSource(learner.model, dtype=getattr(torch, config.model.dtype))
+    # The engine may have to be restarted within one publication, and take the weights twice.
+    timeout_s = config.engine.start_timeout_s + 2 * config.engine.update_timeout_s + config.engine.request_timeout_s
+    orchestrator = Orchestrator(orchestrator_url, token=token, publish_timeout_s=timeout_s)
+    transfer = Transfer(
+        backend=weight_transfer, rank=distributed.get_rank(), weights_dir=weights_dir, timeout_s=timeout_s
+    )
     try:
-        _loop(learner, orchestrator, config, weights_dir=weights_dir, run_dir=run_dir)
+        with closing(publisher(transfer, config.engine, source=source, link=orchestrator)) as sender:
+            _loop(learner, orchestrator, config, source=source, sender=sender, run_dir=run_dir)
     finally:
         orchestrator.close()
         distributed.destroy_process_group()
 
 
-def _loop(learner: Learner, orchestrator: Orchestrator, config: Config, *, weights_dir: Path, run_dir: Path) -> None:
+def _loop(
+    learner: Learner,
+    orchestrator: Orchestrator,
+    config: Config,
+    *,
+    source: WeightSource,
+    sender: Publisher,
+    run_dir: Path,
+) -> None:
     is_first_rank = distributed.get_rank() == 0
     checkpoints = run_dir / "checkpoints"
     probe_ids = list(range(min(PROBE_TOKENS, learner.model.config.vocab_size)))
-    while True:
+
+    def publish() -> dict[str, float]:
         with _clock() as publish_s:
-            if is_first_rank:
-                orchestrator.publish(_write(learner, weights_dir, probe_ids))
-        if is_first_rank and _is_due(learner.policy_version, config.learner.save_every):
-            weights.export(learner.model, config.model.path, checkpoints / f"step_{learner.policy_version}")
-        with _clock() as wait_batch_s:
-            batch = orchestrator.next_batch(learner.policy_version)
-        if batch is None:
-            break
-        output = learner.step(batch)
-        probe_ids = batch.trajectories()[0].token_ids()[:PROBE_TOKENS]
+            probe = Probe(token_ids=tuple(probe_ids), logprobs=tuple(learner.logprobs(probe_ids)))
+            num_bytes = sender.publish(policy_version=learner.policy_version, probe=probe)
+        return {"learner/publish_s": publish_s[0], "learner/publish_bytes_per_s": num_bytes / publish_s[0]}
+
+    def export(name: str) -> None:
         if is_first_rank:
-            waits = {"learner/wait_batch_s": wait_batch_s[0], "learner/publish_s": publish_s[0]}
+            weights.export(source, learner.model, config.model.path, checkpoints / name)
+        else:
+            source.take_part()
+
+    while True:
+        published = publish()
+        if _is_due(learner.policy_version, config.learner.save_every):
+            export(f"step_{learner.policy_version}")
+        with _clock() as wait_batch_s:
+            while isinstance(answer := _agreed(orchestrator, learner.policy_version), Verdict):
+                if answer is Verdict.OVER:
+                    return export("final")
+                if answer is Verdict.PUBLISH_AGAIN:
+                    sender.reopen()
+                    publish()
+        output = learner.step(answer)
+        probe_ids = answer.trajectories()[0].token_ids()[:PROBE_TOKENS]
+        if is_first_rank:
+            waits = {"learner/wait_batch_s": wait_batch_s[0], **published}
             orchestrator.report(replace(output, metrics={**output.metrics, **waits}))
             log.info("step %d: %s", output.policy_version, _summary(output.metrics))
-    if is_first_rank:
-        weights.export(learner.model, config.model.path, checkpoints / "final")
+
+
+def _agreed(orchestrator: Orchestrator, policy_version: int) -> Batch | Verdict:
+    """Rank 0's poll, on every rank: all must do the same next."""
+    if distributed.get_world_size() == 1:
+        return orchestrator.poll(policy_version)
+    answer: list[Batch | Verdict] = [Verdict.NOT_YET]
+    if distributed.get_rank() == 0:
+        answer = [orchestrator.poll(policy_version)]
+    distributed.broadcast_object_list(answer, src=0)
+    return answer[0]
 
 
 def _is_due(step: int, every: int) -> bool:
     return step > 0 and every > 0 and step % every == 0
-
-
-def _write(learner: Learner, weights_dir: Path, probe_ids: list[int]) -> WeightsRef:
-    return weights.publish(
-        learner.model, weights_dir, policy_version=learner.policy_version, probe_ids=probe_ids, score=learner.logprobs
-    )
 
 
 @contextmanager

@@ -1,55 +1,65 @@
 """Puts weights where others can read them: versions for the engine, Hugging Face folders for people.
 
-A folder appears whole or not at all: it is written under another name and renamed. Knows no HTTP and no training.
+A folder appears whole or not at all: it is written under another name and renamed. Larger models are written shard by
+shard, so that host memory never holds more than one. Knows no HTTP and no training.
 """
 
 from __future__ import annotations
 
+import copy
+import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
+from agentrl.checksum import Checksum
 from agentrl.types import Probe, WeightsRef
+from trainer.weight_source import TensorMeta, WeightSource, layer_of
 
-WEIGHTS_FILE = "model.safetensors"
+MAX_SHARD_BYTES = 2**30
+INDEX_FILE = "model.safetensors.index.json"
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
 
 
 def publish(
-    model: Any,
-    root: Path,
-    *,
-    policy_version: int,
-    probe_ids: Sequence[int],
-    score: Callable[[Sequence[int]], list[float]],
+    source: WeightSource, root: Path, *, policy_version: int, probe: Probe, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> WeightsRef:
-    """Write `root/v<version>/model.safetensors` with Hugging Face's names; keep that and the version before.
+    """Write `root/v<version>/model*.safetensors`; keep that and the version before.
 
-    Args:
-        probe_ids: a text of at least two tokens, scored with `score` under the very weights that are written.
-
-    A version that was written already (a repeated call) is replaced.
+    On one rank; the others call `source.take_part()`. A version that was written already is replaced.
     """
     folder = root / f"v{policy_version}"
     with _whole_folder(folder) as temporary:
-        _save(model, temporary)
+        checksum = _save(source, temporary, max_shard_bytes)
     _remove_versions_before(root, policy_version - 1)
     return WeightsRef(
         policy_version=policy_version,
-        path=str(folder),
-        num_bytes=(folder / WEIGHTS_FILE).stat().st_size,
-        probe=Probe(token_ids=tuple(probe_ids), logprobs=tuple(score(probe_ids))),
+        num_bytes=checksum.num_bytes,
+        update_info={"path": str(folder)},
+        checksum=checksum.hexdigest(),
+        probe=probe,
     )
 
 
-def export(model: Any, model_path: str, folder: Path) -> None:
-    """A complete Hugging Face folder: weights, config and the tokenizer of `model_path`. Replaces an older export."""
+def export(
+    source: WeightSource, model: Any, model_path: str, folder: Path, *, max_shard_bytes: int = MAX_SHARD_BYTES
+) -> None:
+    """A complete Hugging Face folder: weights, config and the tokenizer of `model_path`. Replaces an older export.
+
+    On one rank; the others call `source.take_part()`.
+    """
     with _whole_folder(folder) as temporary:
-        _save(model, temporary)
+        _save(source, temporary, max_shard_bytes)
+        config = copy.deepcopy(model.config)
+        config.architectures = [type(model).__name__]
+        config.save_pretrained(temporary)
+        if (generation := getattr(model, "generation_config", None)) is not None:
+            generation.save_pretrained(temporary)
         if Path(model_path).is_dir():
             _copy_missing(Path(model_path), temporary)
         else:
@@ -58,9 +68,39 @@ def export(model: Any, model_path: str, folder: Path) -> None:
             AutoTokenizer.from_pretrained(model_path).save_pretrained(temporary)
 
 
-def _save(model: Any, folder: Path) -> None:
-    # One file whatever the size: readers open model.safetensors, not an index.
-    model.save_pretrained(folder, max_shard_size="1000GB")
+def _save(source: WeightSource, folder: Path, max_shard_bytes: int) -> Checksum:
+    """Write all tensors, and the index that says which file holds which where there are several files."""
+    from safetensors.torch import save_file
+
+    sizes = _shard_sizes(source.metadata(), max_shard_bytes)
+    checksum = Checksum()
+    tensors = checksum.through(source)
+    file_of: dict[str, str] = {}
+    for at, num_tensors in enumerate(sizes, start=1):
+        file = f"model-{at:05d}-of-{len(sizes):05d}.safetensors" if len(sizes) > 1 else "model.safetensors"
+        shard = {name: tensor.cpu().contiguous() for name, tensor in islice(tensors, num_tensors)}
+        save_file(shard, folder / file, metadata={"format": "pt"})
+        file_of |= dict.fromkeys(shard, file)
+    surplus = [name for name, _ in tensors]  # the pass must end: the last layer is given back there
+    assert not surplus, f"beyond the source's metadata: {surplus}"
+    if len(sizes) > 1:
+        index = {"metadata": {"total_size": checksum.num_bytes}, "weight_map": file_of}
+        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2))
+    return checksum
+
+
+def _shard_sizes(metadata: Sequence[TensorMeta], max_shard_bytes: int) -> list[int]:
+    """How many tensors each file gets. A layer is never divided, so one that is too large has a file of its own."""
+    sizes, free_bytes = [0], max_shard_bytes
+    for _, group in groupby(metadata, key=lambda meta: layer_of(meta.name)):
+        layer = list(group)
+        layer_bytes = sum(meta.num_bytes for meta in layer)
+        if layer_bytes > free_bytes and sizes[-1]:
+            sizes.append(0)
+            free_bytes = max_shard_bytes
+        sizes[-1] += len(layer)
+        free_bytes -= layer_bytes
+    return sizes
 
 
 def _copy_missing(source: Path, target: Path) -> None:

@@ -17,11 +17,12 @@ import torch
 from safetensors.torch import load_file
 from trainer_builders import batch, config, mixed_groups, plain_logprobs
 
-from agentrl.batch_server import RunOver, create_app, serving
+from agentrl.batch_server import RunOver, WeightsWanted, create_app, serving
+from agentrl.checksum import checksum_of
 from agentrl.config import save
 from agentrl.errors import LearnerError
-from agentrl.types import Batch, StepOutput, WeightsRef
-from trainer.serve import Orchestrator
+from agentrl.types import Batch, StepOutput, TransferInit, WeightsRef
+from trainer.serve import Orchestrator, Verdict
 
 TOKEN = "secret"
 
@@ -45,7 +46,13 @@ class Recorder:
 
     async def weights_published(self, ref: WeightsRef) -> None:
         self.refs.append(ref)
-        self.published.append(load_file(Path(ref.path) / "model.safetensors"))
+        assert ref.path is not None
+        tensors = load_file(Path(ref.path) / "model.safetensors")
+        assert checksum_of(tensors.items()) == ref.checksum
+        self.published.append(tensors)
+
+    async def transfer_opened(self, init: TransferInit) -> None:
+        raise AssertionError("a folder needs no connection")
 
 
 @contextmanager
@@ -86,7 +93,9 @@ def test_the_process_trains_publishes_and_exports(tiny_model_dir: Path, tiny_mod
     assert result.returncode == 0, result.stderr
     assert [ref.policy_version for ref in recorder.refs] == [0, 1, 2]
     assert [output.policy_version for output in recorder.outputs] == [1, 2]
-    assert {"learner/wait_batch_s", "learner/publish_s", "learner/ess_ratio"} <= set(recorder.outputs[0].metrics)
+    assert {"learner/wait_batch_s", "learner/publish_s", "learner/publish_bytes_per_s", "learner/ess_ratio"} <= set(
+        recorder.outputs[0].metrics
+    )
     assert sorted(p.name for p in (tmp_path / "run/checkpoints").iterdir()) == ["final", "step_1", "step_2"]
     for ref, tensors in zip(recorder.refs, recorder.published, strict=True):
         tiny_model.load_state_dict(tensors, strict=False)
@@ -108,7 +117,7 @@ def test_without_a_token_the_process_ends_with_one_line(tiny_model_dir: Path, tm
 def test_an_orchestrator_that_is_gone_ends_the_wait() -> None:
     orchestrator = Orchestrator("http://127.0.0.1:1", token=TOKEN, gone_after_s=0.2)
     with pytest.raises(LearnerError, match=r"127\.0\.0\.1:1 is gone"):
-        orchestrator.next_batch(0)
+        orchestrator.poll(0)
     orchestrator.close()
 
 
@@ -120,16 +129,38 @@ def test_a_wrong_token_is_told_at_once() -> None:
         orchestrator.close()
 
 
-def test_a_finished_run_is_none() -> None:
+def test_a_finished_run_is_over() -> None:
     with server(Recorder([], 0)) as url:
         orchestrator = Orchestrator(url, token=TOKEN)
-        assert orchestrator.next_batch(0) is None
+        assert orchestrator.poll(0) is Verdict.OVER
         orchestrator.close()
+
+
+class Forgetful(Recorder):
+    """One engine is restarted before the second batch."""
+
+    async def next_batch(self, policy_version: int) -> Batch:
+        if policy_version == 1 and len(self.refs) == 2:
+            raise WeightsWanted
+        return await super().next_batch(policy_version)
+
+
+def test_the_present_version_is_published_again_for_a_restarted_engine(
+    tiny_model_dir: Path, tiny_model: Any, tmp_path: Path
+) -> None:
+    save(config(tiny_model_dir, learner={"lr": 1e-3}), tmp_path / "config.json")
+    recorder = Forgetful(mixed_groups(tiny_model), num_steps=2)
+    with server(recorder) as url:
+        result = learner_process(url, tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert [ref.policy_version for ref in recorder.refs] == [0, 1, 1, 2]
+    assert recorder.refs[1] == recorder.refs[2]
+    assert [output.policy_version for output in recorder.outputs] == [1, 2]
 
 
 def test_a_batch_survives_the_wire(tiny_model: Any) -> None:
     recorder = Recorder(mixed_groups(tiny_model), num_steps=1)
     with server(recorder) as url:
         orchestrator = Orchestrator(url, token=TOKEN)
-        assert orchestrator.next_batch(0) == batch(recorder.groups)
+        assert orchestrator.poll(0) == batch(recorder.groups)
         orchestrator.close()

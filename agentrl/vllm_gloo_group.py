@@ -1,0 +1,92 @@
+"""A process group of one sender and its receivers over gloo, apart from torch's default group. Used by both ends.
+
+Every wait has a deadline, and `close` ends it, also from another thread. A group that failed is of no further use.
+Knows nothing of weights or of vLLM.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+SENDER = 0
+_c10d: Any = distributed  # torch's type stubs do not show its stores and process groups
+
+
+def listen(address: str, port: int, *, world_size: int, timeout_s: float) -> Any:
+    """The sender's meeting point, on `address` alone; port 0 takes a free one, see `.port`. Raises OSError."""
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((address, port))
+        sock.listen()
+        port = sock.getsockname()[1]
+        return _c10d.TCPStore(
+            address,
+            port,
+            world_size,
+            is_master=True,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=sock.detach(),
+        )
+
+
+def meet(address: str, port: int, *, world_size: int, timeout_s: float) -> Any:
+    """The receivers' way to the meeting point. Raises RuntimeError past the deadline."""
+    return _c10d.TCPStore(
+        address, port, world_size, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
+    )
+
+
+def own_address(towards: str, port: int = 9) -> str:
+    """This machine's address on the way to `towards`; nothing is sent. Raises OSError when there is no way."""
+    family, kind, proto, _, target = socket.getaddrinfo(towards, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, proto) as sock:
+        sock.connect(target)
+        return str(sock.getsockname()[0])
+
+
+class Deadline:
+    """A moment `timeout_s` from now."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._at_s = time.monotonic() + timeout_s
+
+    def left(self) -> timedelta:
+        """What remains. Raises TimeoutError when nothing does."""
+        if (left_s := self._at_s - time.monotonic()) <= 0:
+            raise TimeoutError(f"the weights were not through within {self._timeout_s:g} s")
+        return timedelta(seconds=left_s)
+
+
+class Group:
+    """Rank 0 sends, all others receive. Opening one waits until all `world_size` are there."""
+
+    def __init__(self, store: Any, *, rank: int, world_size: int, address: str, timeout_s: float) -> None:
+        """`address` is this end's own. Raises RuntimeError when not all came within `timeout_s`."""
+        options = _c10d.ProcessGroupGloo._Options()
+        options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=address)]
+        options._timeout = timedelta(seconds=timeout_s)
+        self._store = store
+        self._gloo = _c10d.ProcessGroupGloo(_c10d.PrefixStore("agentrl_weights", store), rank, world_size, options)
+
+    def broadcast(self, tensor: Tensor, deadline: Deadline) -> None:
+        """The sender's `tensor` into everybody's: contiguous, in host memory, of one size.
+
+        Raises RuntimeError when an end is gone or closed, or the deadline passes; TimeoutError when it has passed.
+        """
+        options = _c10d.BroadcastOptions()
+        options.rootRank, options.rootTensor, options.timeout = SENDER, 0, deadline.left()
+        data = tensor.detach().reshape(-1).view(torch.uint8)  # gloo does not know every dtype
+        if len(data):
+            self._gloo.broadcast([data], options).wait()
+
+    def close(self) -> None:
+        """Close the connections: whoever waits for them, here or there, gets an error at once."""
+        self._gloo.abort()

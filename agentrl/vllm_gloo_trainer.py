@@ -1,0 +1,143 @@
+"""The sending end of backend `gloo`, as vLLM's trainer factory wants it. Knows no models; HTTP is its client's matter.
+
+The counterpart of agentrl.vllm_gloo; what travels is said there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, Self, TypeVar
+
+from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
+from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+from agentrl.vllm_gloo import GlooInitInfo, GlooUpdateInfo
+from agentrl.vllm_gloo_group import SENDER, Deadline, Group, listen
+
+T = TypeVar("T")
+
+BACKEND = "gloo"
+REASON_WITHIN_S = 5.0  # after a connection broke, an engine says why within this time
+
+
+def register() -> None:
+    """Make the backend known to vLLM's trainer factory; again is harmless."""
+    if BACKEND not in WeightTransferTrainerFactory._registry:
+        WeightTransferTrainerFactory.register_engine(BACKEND, GlooTrainerEngine)
+
+
+@dataclass(kw_only=True)
+class GlooTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
+    """`master_address`: the sender's own, towards the engines. `timeout_s`: of the joining, and of one update."""
+
+    backend: ClassVar[str] = BACKEND
+
+    master_address: str
+    master_port: int = 0  # 0: any that is free
+    world_size: int  # the sender and all workers of all engines
+    timeout_s: float
+
+
+class GlooTrainerEngine(TrainerWeightTransferEngine[GlooTrainerInitInfo]):  # type: ignore[misc]
+    """Sends each tensor of the source while the engines' own call runs beside it. Every failure raises at once."""
+
+    init_info_cls = GlooTrainerInitInfo
+
+    def __init__(self, init_info: GlooTrainerInitInfo, *, client: Any, source: Any) -> None:
+        super().__init__(client=client, source=source, is_sender=init_info.is_sender)
+        self._timeout_s = init_info.timeout_s
+        self._group: Group | None = None
+
+    @classmethod
+    def trainer_init(cls, init_info: GlooTrainerInitInfo, *, client: Any, source: Any = None) -> Self:
+        """Wait, on the sender, until all workers have joined. Raises what the client raises, or RuntimeError."""
+        if source is None:
+            raise ValueError("backend gloo needs a WeightSource")
+        engine = cls(init_info, client=client, source=source)
+        if engine.is_sender:
+            engine._join(init_info)
+        return engine
+
+    def _join(self, info: GlooTrainerInitInfo) -> None:
+        address, world_size, timeout_s = info.master_address, info.world_size, info.timeout_s
+        store = listen(address, info.master_port, world_size=world_size, timeout_s=timeout_s)
+        theirs = GlooInitInfo(
+            master_address=address,
+            master_port=store.port,
+            rank_offset=SENDER + 1,
+            world_size=world_size,
+            timeout_s=timeout_s,
+        )
+
+        def join(_: Future[None]) -> Group:
+            return Group(store, rank=SENDER, world_size=world_size, address=address, timeout_s=timeout_s)
+
+        self._group = _beside(lambda: self.client.init_weight_transfer_engine(asdict(theirs)), join)
+
+    def send_weights(self) -> None:
+        """One update of all engines; other ranks take part in the source's gathers. A failure closes the group."""
+        metadata = self.source.metadata()
+        if not self.is_sender:
+            for _ in self.source:
+                pass
+            return
+        if self._group is None:
+            raise RuntimeError("the group is closed: connect anew")
+        update = GlooUpdateInfo(
+            names=[meta.name for meta in metadata],
+            dtype_names=[str(meta.dtype).removeprefix("torch.") for meta in metadata],
+            shapes=[list(meta.shape) for meta in metadata],
+        )
+        self.client.start_weight_update()
+        try:
+            _beside(lambda: self.client.update_weights(asdict(update)), self._broadcast)
+        except BaseException:
+            self.shutdown()
+            raise
+        self.client.finish_weight_update()
+
+    def _broadcast(self, theirs: Future[None]) -> None:
+        group, deadline = self._group, Deadline(self._timeout_s)
+        assert group is not None
+
+        def close_unless_taken(done: Future[None]) -> None:
+            if done.exception() is not None:
+                group.close()  # nobody receives: end the broadcast that may be waiting
+
+        theirs.add_done_callback(close_unless_taken)
+        for _, tensor in self.source:
+            group.broadcast(tensor.cpu().contiguous(), deadline)
+
+    def shutdown(self) -> None:
+        """Leave the group."""
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+
+def _beside(theirs: Callable[[], None], ours: Callable[[Future[None]], T]) -> T:
+    """Run both at the same time, `theirs` in a thread; return ours once both are done.
+
+    Where both fail, theirs is raised: an engine's own words say more than a connection that broke.
+    """
+    executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight transfer call")
+    call = executor.submit(theirs)
+    try:
+        try:
+            result = ours(call)
+        except Exception as error:
+            raise _reason(call) or error from error
+        call.result()  # has the client's own deadline
+        return result
+    finally:
+        executor.shutdown(wait=False)
+
+
+def _reason(call: Future[None]) -> BaseException | None:
+    try:
+        return call.exception(timeout=REASON_WITHIN_S)
+    except FutureTimeout:
+        return None

@@ -1,0 +1,101 @@
+"""The policy's tensors under Hugging Face's names, one decoder layer at a time, whole even where ZeRO-3 split them.
+
+The two channels are those of vLLM's `WeightSource`: `metadata()` and iteration. Knows nothing of where tensors go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorMeta:
+    """What iteration will yield, known without gathering anything."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole tensor."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+class WeightSource:
+    """Parameters and persistent buffers of `module`, in its own order; what is tied comes once, under its first name.
+
+    Every rank must iterate to the end, in step with the others: ZeRO-3 gathers a layer on all of them and drops it when
+    the next is asked for. Whoever keeps a yielded tensor keeps its memory.
+    """
+
+    def __init__(self, module: nn.Module, *, dtype: torch.dtype) -> None:
+        """`dtype`: of the engine. Floating parameters are sent in it; buffers as they are."""
+        self._dtype = dtype
+        seen: set[int] = set()
+        self._tensors: list[tuple[str, Tensor]] = []
+        for name, tensor in module.state_dict(keep_vars=True).items():
+            if id(tensor) not in seen:
+                self._tensors.append((name, tensor))
+            seen.add(id(tensor))
+
+    def metadata(self) -> list[TensorMeta]:
+        """Element for element what iteration yields."""
+        return [
+            TensorMeta(
+                name=name, dtype=self._wire_dtype(tensor), shape=tuple(getattr(tensor, "ds_shape", tensor.shape))
+            )
+            for name, tensor in self._tensors
+        ]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of one whole pass."""
+        return sum(meta.num_bytes for meta in self.metadata())
+
+    @torch.no_grad()
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for _, layer in groupby(self._tensors, key=lambda pair: layer_of(pair[0])):
+            pairs = list(layer)
+            with _gathered([tensor for _, tensor in pairs]):
+                for name, tensor in pairs:
+                    yield name, tensor.detach().to(self._wire_dtype(tensor))
+
+    @property
+    def is_split(self) -> bool:
+        """Whether ZeRO-3 divided the tensors among ranks."""
+        return any(hasattr(tensor, "ds_shape") for _, tensor in self._tensors)
+
+    def take_part(self) -> None:
+        """One pass on a rank that has no use for the tensors itself."""
+        for _ in self:
+            pass
+
+    def _wire_dtype(self, tensor: Tensor) -> torch.dtype:
+        is_weight = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+        return self._dtype if is_weight else tensor.dtype
+
+
+def layer_of(name: str) -> str:
+    """The decoder layer of a name, `model.layers.3`; the name itself for what lies in none, as embedding and head."""
+    parts = name.split(".")
+    for at, part in enumerate(parts):
+        if part.isdecimal():
+            return ".".join(parts[: at + 1])
+    return name
+
+
+def _gathered(tensors: Sequence[Tensor]) -> AbstractContextManager[Any]:
+    if not (split := [tensor for tensor in tensors if hasattr(tensor, "ds_shape")]):
+        return nullcontext()
+    import deepspeed
+
+    context: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(split, modifier_rank=None)
+    return context

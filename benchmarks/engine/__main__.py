@@ -1,0 +1,50 @@
+"""`python -m benchmarks.engine`: measures, prints, and writes benchmarks/engine.md."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from pathlib import Path
+
+from agentrl import engine_server
+from agentrl.config import EngineConfig
+from benchmarks import reporting
+from benchmarks.engine import throughput
+
+REPORT = reporting.ROOT / "benchmarks" / "engine.md"
+SECTIONS = {"throughput": throughput.measure}
+
+
+async def measure(names: list[str], *, quick: bool) -> str:
+    """The report, as Markdown."""
+    config = EngineConfig()
+    settings = {
+        "engine": " ".join(engine_server.check_version()) + f" on {engine_server.device_of(config)}",
+        "sections": ", ".join(names) + (" (--quick)" if quick else ""),
+    }
+    text = reporting.header("Engine: what our client and its weight updates cost", settings)
+    for name in names:
+        began = time.monotonic()
+        text += await SECTIONS[name](config, quick=quick)
+        print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
+    return text
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default=",".join(SECTIONS), help="sections, separated by commas")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds, smaller models: to see that it works")
+    parser.add_argument("--out", type=Path, default=REPORT)
+    options = parser.parse_args()
+    names = options.only.split(",")
+    if unknown := set(names) - SECTIONS.keys():
+        parser.error(f"unknown sections {sorted(unknown)}; there are {', '.join(SECTIONS)}")
+    report = asyncio.run(measure(names, quick=options.quick))
+    options.out.write_text(report)
+    print(report)
+
+
+if __name__ == "__main__":
+    main()

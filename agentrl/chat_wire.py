@@ -208,14 +208,22 @@ def _text(content: str | list[_Part] | None, where: str) -> str:
 
 def _to_call(call: _Call, where: str) -> ToolCall:
     try:
-        arguments = json.loads(call.function.arguments or "{}", strict=False)
-        msgspec.msgpack.encode(arguments)  # no lone surrogates, no integers beyond 64 bits: they cannot be recorded
-    except (ValueError, OverflowError, RecursionError) as error:
-        what = f"{where}: the arguments of {call.function.name!r}"
-        raise ApiError(400, f"{what} are not JSON that can be recorded: {error}", param=where) from error
-    if not isinstance(arguments, dict):
-        raise ApiError(400, f"{where}: the arguments of {call.function.name!r} must be an object", param=where)
+        arguments = read_arguments(call.function.arguments)
+    except ValueError as error:
+        raise ApiError(400, f"{where}: the arguments of {call.function.name!r}: {error}", param=where) from error
     return ToolCall(id=call.id, name=call.function.name, arguments=arguments)
+
+
+def read_arguments(text: str) -> dict[str, Any]:
+    """The arguments of a call. Raises ValueError, saying why, unless they are a JSON object that can be recorded."""
+    try:
+        arguments = json.loads(text or "{}", strict=False)
+        msgspec.msgpack.encode(arguments)  # no lone surrogates, no integers beyond 64 bits
+    except (ValueError, OverflowError, RecursionError) as error:
+        raise ValueError(f"not JSON that can be recorded: {error}") from error
+    if not isinstance(arguments, dict):
+        raise ValueError("not an object")
+    return arguments
 
 
 def answer_body(answer: ChatAnswer, *, model: str) -> dict[str, Any]:

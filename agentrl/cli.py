@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine
@@ -71,10 +72,17 @@ async def _train(config: Config, console: TrainConsole) -> None:
 def evaluate(
     config_path: ConfigPath,
     overrides: Overrides = None,
-    model: Annotated[str | None, typer.Option(help="Folder, hub name, or URL of a running vLLM server.")] = None,
+    model: Annotated[str | None, typer.Option(help="Folder, hub name, or URL of a running server.")] = None,
+    served_model: Annotated[
+        str | None,
+        typer.Option(help="MODEL is any OpenAI-compatible chat endpoint (.../v1), and serves this name."),
+    ] = None,
+    api_key_env: Annotated[
+        str, typer.Option(metavar="NAME", help="Environment variable that holds the endpoint's key.")
+    ] = "OPENAI_API_KEY",
     data: Annotated[Path | None, typer.Option(help="JSONL rows {id, problem, answer}.")] = None,
     target: Annotated[str | None, typer.Option("--env", help="Another environment, module:Class.")] = None,
-    tokenizer: Annotated[str | None, typer.Option(help="Tokenizer folder, where MODEL is a URL.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="Tokenizer folder, where MODEL is a vLLM's URL.")] = None,
     samples: Annotated[int | None, typer.Option("-n", min=1, help="Samples a task.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first rows.")] = None,
     debug: Debug = False,
@@ -85,7 +93,16 @@ def evaluate(
 
     config = configs.load(config_path, overrides or [])
     request = Request.from_options(
-        config, model=model, data=data, target=target, tokenizer=tokenizer, samples=samples, limit=limit
+        config,
+        model=model,
+        data=data,
+        target=target,
+        tokenizer=tokenizer,
+        samples=samples,
+        limit=limit,
+        served_model=served_model,
+        api_key=os.environ.get(api_key_env),
+        api_key_env=api_key_env,
     )
     _run(measure(request), debug=debug)
 

@@ -6,20 +6,28 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from secrets import token_urlsafe
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 from agentrl import launch
+from agentrl.chat_model import ChatModel
+from agentrl.chat_player import ChatRules, play_chat_group
 from agentrl.config import Config, parse
 from agentrl.console import EvalConsole
 from agentrl.engine import Engine
-from agentrl.env import load_env_class
-from agentrl.evaluate import Evaluation, evaluate
+from agentrl.env import Env, load_env_class, make
+from agentrl.errors import ConfigError
+from agentrl.evaluate import Evaluation, MakeGroup, evaluate
 from agentrl.openai_engine import OpenAIEngine
 from agentrl.player import Player
 from agentrl.source import held_out_tasks
 from agentrl.train import check_model
+
+if TYPE_CHECKING:
+    from sandbox.client import SandboxClient
 
 EVERYTHING = 10**9
 
@@ -30,6 +38,9 @@ class Request:
 
     config: Config
     url: str | None  # of a running server; else one is started for config.model.path
+    served_model: str | None  # set: `url` is an OpenAI-compatible chat endpoint that serves this name
+    api_key: str | None
+    api_key_env: str
     tokenizer: str
     num_tasks: int
 
@@ -44,9 +55,16 @@ class Request:
         tokenizer: str | None,
         samples: int | None,
         limit: int | None,
+        served_model: str | None = None,
+        api_key: str | None = None,
+        api_key_env: str = "OPENAI_API_KEY",
     ) -> Request:
         """The command line's options laid over the config. Raises ConfigError."""
         is_url = model is not None and model.startswith(("http://", "https://"))
+        if served_model is not None and not is_url:
+            raise ConfigError(
+                "--served-model names what a running server serves: give its URL with --model https://..."
+            )
         tree = config.model_dump(mode="json")
         if model is not None and not is_url:
             tree["model"] |= {"path": model, "warmstart": None}
@@ -63,6 +81,9 @@ class Request:
         return cls(
             config=laid_over,
             url=model if is_url else None,
+            served_model=served_model,
+            api_key=api_key,
+            api_key_env=api_key_env,
             tokenizer=tokenizer or laid_over.model.path,
             num_tasks=limit or default_tasks,
         )
@@ -70,8 +91,6 @@ class Request:
 
 async def measure(request: Request) -> Evaluation:
     """Play every task and show the numbers. Raises AgentRLError."""
-    from agentrl.renderer import TurnTokenizer
-
     config = request.config
     env_class = load_env_class(config.env.target)
     tasks = held_out_tasks(env_class, config.env, num_tasks=request.num_tasks)
@@ -81,19 +100,62 @@ async def measure(request: Request) -> Evaluation:
         async with launch.sandbox_service(config, logs=Path(logs), token=token) as (sandbox, parts):
             with console.phase("starting the sandbox"):
                 await launch.sandbox_ready(sandbox, parts)
-            tokenizer = await asyncio.to_thread(TurnTokenizer.load, request.tokenizer)
-            player = Player(config, env_class=env_class, tokenizer=tokenizer, sandbox=sandbox)
-            async with launch.watching(*parts), _engine(request, Path(logs), console) as engine:
+            playing = _by_tokens if request.served_model is None else _by_messages
+            async with launch.watching(*parts), playing(request, env_class, sandbox, Path(logs), console) as make_group:
                 with console.progress("playing") as advance:
                     evaluation = await evaluate(
                         tasks,
-                        make_group=lambda index, task: player.play_group(engine, index, task, kind="eval"),
+                        make_group=make_group,
                         policy_version=0,
                         max_concurrent_groups=max(1, 2 * config.engine.max_num_seqs // config.eval.samples_per_task),
                         progress=advance,
                     )
     console.result(evaluation.result)
     return evaluation
+
+
+@asynccontextmanager
+async def _by_tokens(
+    request: Request, env_class: type[Env], sandbox: SandboxClient, logs: Path, console: EvalConsole
+) -> AsyncIterator[MakeGroup]:
+    """Through an engine that takes and tells token ids: the code path of training."""
+    from agentrl.renderer import TurnTokenizer
+
+    tokenizer = await asyncio.to_thread(TurnTokenizer.load, request.tokenizer)
+    player = Player(request.config, env_class=env_class, tokenizer=tokenizer, sandbox=sandbox)
+    async with _engine(request, logs, console) as engine:
+        yield lambda index, task: player.play_group(engine, index, task, kind="eval")
+
+
+@asynccontextmanager
+async def _by_messages(
+    request: Request, env_class: type[Env], sandbox: SandboxClient, logs: Path, console: EvalConsole
+) -> AsyncIterator[MakeGroup]:
+    """Through any chat endpoint."""
+    config = request.config
+    assert request.url is not None and request.served_model is not None
+    rules = ChatRules(
+        limits=config.rollout,
+        temperature=config.eval.temperature,
+        top_p=config.eval.top_p,
+        max_turns=config.env.max_turns,
+    )
+    async with ChatModel(
+        request.url,
+        model=request.served_model,
+        api_key=request.api_key,
+        api_key_name=request.api_key_env,
+        request_timeout_s=config.engine.request_timeout_s,
+    ) as model:
+        yield lambda index, task: play_chat_group(
+            partial(make, env_class, sandbox=sandbox),
+            task,
+            group_id=index,
+            size=config.eval.samples_per_task,
+            model=model,
+            rules=rules,
+            seed=config.seed,
+        )
 
 
 @asynccontextmanager

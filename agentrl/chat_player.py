@@ -1,0 +1,196 @@
+"""Env x any chat endpoint -> trajectories without tokens: the rollout's rules, in message space, for evaluation only.
+
+Knows nothing of tokenizers: what such a model sampled is not told, so no turn is recorded, and nothing can be trained
+on it. Counts of tokens are the endpoint's; tool output is cut by characters.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from agentrl import env as environments
+from agentrl.chat_model import ChatModel, PromptTooLong, Reply
+from agentrl.config import RolloutConfig
+from agentrl.env import Action, Env, Episode, StepResult
+from agentrl.errors import ConfigError, EngineError, EnvError
+from agentrl.group import Attempt, play_group
+from agentrl.types import FinishReason, Message, StopReason, Task, Trajectory, TrajectoryGroup
+
+MIN_TURN_TOKENS = 16
+"""A turn with less room than this is not begun."""
+CHARACTERS_PER_TOKEN = 4
+"""What rollout.tool_output_tokens comes to where nobody counts tokens."""
+RETRY_BACKOFF_S = 1.0
+"""Wait before the first retry of an episode; doubles with each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRules:
+    """What holds for every episode of a measurement."""
+
+    limits: RolloutConfig
+    temperature: float
+    top_p: float
+    max_turns: int | None = None  # None: the environment's own
+
+
+async def play_chat_group(
+    make_env: Callable[[], Env],
+    task: Task,
+    *,
+    group_id: int,
+    size: int,
+    model: ChatModel,
+    rules: ChatRules,
+    seed: int,
+) -> TrajectoryGroup:
+    """Play `task` `size` times at once; retries and seeds are those of a rollout. Raises InfraError, ConfigError."""
+
+    async def play(attempt: Attempt) -> tuple[Trajectory, ...]:
+        return (await play_chat_episode(make_env(), task, attempt, model=model, rules=rules),)
+
+    return await play_group(
+        task,
+        play,
+        group_id=group_id,
+        size=size,
+        max_retries=rules.limits.max_retries,
+        backoff_s=RETRY_BACKOFF_S,
+        seed=seed,
+        name=f"eval-{group_id}",
+    )
+
+
+async def play_chat_episode(
+    env: Env, task: Task, attempt: Attempt, *, model: ChatModel, rules: ChatRules
+) -> Trajectory:
+    """Play one episode and score it; `env` is closed whatever happens. Raises InfraError, ConfigError."""
+    talk = _Talk(env=env, model=model, rules=rules)
+    started = time.monotonic()
+    timeout_s = rules.limits.episode_timeout_s
+    try:
+        stop_reason = await talk.play(task, attempt.seed)
+        episode = talk.episode(task, stop_reason, wall_s=time.monotonic() - started)
+        try:
+            async with asyncio.timeout(timeout_s):
+                episode = await environments.scored(env, episode)
+        except TimeoutError as error:
+            raise EnvError(f"scoring task {task.id} took more than {timeout_s:g} s") from error
+    finally:
+        await environments.close(env)
+    return Trajectory(
+        id=attempt.episode_id,
+        task_id=task.id,
+        turns=(),
+        messages=episode.messages,
+        reward=episode.reward,
+        rewards=dict(episode.rewards),
+        stop_reason=stop_reason,
+        info=dict(episode.info),
+    )
+
+
+@dataclass(kw_only=True)
+class _Talk:
+    """One episode under way."""
+
+    env: Env
+    model: ChatModel
+    rules: ChatRules
+    messages: list[Message] = field(default_factory=list)
+    num_turns: int = 0
+    num_tokens: int = 0  # of the whole conversation, as the endpoint counted them last
+    step_reward: float = 0.0
+    counts: dict[str, float] = field(
+        default_factory=lambda: {"tool_calls": 0.0, "tool_errors": 0.0, "completion_tokens": 0.0}
+    )
+
+    async def play(self, task: Task, seed: int) -> StopReason:
+        """Reset and turns, until something ends the episode: the wall clock does with what was said by then."""
+        timeout_s = self.rules.limits.episode_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                self.messages = list(await environments.start(self.env, task, seed))
+                return await self._turns(task)
+        except TimeoutError:
+            if self.num_turns:
+                return StopReason.TIMEOUT
+            late = f"task {task.id}: no turn within {timeout_s:g} s"
+            raise EngineError(late) if self.messages else EnvError(f"{late}: reset did not end") from None
+
+    def episode(self, task: Task, stop_reason: StopReason, *, wall_s: float) -> Episode:
+        """What was played, not yet scored."""
+        return Episode(
+            task=task,
+            messages=tuple(self.messages),
+            stop_reason=stop_reason,
+            step_reward=self.step_reward,
+            info=self.counts | {"turns": self.num_turns, "wall_s": wall_s},
+        )
+
+    async def _turns(self, task: Task) -> StopReason:
+        for _ in range(self.env.max_turns if self.rules.max_turns is None else self.rules.max_turns):
+            try:
+                reply = await self._say()
+            except PromptTooLong as error:
+                if not self.num_turns:
+                    raise ConfigError(f"task {task.id}: its prompt does not fit the model: {error}") from error
+                reply = None
+            if reply is None:
+                return StopReason.MAX_CONTEXT
+            self._record(reply)
+            if reply.finish_reason is FinishReason.LENGTH:
+                return StopReason.MAX_CONTEXT
+            result = await self._step(reply)
+            if result.terminated or result.truncated:
+                return StopReason.COMPLETED if result.terminated else StopReason.TRUNCATED
+        return StopReason.MAX_TURNS
+
+    async def _say(self) -> Reply | None:
+        """The next turn; None when rollout.max_context leaves no room for one."""
+        limits = self.rules.limits
+        max_tokens = min(limits.max_turn_tokens, limits.max_context - self.num_tokens)
+        if max_tokens < min(MIN_TURN_TOKENS, limits.max_turn_tokens):
+            return None
+        return await self.model.say(
+            self.messages,
+            self.env.tool_schemas(),
+            max_tokens=max_tokens,
+            temperature=self.rules.temperature,
+            top_p=self.rules.top_p,
+        )
+
+    def _record(self, reply: Reply) -> None:
+        self.num_turns += 1
+        self.num_tokens = reply.num_prompt_tokens + reply.num_completion_tokens
+        self.counts["completion_tokens"] += reply.num_completion_tokens
+        self.messages.append(reply.message)
+
+    async def _step(self, reply: Reply) -> StepResult:
+        action = Action(message=reply.message, parse_errors=reply.parse_errors, finish_reason=reply.finish_reason)
+        result = await environments.advance(self.env, action)
+        environments.add_counts(self.counts, result.info)
+        self.step_reward += result.reward
+        self.messages.extend(self._shortened(result.observation))
+        return result
+
+    def _shortened(self, observation: Sequence[Message]) -> list[Message]:
+        """Tool output cut; several answers of one turn share the allowance."""
+        num_answers = sum(message.role == "tool" for message in observation)
+        share = CHARACTERS_PER_TOKEN * self.rules.limits.tool_output_tokens // max(num_answers, 1)
+        return [
+            replace(message, content=_cut(message.content, share)) if message.role == "tool" else message
+            for message in observation
+        ]
+
+
+def _cut(text: str, max_characters: int) -> str:
+    """Head and tail kept, the middle replaced by a note."""
+    if len(text) <= max_characters:
+        return text
+    note = f"\n[... {len(text) - max_characters}+ characters cut ...]\n"
+    keep = max(max_characters - len(note), 2)
+    return text[: keep - keep // 2] + note + text[-(keep // 2) :]

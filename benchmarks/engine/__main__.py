@@ -10,10 +10,15 @@ from pathlib import Path
 from agentrl import engine_server
 from agentrl.config import EngineConfig
 from benchmarks import reporting
-from benchmarks.engine import throughput
+from benchmarks.engine import gap, parity, prefix, throughput
 
 REPORT = reporting.ROOT / "benchmarks" / "engine.md"
-SECTIONS = {"throughput": throughput.measure}
+SECTIONS = {
+    "throughput": throughput.measure,
+    "prefix": prefix.measure,
+    "gap": gap.measure,
+    "parity": parity.measure,
+}
 
 
 async def measure(names: list[str], *, quick: bool) -> str:

@@ -144,7 +144,8 @@ class Connection(asyncio.Protocol):
     async def open(cls, url: str) -> Connection:
         """To the server at `url`."""
         parts = urlsplit(url)
-        _, connection = await asyncio.get_running_loop().create_connection(cls, parts.hostname, parts.port)
+        host, port = parts.hostname or "", parts.port or 80
+        _, connection = await asyncio.get_running_loop().create_connection(cls, host, port)
         return connection
 
     def close(self) -> None:

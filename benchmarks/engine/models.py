@@ -70,6 +70,9 @@ BY_SIZE = {
 def make(architecture: str, shape: Shape, *, tied: bool, dtype: str = "float32", seed: int = 0) -> Any:
     """A random model whose logits are spread like a trained one's, in evaluation mode."""
     import transformers
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
 
     torch.manual_seed(seed)
     config = getattr(transformers, f"{architecture}Config")(

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from agentrl import engine_server
 from agentrl.config import EngineConfig
@@ -50,7 +51,7 @@ class Server:
         async with httpx.AsyncClient(base_url=self.url, timeout=60) as http:
             (await http.post("/reset_prefix_cache")).raise_for_status()
 
-    async def _samples(self):  # type: ignore[no-untyped-def]
+    async def _samples(self) -> list[Sample]:
         async with httpx.AsyncClient(base_url=self.url, timeout=60) as http:
             text = (await http.get("/metrics")).text
         return [sample for family in text_string_to_metric_families(text) for sample in family.samples]

@@ -78,19 +78,15 @@ async def _rates(server: Server, generator: Generator, num_rounds: Mapping[int, 
     rows = []
     for concurrency, rounds in num_rounds.items():
         rows.append([concurrency, rounds, *await _compare(server, ways, sessions[:concurrency], num_rounds=rounds)])
-    columns = ["sessions at once", "rounds", *(f"{way}, tokens/s" for way in ways), "ours / bare", "ours / not streamed"]
+    columns = ["sessions at once", "rounds", *(f"{way}, tokens/s" for way in ways)]
+    columns += ["ours / bare", "ours / not streamed"]
     columns += [f"{way}, CPU ms a call" for way in ways]
     columns += [f"{OURS}, share of a core", "server, cores"]
     intro = (
-        "
-## Throughput
-
-Model of configs/quickstart.yaml's shape (random). A session has "
+        "\n## Throughput\n\nModel of configs/quickstart.yaml's shape (random). A session has "
         f"{NUM_TURNS} turns: first prompt {FIRST_TOKENS} tokens, then {MAX_TOKENS} generated and {OBSERVATION_TOKENS} "
         "observed a turn. Rounds in turns after one that warms up: median (least to greatest). The prefix cache is "
-        "emptied before each. The load comes from a process of its own on the same machine.
-
-"
+        "emptied before each. The load comes from a process of its own on the same machine.\n\n"
     )
     return intro + reporting.table(columns, rows)
 

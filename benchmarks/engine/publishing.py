@@ -1,0 +1,85 @@
+"""The learner's own publisher, driven from a benchmark: weights go to an engine as they do in a run."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from agentrl import engine_server
+from agentrl.config import EngineConfig
+from agentrl.engine import VLLMEngine
+from agentrl.types import TransferInit, WeightsRef
+from agentrl.weight_keeper import WeightUpdate
+from benchmarks.engine import models
+from trainer.transfer import Transfer, publisher
+from trainer.weight_source import WeightSource
+
+T = TypeVar("T")
+
+DEADLINE_S = 240.0
+
+
+def modes(config: EngineConfig) -> tuple[engine_server.Transfer, ...]:
+    """Every way for weights to travel on this device."""
+    if engine_server.device_of(config) == "cuda":
+        return ("safetensors", "reload", "nccl", "ipc")
+    return ("safetensors", "reload", "gloo")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Publication:
+    """One version brought to an engine."""
+
+    total_s: float  # from the learner's call until the engine has proven it
+    update: WeightUpdate
+
+
+class _Link:
+    """What the publisher takes for the orchestrator: passes its calls on to one client, from the publisher's thread."""
+
+    engine: VLLMEngine
+    update: WeightUpdate
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+
+    def open_transfer(self, init: TransferInit) -> None:
+        """Returns once the engine has joined."""
+        self._wait(self.engine.init_transfer(init))
+
+    def publish(self, ref: WeightsRef) -> None:
+        """Returns once the engine holds the weights and has proven it."""
+        self.update = self._wait(self.engine.update_weights(ref))
+
+    def _wait(self, call: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(call, self._loop).result(DEADLINE_S)
+
+
+class Sender:
+    """The publisher of one mode for `model`."""
+
+    def __init__(self, model: Any, *, mode: str, config: EngineConfig, folder: Path) -> None:
+        self._model = model
+        self._link = _Link()
+        self._publisher = publisher(
+            Transfer(backend=mode, rank=0, weights_dir=folder, timeout_s=DEADLINE_S),
+            config.model_copy(update={"weight_transfer": mode}),
+            source=WeightSource(model, dtype=model.dtype),
+            link=self._link,
+        )
+
+    async def publish(self, engine: VLLMEngine, policy_version: int) -> Publication:
+        """Give `engine` the model's present weights as `policy_version`. Raises LearnerError, WeightSyncError."""
+        self._link.engine = engine
+        probe = models.probe(self._model)
+        began = time.perf_counter()
+        await asyncio.to_thread(self._publisher.publish, policy_version=policy_version, probe=probe)
+        return Publication(total_s=time.perf_counter() - began, update=self._link.update)
+
+    async def close(self) -> None:
+        """Leave the group, where there is one."""
+        await asyncio.to_thread(self._publisher.close)

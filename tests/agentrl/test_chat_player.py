@@ -17,7 +17,7 @@ from agentrl.chat_model import ChatModel, PromptTooLong
 from agentrl.chat_player import ChatRules, play_chat_group
 from agentrl.chat_session import ChatSession
 from agentrl.config import RolloutConfig
-from agentrl.env import Env, Episode, Split, StepResult, ToolEnv
+from agentrl.env import Action, Env, Episode, Split, StepResult, ToolEnv
 from agentrl.errors import ConfigError, EngineError, EnvError, SandboxError
 from agentrl.proxy import ChatProxy
 from agentrl.renderer import TurnTokenizer
@@ -288,10 +288,14 @@ async def test_arguments_that_are_no_json_are_an_error_the_model_sees() -> None:
     assert seen[1]["messages"][-1]["role"] == "user"
 
 
-class Plain(Looking):
-    """The same without a tool."""
+class Plain(Env):
+    """One turn without a tool."""
 
-    tools = {}  # noqa: RUF012
+    async def reset(self, *, task: Task, seed: int | None = None) -> tuple[list[Message], dict[str, Any]]:
+        return [user(task.prompt)], {}
+
+    async def step(self, action: Action) -> StepResult:
+        return StepResult([], float(action.message.content == "7"), True, False, {})
 
 
 @pytest.mark.engine

@@ -14,7 +14,7 @@ import uvicorn
 from fastapi import FastAPI, HTTPException, Request, Response
 
 from agentrl import wire
-from agentrl.errors import AgentRLError, ConfigError, EngineError
+from agentrl.errors import AgentRLError, ConfigError, EngineError, WeightsWanted
 from agentrl.types import Batch, StepOutput, TransferInit, WeightsRef
 
 MAX_BODY_BYTES = 64 * 1024**2
@@ -22,10 +22,6 @@ MAX_BODY_BYTES = 64 * 1024**2
 
 class RunOver(AgentRLError):
     """There will be no further batch."""
-
-
-class WeightsWanted(AgentRLError):
-    """An engine was restarted: the learner must publish the version it holds again before it gets a batch."""
 
 
 class LearnerPort(Protocol):
@@ -44,7 +40,7 @@ class LearnerPort(Protocol):
         ...
 
     async def weights_published(self, ref: WeightsRef) -> None:
-        """Returns once every engine holds the weights. Raises EngineError."""
+        """Returns once every engine holds the weights. Raises EngineError, WeightsWanted."""
         ...
 
 
@@ -87,8 +83,11 @@ def create_app(port: LearnerPort, *, token: str) -> FastAPI:
     async def weights(request: Request) -> Response:
         check(request)
         ref = _decoded(await _body(request), WeightsRef)
-        with _refused_by_the_engine():
-            await port.weights_published(ref)
+        try:
+            with _refused_by_the_engine():
+                await port.weights_published(ref)
+        except WeightsWanted:
+            return Response(status_code=205)
         return Response(status_code=200)
 
     return app

@@ -30,11 +30,11 @@ class Stream:
             self._num_certain = len(self._token_ids)
 
     def extend(self, delta: Delta) -> None:
-        """Append what arrived. Raises ValueError when ids and scored ids differ or a logprob is a placeholder."""
+        """Append what arrived. Raises ValueError when ids and scored ids differ or a logprob cannot be one."""
         if [entry.token_id for entry in delta.logprobs.content] != delta.token_ids:
             raise ValueError("the logprobs are not those of the tokens")
-        if any(entry.logprob <= LOGPROB_UNKNOWN for entry in delta.logprobs.content):
-            raise ValueError("a token has no finite logprob: the model's logits are NaN or infinite")
+        if not all(LOGPROB_UNKNOWN < entry.logprob <= 0 for entry in delta.logprobs.content):
+            raise ValueError("a token's logprob is positive or not finite: are the model's logits NaN or infinite?")
         if self._end is not None:
             raise ValueError("tokens after the last event")
         self._token_ids += delta.token_ids

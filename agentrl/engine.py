@@ -162,9 +162,9 @@ class VLLMEngine:
             try:
                 parts.append(await self._fill(stream, [*token_ids, *said], left, name))
             except EngineError as error:
+                await self._weights.come_back(error)
                 parts.append(stream.salvage(sampling))
                 self._num_salvaged_tokens += len(parts[-1].token_ids)
-                await self._weights.come_back(error)
                 if (finished := _finished(joined(parts), sampling)) is None:
                     continue
                 parts = [finished]
@@ -230,7 +230,7 @@ class VLLMEngine:
         if self._logprobs_checked or sampling.is_unmodified or sampling.temperature == 0:
             return
         await self._weights.trusted()
-        hot = Sampling(max_tokens=8, temperature=3.0)
+        hot = Sampling(max_tokens=8, temperature=2.0)
         drawn = await self._fill(
             Stream(self._weights.version), [0], hot, f"logprobs-mode-{id(sampling)}-{time.monotonic_ns()}"
         )
@@ -262,9 +262,7 @@ def sampling_body(sampling: Sampling) -> dict[str, Any]:
 
 
 def _check_chunk(chunk: Chunk, token_ids: Sequence[int]) -> bool:
-    """Whether it repeats the prompt. Raises ValueError for what cannot be the answer, EngineError for a failure."""
-    if chunk.error is not None:
-        raise EngineError(f"the engine broke off: {chunk.error.message.strip()[:500]}")
+    """Whether it repeats the prompt. Raises ValueError for another prompt or several choices."""
     if len(chunk.choices) > 1:
         raise ValueError(f"{len(chunk.choices)} choices where one was asked for")
     if chunk.prompt_token_ids is None:

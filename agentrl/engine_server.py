@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 from collections.abc import Callable
 from importlib import metadata
@@ -34,6 +35,20 @@ BACKENDS: dict[Transfer, str] = {
 }
 """Names under which vllm_plugin.py registers what it adds to vLLM's weight transfer."""
 WORKER_EXTENSION = "agentrl.vllm_worker.WorkerExtension"
+MENDS = (
+    (
+        r"out of memory|can't allocate memory|cannot allocate memory|bad_alloc|No available memory|Killed",
+        "it ran out of memory: lower engine.kv_cache_bytes (CPU) or engine.gpu_memory_fraction (GPU), "
+        "engine.max_num_seqs or rollout.max_context, or take a smaller model",
+    ),
+    (
+        r"architectures? .*not supported|no supported (architecture|model)|Cannot find model module",
+        "this vLLM cannot serve the architecture in the model's config.json; see its list of supported models",
+    ),
+    (r"address already in use", "another program has the port: choose another engine.port, or 0 for any free one"),
+    (r"max seq len|max_model_len", "rollout.max_context does not fit: lower it, or give the KV cache more memory"),
+)
+"""What a log says, and what to do about it."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -196,7 +211,8 @@ async def _healthy(client: httpx.AsyncClient) -> bool:
 
 def _tail(log_tail: Callable[[], str]) -> str:
     text = log_tail()
-    return f" The end of its log:\n{text}" if text else ""
+    mends = "".join(f" It seems that {mend}." for pattern, mend in MENDS if re.search(pattern, text, re.IGNORECASE))
+    return f"{mends} The end of its log:\n{text}" if text else ""
 
 
 def _version_of(distribution: str) -> str | None:

@@ -12,6 +12,7 @@ AgentRLError
  |   |   +- WeightSyncError   an engine does not hold the weights it should: always ends the run
  |   +- LearnerError       the learner process failed
  +- StaleTrajectoryError   the lag bound was broken at consumption: a bug, ends the run
+ +- WeightsWanted          an engine was restarted: the learner publishes again, and nothing is lost
  +- ErrorRateExceeded      too many episodes failed for infrastructure reasons
 """
 
@@ -60,6 +61,10 @@ class EngineGone(EngineError):
 
 class WeightSyncError(EngineError):
     """An engine does not hold the weights it should hold."""
+
+
+class WeightsWanted(AgentRLError):
+    """An engine was restarted, and only the learner can give it the present weights: they must be published again."""
 
 
 class LearnerError(InfraError):

@@ -10,8 +10,8 @@ import time
 from collections.abc import Awaitable
 from typing import TypeVar
 
-from agentrl.batch_server import RunOver, WeightsWanted
-from agentrl.errors import EngineError, LearnerError
+from agentrl.batch_server import RunOver
+from agentrl.errors import EngineError, LearnerError, WeightsWanted
 from agentrl.meter import MeteredEngine
 from agentrl.types import Batch, StepOutput, TransferInit, WeightsRef
 from agentrl.weight_keeper import WeightUpdate
@@ -99,7 +99,10 @@ class LearnerSeat:
             raise
 
     async def weights_published(self, ref: WeightsRef) -> None:
-        """Put the weights into the engine. A failure ends the run: it reaches the conductor as it is."""
+        """Put the weights into the engine. A failure ends the run: it reaches the conductor as it is.
+
+        Raises EngineError; WeightsWanted where the engine was restarted meanwhile.
+        """
         is_new = ref.policy_version > self._published_version
         if not is_new and not self._engine.wants_weights:
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,8 @@ from agentrl.draft import version_of
 from agentrl.errors import EngineError, EngineGone, boundary
 from agentrl.vllm_http import VLLMServer
 from agentrl.vllm_wire import Anything, Models, Paused, Results, Scored, WeightInfo
+
+log = logging.getLogger(__name__)
 
 INITIAL_LABEL = "default"  # vLLM's version label until somebody sets one
 HEALTH_TIMEOUT_S = 5.0
@@ -79,6 +82,11 @@ class VLLMControl:
         """Take new weights from a folder by the route that every vLLM has, and call them `version`."""
         body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
         await self._server.post("/collective_rpc", body, Anything, timeout_s=timeout_s)
+        try:
+            await self._server.post("/collective_rpc", {"method": "renew_tied_layers"}, Anything, timeout_s=timeout_s)
+        except EngineError as error:
+            # A server without our worker extension; only vLLM's CPU build needs it, and the probe would tell.
+            log.debug("%s", error)
         await self.set_label(str(version))
 
     async def checksums(self) -> list[str | None]:

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
 from typing import Any, TypeVar
 
-import httpx
+import aiohttp
 import msgspec
 
 from agentrl.errors import EngineError, EngineGone
@@ -22,7 +22,10 @@ T = TypeVar("T")
 CONNECT_TIMEOUT_S = 5.0
 KEEPALIVE_S = 2.0  # vLLM's server closes idle connections after 5 s: we must be first
 RETRY_PAUSED_S = 0.05
+MAX_REASON = 500
+EVENT_STREAM = "text/event-stream"
 EVENT, EVENT_END, DONE = b"data: ", b"\n\n", b"[DONE]"
+CHUNK = msgspec.json.Decoder(Chunk)
 
 MENDS = {
     403: "start vLLM with --enable-scale-out",
@@ -35,21 +38,18 @@ MENDS = {
 class VLLMServer:
     """One server. Cancelling a call closes its connection, by which vLLM knows to abort the request.
 
-    Every call in progress has a client with one connection of its own: a shared connection pool of httpx takes time
-    in the square of its idle connections for each request (measured: 4 ms a request at 64).
+    aiohttp and not httpx: a streamed answer of 64 tokens costs a third of the processor time (benchmarks/engine.md).
     """
 
     def __init__(self, url: str, *, timeout_s: float) -> None:
         self.url = url.rstrip("/")
         self._timeout_s = timeout_s
-        self._ssl = httpx.create_ssl_context(trust_env=False)
-        self._clients: list[httpx.AsyncClient] = []
-        self._idle: list[httpx.AsyncClient] = []
+        self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
         """Close all connections."""
-        for client in self._clients:
-            await client.aclose()
+        if self._session is not None:
+            await self._session.close()
 
     async def get(self, path: str, reply: type[T], *, timeout_s: float | None = None) -> T:
         """The answer as `reply`. Raises EngineError."""
@@ -65,7 +65,7 @@ class VLLMServer:
         """The status of a GET, whatever it is. Raises EngineError when there is none."""
         with self._failures_named(f"engine at {self.url}: GET {path}", timeout_s):
             async with asyncio.timeout(timeout_s):
-                return (await self._request("GET", path, content=b"")).status_code
+                return (await self._request("GET", path, b""))[0]
 
     async def stream(self, path: str, body: dict[str, Any]) -> AsyncGenerator[Chunk]:
         """The events of the answer as they come; each must come within the server's deadline.
@@ -74,7 +74,6 @@ class VLLMServer:
         """
         what = f"engine at {self.url}: POST {path}"
         content = msgspec.json.encode(body)
-        decoder = msgspec.json.Decoder(Chunk)
         with self._failures_named(what, self._timeout_s):
             async with aclosing(self._events(what, path, content)) as events:
                 while True:
@@ -82,50 +81,46 @@ class VLLMServer:
                         event = await anext(events, DONE)
                     if event == DONE:
                         return
-                    yield _decoded(decoder, event, what)
+                    chunk = _decoded(CHUNK, event, what)
+                    if chunk.error is not None:
+                        raise EngineError(f"{what} broke off: {chunk.error.message.strip()[:MAX_REASON]}")
+                    yield chunk
 
     async def _events(self, what: str, path: str, content: bytes) -> AsyncGenerator[bytes]:
         """Server-sent events, data only. Raises EngineGone where the stream has no end."""
-        client = self._idle.pop() if self._idle else self._new_client()
-        try:
-            while True:
-                async with client.stream("POST", path, content=content) as response:
-                    if response.status_code == 503:
-                        await asyncio.sleep(RETRY_PAUSED_S)
-                        continue
-                    if response.status_code != 200:
-                        await response.aread()
-                        raise EngineError(_refusal(what, response))
-                    rest = b""
-                    async for piece in response.aiter_raw():
-                        *events, rest = (rest + piece).split(EVENT_END)
-                        for event in events:
-                            data = event.removeprefix(EVENT)
-                            yield data
-                            if data == DONE:
-                                return
-                    raise EngineGone(f"{what}: the stream ended before its last token; see the engine's log")
-        finally:
-            self._idle.append(client)
+        while True:
+            async with self._opened().post(path, data=content) as response:
+                if response.status == 503:
+                    await asyncio.sleep(RETRY_PAUSED_S)
+                    continue
+                if response.status != 200:
+                    raise EngineError(_refusal(what, response.status, await response.read()))
+                if response.content_type != EVENT_STREAM:
+                    raise EngineError(f"{what} answered what this client does not understand: {response.content_type}")
+                rest = b""
+                async for piece in response.content.iter_any():
+                    *events, rest = (rest + piece).split(EVENT_END)
+                    for event in events:
+                        yield event.removeprefix(EVENT)
+                raise EngineGone(f"{what}: the stream ended before its last token; see the engine's log")
 
-    async def _request(self, method: str, path: str, content: bytes) -> httpx.Response:
-        client = self._idle.pop() if self._idle else self._new_client()
-        try:
-            return await client.request(method, path, content=content)
-        finally:
-            self._idle.append(client)
+    async def _request(self, method: str, path: str, content: bytes) -> tuple[int, bytes]:
+        # Not kept: after a 500 the server closes the connection, and the next call would find that out the hard way.
+        headers = {"connection": "close"}
+        async with self._opened().request(method, path, data=content, headers=headers) as response:
+            return response.status, await response.read()
 
-    def _new_client(self) -> httpx.AsyncClient:
-        client = httpx.AsyncClient(
-            base_url=self.url,
-            timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
-            limits=httpx.Limits(max_connections=1, keepalive_expiry=KEEPALIVE_S),
-            headers={"content-type": "application/json"},
-            trust_env=False,
-            verify=self._ssl,
-        )
-        self._clients.append(client)
-        return client
+    def _opened(self) -> aiohttp.ClientSession:
+        """Made by the first call: it belongs to the event loop that is running then."""
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                self.url + "/",
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
+                headers={"content-type": "application/json"},
+                trust_env=False,
+            )
+        return self._session
 
     async def _call(
         self, method: str, path: str, body: dict[str, Any] | None, reply: type[T], timeout_s: float | None
@@ -136,23 +131,23 @@ class VLLMServer:
         deadline_s = timeout_s or self._timeout_s
         with self._failures_named(what, deadline_s):
             async with asyncio.timeout(deadline_s):
-                response = await self._request(method, path, content=content)
-                while response.status_code == 503:
+                status, answer = await self._request(method, path, content)
+                while status == 503:
                     await asyncio.sleep(RETRY_PAUSED_S)
-                    response = await self._request(method, path, content=content)
-        if response.status_code != 200:
-            raise EngineError(_refusal(what, response))
-        return _decoded(msgspec.json.Decoder(reply), response.content, what)
+                    status, answer = await self._request(method, path, content)
+        if status != 200:
+            raise EngineError(_refusal(what, status, answer))
+        return _decoded(msgspec.json.Decoder(reply), answer, what)
 
     @contextmanager
     def _failures_named(self, what: str, timeout_s: float) -> Iterator[None]:
         try:
             yield
-        except TimeoutError as error:
-            raise EngineError(f"{what} was not answered within {timeout_s:g} s; see the engine's log") from error
-        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            raise EngineGone(f"{what}: nothing listens there; is the engine running? ({error})") from error
-        except httpx.TransportError as error:
+        except aiohttp.ClientConnectorError as error:
+            raise EngineGone(f"{what}: nothing listens there; is the engine running? ({error.strerror})") from error
+        except (aiohttp.ClientError, OSError) as error:
+            if isinstance(error, TimeoutError):
+                raise EngineError(f"{what} was not answered within {timeout_s:g} s; see the engine's log") from error
             raise EngineGone(f"{what}: the connection broke ({type(error).__name__}); see the engine's log") from error
 
 
@@ -163,15 +158,15 @@ def _decoded(decoder: msgspec.json.Decoder[T], content: bytes, what: str) -> T:
         raise EngineError(f"{what} answered what this client does not understand: {error}") from error
 
 
-def _refusal(what: str, response: httpx.Response) -> str:
-    mend = MENDS.get(response.status_code)
-    return f"{what} failed with status {response.status_code}: {_reason(response)}" + (f"; {mend}" if mend else "")
+def _refusal(what: str, status: int, answer: bytes) -> str:
+    mend = MENDS.get(status)
+    return f"{what} failed with status {status}: {_reason(answer)}" + (f"; {mend}" if mend else "")
 
 
-def _reason(response: httpx.Response) -> str:
+def _reason(answer: bytes) -> str:
     """The server's own words, short."""
     try:
-        text = msgspec.json.decode(response.content, type=Failure).error.message
+        text = msgspec.json.decode(answer, type=Failure).error.message
     except msgspec.MsgspecError:
-        text = response.text
-    return text.strip()[:500] or "no reason given"
+        text = answer.decode(errors="replace")
+    return text.strip()[:MAX_REASON] or "no reason given"

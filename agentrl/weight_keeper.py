@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from agentrl.errors import EngineError, EngineGone, WeightSyncError
+from agentrl.errors import EngineError, EngineGone, WeightsWanted, WeightSyncError
 from agentrl.parity import Parity, parity
 from agentrl.types import WeightsRef
 from agentrl.vllm_control import INITIAL_LABEL, VLLMControl
@@ -111,36 +111,43 @@ class WeightKeeper:
             self._weights_change()
             try:
                 update = await self._taken_or_restored(ref, what)
+            except WeightsWanted:
+                self._distrust, self.wants_weights = None, True
+                raise
             except WeightSyncError as error:
                 self._distrust = self._distrust and error
-                raise
-            finally:
                 self._open.set()
+                raise
+            except BaseException:
+                self._open.set()
+                raise
             self._ref, self._distrust, self.wants_weights = ref, None, False
+            self._open.set()
             return update
 
     async def come_back(self, error: EngineError) -> None:
         """Return once the engine serves the present weights again. Raises `error` where it never went away."""
         async with self._changing:
-            if not isinstance(error, EngineGone):
-                try:
-                    await self._control.health()
-                except EngineError:
-                    log.warning("%s; its engine process is dead", error)
-                else:
-                    raise error
+            if not isinstance(error, EngineGone) and not await self._is_gone():
+                raise error
             await self._wait_until_back(error)
             if self._distrust is not None or await self._control.label() != INITIAL_LABEL:
                 return  # the connection broke, and no more; or another call was here before
             await self._renew(error)
 
     async def _taken_or_restored(self, ref: WeightsRef, what: str) -> WeightUpdate:
-        """The update; after a restart in its middle, the update again; after a failure, the weights of before."""
+        """The update; after a restart in its middle, the update again; after a failure, the weights of before.
+
+        Raises WeightsWanted after a restart where the weights do not lie in a folder.
+        """
         try:
             try:
                 return await self._take(ref)
             except EngineGone as error:
                 await self._wait_until_back(error)
+                self.num_restarts += await self._control.label() == INITIAL_LABEL
+                if ref.path is None:
+                    raise WeightsWanted(f"{what}: it was restarted") from error
                 return await self._take(ref)
         except WeightSyncError as error:
             raise WeightSyncError(f"{what}: {error}") from error
@@ -209,6 +216,8 @@ class WeightKeeper:
 
     async def _wait_until_back(self, error: EngineError) -> None:
         """Raises `error` when nothing answers within `return_timeout_s`."""
+        if not await self._is_gone():
+            return
         log.warning("%s; waiting %g s for it to come back", error, self._settings.return_timeout_s)
         try:
             async with asyncio.timeout(self._settings.return_timeout_s):
@@ -219,6 +228,16 @@ class WeightKeeper:
                         await asyncio.sleep(POLL_RETURN_S)
         except TimeoutError:
             raise error from None
+
+    async def _is_gone(self) -> bool:
+        """Whether nobody is there; a server that is merely slow is there."""
+        try:
+            await self._control.health()
+        except EngineGone:
+            return True
+        except EngineError:
+            return False
+        return False
 
     async def _renew(self, error: EngineError) -> None:
         """Give a restarted engine the present weights before it takes work."""

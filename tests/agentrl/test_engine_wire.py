@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,24 +13,43 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
-from agentrl.engine import OpenAIEngine, VLLMEngine
-from agentrl.errors import EngineError, WeightSyncError
+from agentrl.engine import VLLMEngine
+from agentrl.errors import EngineError, EngineGone, WeightSyncError
 from agentrl.launch import port_of
+from agentrl.openai_engine import OpenAIEngine
 from agentrl.types import FinishReason, Probe, Sampling, WeightsRef
 
 PROMPT = [5, 6, 7]
 SAMPLING = Sampling(max_tokens=2)
-GOOD: dict[str, Any] = {
-    "usage": {"prompt_tokens": 3},
-    "choices": [
-        {
-            "token_ids": [8, 9],
-            "finish_reason": "length",
-            "logprobs": {"content": [{"token_id": 8, "logprob": -0.5}, {"token_id": 9, "logprob": -1.5}]},
-            "weight_versions": [{"version": "0", "start": 0, "end": 2}],
-        }
-    ],
-}
+REF = WeightsRef(
+    policy_version=1,
+    num_bytes=0,
+    update_info={"path": "/nowhere"},
+    checksum="",
+    probe=Probe(token_ids=(5, 6), logprobs=(-1.0,)),
+)
+GOOD: list[dict[str, Any]] = [
+    {
+        "prompt_token_ids": [5, 6, 7],
+        "choices": [{"token_ids": [8], "logprobs": {"content": [{"token_id": 8, "logprob": -0.5}]}}],
+    },
+    {
+        "choices": [
+            {
+                "token_ids": [9],
+                "finish_reason": "length",
+                "logprobs": {"content": [{"token_id": 9, "logprob": -1.5}]},
+                "weight_versions": [{"version": "0", "start": 0, "end": 2}],
+            }
+        ]
+    },
+]
+
+
+def events(chunks: list[dict[str, Any]], *, end: bytes = b"data: [DONE]\n\n") -> Response:
+    """Server-sent events, as vLLM writes them."""
+    body = b"".join(b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in chunks)
+    return Response(body + end, media_type="text/event-stream")
 
 
 class Script:
@@ -51,6 +71,7 @@ class Script:
             await asyncio.sleep(self.delay_s)
             if path in ("inference/v1/generate", "v1/completions"):
                 reply = self.generate()
+                reply = events(reply) if isinstance(reply, list) else reply
             elif path == "update_weight_version":
                 reply, self.label = {}, self.seen[-1][1]["new_version"]
             else:
@@ -77,9 +98,10 @@ def script() -> Iterator[Script]:
     thread.join(timeout=10)
 
 
-def altered(change: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+def altered(change: Callable[[dict[str, Any], dict[str, Any]], Any]) -> list[dict[str, Any]]:
+    """`change` is given the first event and the last one's choice."""
     reply = copy.deepcopy(GOOD)
-    change(reply)
+    change(reply[0], reply[1]["choices"][0])
     return reply
 
 
@@ -104,22 +126,27 @@ async def test_no_seed_is_sent_and_each_version_has_its_cache_salt(script: Scrip
     assert body["cache_salt"] == "v4"
 
 
-BAD = {
-    "no spans": lambda r: r["choices"][0].pop("weight_versions"),
-    "null spans": lambda r: r["choices"][0].update(weight_versions=None),
-    "short spans": lambda r: r["choices"][0]["weight_versions"][0].update(end=1),
-    "a gap between spans": lambda r: r["choices"][0]["weight_versions"][0].update(start=1),
-    "a label that is no version": lambda r: r["choices"][0]["weight_versions"][0].update(version="default"),
-    "no logprobs": lambda r: r["choices"][0].update(logprobs=None),
-    "a logprob too few": lambda r: r["choices"][0]["logprobs"]["content"].pop(),
-    "a logprob of another token": lambda r: r["choices"][0]["logprobs"]["content"][0].update(token_id=1),
-    "a positive logprob": lambda r: r["choices"][0]["logprobs"]["content"][0].update(logprob=0.1),
-    "a placeholder for NaN": lambda r: r["choices"][0]["logprobs"]["content"][0].update(logprob=-9999.0),
-    "token ids as text": lambda r: r["choices"][0].update(token_ids=["8", "9"]),
-    "an unknown finish reason": lambda r: r["choices"][0].update(finish_reason="tired"),
-    "another prompt": lambda r: r["usage"].update(prompt_tokens=2),
-    "no choice": lambda r: r.update(choices=[]),
-    "two choices": lambda r: r["choices"].append(r["choices"][0]),
+BAD: dict[str, Callable[[dict[str, Any], dict[str, Any]], Any]] = {
+    "no spans": lambda first, last: last.pop("weight_versions"),
+    "null spans": lambda first, last: last.update(weight_versions=None),
+    "short spans": lambda first, last: last["weight_versions"][0].update(end=1),
+    "a gap between spans": lambda first, last: last["weight_versions"][0].update(start=1),
+    "a label that is no version": lambda first, last: last["weight_versions"][0].update(version="default"),
+    "no logprobs": lambda first, last: last.update(logprobs=None),
+    "a logprob too few": lambda first, last: last["logprobs"]["content"].pop(),
+    "a logprob of another token": lambda first, last: last["logprobs"]["content"][0].update(token_id=1),
+    "a positive logprob": lambda first, last: last["logprobs"]["content"][0].update(logprob=0.1),
+    "a placeholder for NaN": lambda first, last: last["logprobs"]["content"][0].update(logprob=-9999.0),
+    "token ids as text": lambda first, last: last.update(token_ids=["9"]),
+    "an unknown finish reason": lambda first, last: last.update(finish_reason="tired"),
+    "tokens after the end": lambda first, last: first["choices"][0].update(finish_reason="stop"),
+    "no end": lambda first, last: last.pop("finish_reason"),
+    "another prompt": lambda first, last: first.update(prompt_token_ids=[5, 6, 8]),
+    "a cut prompt": lambda first, last: first.update(prompt_token_ids=[5, 6]),
+    "no prompt": lambda first, last: first.pop("prompt_token_ids"),
+    "no choice": lambda first, last: first.update(choices=[]),
+    "two choices": lambda first, last: first["choices"].append(first["choices"][0]),
+    "a failure in the middle": lambda first, last: first.update(error={"message": "out of luck"}),
 }
 
 
@@ -139,6 +166,26 @@ async def test_a_refusal_carries_the_reason_and_the_mend(script: Script, status:
         await generate(script)
 
 
+async def test_a_stream_that_breaks_off_is_an_engine_that_is_gone(script: Script) -> None:
+    script.generate = lambda: events(GOOD[:1], end=b"")
+    with pytest.raises(EngineGone, match="ended before its last token"):
+        await generate(script)
+
+
+async def test_a_stream_that_breaks_off_is_continued_where_the_engine_is_back(script: Script) -> None:
+    rest = altered(lambda first, last: last["weight_versions"][0].update(end=1))[1:]
+    rest[0]["prompt_token_ids"] = [5, 6, 7, 8]
+    answers: list[Any] = [events(GOOD[:1], end=b""), rest]
+    script.generate = lambda: answers.pop(0)
+    completion = await generate(script, return_timeout_s=5)
+    assert completion.token_ids == (8, 9)
+    assert completion.behavior_logprobs == (-0.5, -1.5)
+    assert list(completion.policy_versions()) == [0, 0]
+    asked = [body for path, body in script.seen if path == "inference/v1/generate"]
+    assert [body["token_ids"] for body in asked] == [[5, 6, 7], [5, 6, 7, 8]]
+    assert [body["sampling_params"]["max_tokens"] for body in asked] == [2, 1]
+
+
 async def test_an_html_answer_is_an_engine_error(script: Script) -> None:
     script.generate = lambda: Response("<html>proxy</html>", media_type="text/html")
     with pytest.raises(EngineError, match="does not understand"):
@@ -146,7 +193,7 @@ async def test_an_html_answer_is_an_engine_error(script: Script) -> None:
 
 
 async def test_paused_is_retried_until_it_is_over(script: Script) -> None:
-    answers = [Response(status_code=503), Response(status_code=503), GOOD]
+    answers: list[Any] = [Response(status_code=503), Response(status_code=503), GOOD]
     script.generate = lambda: answers.pop(0)
     assert (await generate(script)).token_ids == (8, 9)
 
@@ -203,10 +250,9 @@ async def test_an_engine_left_paused_is_refused_on_entering(script: Script) -> N
 
 
 async def test_an_engine_that_reports_another_version_is_a_sync_error_and_trusted_no_more(script: Script) -> None:
-    ref = WeightsRef(policy_version=1, path="/nowhere", num_bytes=0, probe=Probe(token_ids=(5, 6), logprobs=(-1.0,)))
     async with VLLMEngine(script.url) as engine:
         with pytest.raises(WeightSyncError, match="reports version 0"):
-            await engine.update_weights(ref)
+            await engine.update_weights(REF)
         assert "resume" not in [path for path, _ in script.seen]
         with pytest.raises(WeightSyncError, match="reports version 0"):
             await engine.generate(PROMPT, SAMPLING, request_id="r")
@@ -219,6 +265,3 @@ async def test_an_openai_server_serves_evaluation_as_version_0(script: Script) -
         completion = await engine.generate(PROMPT, SAMPLING, request_id="r")
         assert completion.behavior_logprobs == (-0.25,)
         assert list(completion.policy_versions()) == [0]
-        with pytest.raises(WeightSyncError, match="evaluation only"):
-            ref = WeightsRef(policy_version=1, path="", num_bytes=0, probe=Probe(token_ids=(1,), logprobs=()))
-            await engine.update_weights(ref)

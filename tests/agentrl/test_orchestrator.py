@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import pytest
@@ -14,7 +14,7 @@ import pytest
 from agentrl import wire
 from agentrl.batch_server import create_app, serving
 from agentrl.config import Config, parse
-from agentrl.engine import Engine
+from agentrl.engine import TrainableEngine
 from agentrl.env import Action, Env, Episode, StepResult
 from agentrl.errors import EngineError, ErrorRateExceeded, NoLearningSignal, WeightSyncError
 from agentrl.metrics import MetricsLog, read
@@ -25,7 +25,8 @@ from agentrl.run_folder import RunFolder
 from agentrl.source import TaskSource, held_out_tasks
 from agentrl.statistics import EvalResult
 from agentrl.testing import ScriptedEngine
-from agentrl.types import Batch, Message, Probe, StepOutput, Task, WeightsRef, user
+from agentrl.types import Batch, Message, Probe, StepOutput, Task, TransferInit, WeightsRef, user
+from agentrl.weight_keeper import WeightUpdate
 
 TOKEN = "secret"
 
@@ -93,7 +94,7 @@ def make_config(tmp_path: Path, **rollout: Any) -> Config:
 
 @asynccontextmanager
 async def orchestrating(
-    config: Config, engine: Engine, tokenizer: TurnTokenizer
+    config: Config, engine: TrainableEngine, tokenizer: TurnTokenizer
 ) -> AsyncIterator[tuple[Orchestrator, str]]:
     run = RunFolder.create(config.out_dir, config.name, config=config)
     player = Player(config, env_class=SayYes, tokenizer=tokenizer, sandbox=None)  # type: ignore[arg-type]
@@ -119,11 +120,13 @@ async def obedient_learner(url: str, seen: list[Batch], *, repeat: bool = False)
         version = 0
         while True:
             probe = Probe(token_ids=(1, 2), logprobs=(-1.0,))
-            ref = WeightsRef(policy_version=version, path="nowhere", num_bytes=0, probe=probe)
+            ref = WeightsRef(policy_version=version, num_bytes=0, update_info={}, checksum="", probe=probe)
             for _ in range(2 if repeat else 1):
                 (await http.post(wire.WEIGHTS, content=wire.encode(ref))).raise_for_status()
-            while (reply := await http.get(wire.BATCH, params={"policy_version": version})).status_code == 204:
-                pass
+            while (reply := await http.get(wire.BATCH, params={"policy_version": version})).status_code in (204, 205):
+                if reply.status_code == 205:
+                    (await http.post(wire.TRANSFER, content=wire.encode(TransferInit(init_info={})))).raise_for_status()
+                    (await http.post(wire.WEIGHTS, content=wire.encode(ref))).raise_for_status()
             if reply.status_code == 410:
                 return
             if repeat:
@@ -137,7 +140,7 @@ async def obedient_learner(url: str, seen: list[Batch], *, repeat: bool = False)
 
 
 async def run_with(
-    config: Config, engine: Engine, tokenizer: TurnTokenizer, **options: Any
+    config: Config, engine: TrainableEngine, tokenizer: TurnTokenizer, **options: Any
 ) -> tuple[Summary, list[Batch]]:
     seen: list[Batch] = []
     async with orchestrating(config, engine, tokenizer) as (orchestrator, url):
@@ -181,11 +184,36 @@ async def test_no_group_is_trained_twice(tmp_path: Path, tokenizer: TurnTokenize
 
 async def test_wrong_weights_end_the_run_as_themselves(tmp_path: Path, tokenizer: TurnTokenizer) -> None:
     class Stale(YesAndNo):
-        async def update_weights(self, ref: WeightsRef) -> float:
+        async def update_weights(self, ref: WeightsRef) -> WeightUpdate:
             raise WeightSyncError("the engine holds other weights")
 
     with pytest.raises(WeightSyncError, match="other weights"):
         await run_with(make_config(tmp_path), Stale(tokenizer), tokenizer)
+
+
+async def test_a_restarted_engine_gets_the_present_weights_from_the_learner_again(
+    tmp_path: Path, tokenizer: TurnTokenizer
+) -> None:
+    class Restarted(YesAndNo):
+        updates: ClassVar[list[int]] = []
+        joined = 0
+
+        @property
+        def wants_weights(self) -> bool:
+            return self.updates == [0, 1, 2]
+
+        async def init_transfer(self, init: TransferInit) -> None:
+            self.joined += 1
+
+        async def update_weights(self, ref: WeightsRef) -> WeightUpdate:
+            self.updates.append(ref.policy_version)
+            return await super().update_weights(ref)
+
+    engine = Restarted(tokenizer)
+    summary, _ = await run_with(make_config(tmp_path), engine, tokenizer)
+    assert engine.updates == [0, 1, 2, 2, 3, 4]
+    assert engine.joined == 1
+    assert summary.num_steps == 4
 
 
 async def test_an_engine_that_fails_in_mid_run_trips_the_breaker(tmp_path: Path, tokenizer: TurnTokenizer) -> None:

@@ -285,7 +285,7 @@ async def test_wrong_weights_are_never_retried(play_group: Callable[..., Any], t
 async def test_tokens_carry_the_version_that_sampled_them(play: Callable[..., Any], tokenizer: TurnTokenizer) -> None:
     engine = ScriptedEngine(tokenizer=tokenizer, script=[call("echo", text="x"), "7"])
     probe: Any = None
-    ref = WeightsRef(policy_version=9, path="", num_bytes=0, probe=probe)
+    ref = WeightsRef(policy_version=9, num_bytes=0, update_info={}, checksum="", probe=probe)
 
     class Updating(Echo):
         @tool

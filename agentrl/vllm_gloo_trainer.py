@@ -108,8 +108,14 @@ class GlooTrainerEngine(TrainerWeightTransferEngine[GlooTrainerInitInfo]):  # ty
                 group.close()  # nobody receives: end the broadcast that may be waiting
 
         theirs.add_done_callback(close_unless_taken)
-        for _, tensor in self.source:
-            group.broadcast(tensor.cpu().contiguous(), deadline)
+        pairs = iter(self.source)
+        try:
+            for _, tensor in pairs:
+                group.broadcast(tensor.cpu().contiguous(), deadline)
+        except BaseException:
+            for _ in pairs:
+                pass  # the other ranks are in the same pass
+            raise
 
     def shutdown(self) -> None:
         """Leave the group."""

@@ -14,7 +14,7 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from enum import Enum, auto
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import torch
@@ -22,7 +22,7 @@ from torch import distributed
 
 from agentrl import wire
 from agentrl.config import Config
-from agentrl.errors import LearnerError, boundary
+from agentrl.errors import LearnerError, WeightsWanted, boundary
 from agentrl.types import Batch, Probe, StepOutput, TransferInit, WeightsRef
 from trainer import weights
 from trainer.learner import Learner
@@ -30,6 +30,7 @@ from trainer.transfer import Publisher, Transfer, publisher
 from trainer.weight_source import WeightSource
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 GONE_AFTER_S = 30.0
 RETRY_EVERY_S = 0.5
@@ -45,7 +46,8 @@ class Verdict(Enum):
     OVER = auto()
 
 
-VERDICTS = {204: Verdict.NOT_YET, 205: Verdict.PUBLISH_AGAIN, 410: Verdict.OVER}
+AGAIN = 205
+VERDICTS = {204: Verdict.NOT_YET, AGAIN: Verdict.PUBLISH_AGAIN, 410: Verdict.OVER}
 
 
 class Orchestrator:
@@ -80,16 +82,18 @@ class Orchestrator:
         self._post(wire.TRANSFER, init, timeout_s=self._publish_timeout_s)
 
     def publish(self, ref: WeightsRef) -> None:
-        """Returns once every engine holds the weights and has proven it."""
-        self._post(wire.WEIGHTS, ref, timeout_s=self._publish_timeout_s)
+        """Returns once every engine holds the weights and has proven it. Raises WeightsWanted: publish again."""
+        response = self._post(wire.WEIGHTS, ref, timeout_s=self._publish_timeout_s)
+        if response.status_code == AGAIN:
+            raise WeightsWanted(f"an engine was restarted while it took version {ref.policy_version}")
 
     def close(self) -> None:
         """Close the connections."""
         self._client.close()
 
-    def _post(self, route: str, record: StepOutput | TransferInit | WeightsRef, *, timeout_s: float) -> None:
+    def _post(self, route: str, record: StepOutput | TransferInit | WeightsRef, *, timeout_s: float) -> httpx.Response:
         body, headers = wire.encode(record), {"Content-Type": wire.MEDIA_TYPE}
-        self._call(lambda: self._client.post(route, content=body, headers=headers, timeout=timeout_s))
+        return self._call(lambda: self._client.post(route, content=body, headers=headers, timeout=timeout_s))
 
     def _call(self, request: Callable[[], httpx.Response]) -> httpx.Response:
         """Raises LearnerError when nobody answers for `gone_after_s`, or when the answer is a refusal."""
@@ -144,49 +148,68 @@ def _loop(
     run_dir: Path,
 ) -> None:
     is_first_rank = distributed.get_rank() == 0
-    checkpoints = run_dir / "checkpoints"
     probe_ids = list(range(min(PROBE_TOKENS, learner.model.config.vocab_size)))
-
-    def publish() -> dict[str, float]:
-        with _clock() as publish_s:
-            probe = Probe(token_ids=tuple(probe_ids), logprobs=tuple(learner.logprobs(probe_ids)))
-            num_bytes = sender.publish(policy_version=learner.policy_version, probe=probe)
-        return {"learner/publish_s": publish_s[0], "learner/publish_bytes_per_s": num_bytes / publish_s[0]}
 
     def export(name: str) -> None:
         if is_first_rank:
-            weights.export(source, learner.model, config.model.path, checkpoints / name)
+            weights.export(source, learner.model, config.model.path, run_dir / "checkpoints" / name)
         else:
             source.take_part()
 
     while True:
-        published = publish()
+        published = _publish(learner, sender, probe_ids)
         if _is_due(learner.policy_version, config.learner.save_every):
             export(f"step_{learner.policy_version}")
         with _clock() as wait_batch_s:
-            while isinstance(answer := _agreed(orchestrator, learner.policy_version), Verdict):
-                if answer is Verdict.OVER:
-                    return export("final")
-                if answer is Verdict.PUBLISH_AGAIN:
-                    sender.reopen()
-                    publish()
-        output = learner.step(answer)
-        probe_ids = answer.trajectories()[0].token_ids()[:PROBE_TOKENS]
+            batch = _next_batch(learner, orchestrator, sender, probe_ids)
+        if batch is None:
+            return export("final")
+        output = learner.step(batch)
+        probe_ids = batch.trajectories()[0].token_ids()[:PROBE_TOKENS]
         if is_first_rank:
             waits = {"learner/wait_batch_s": wait_batch_s[0], **published}
             orchestrator.report(replace(output, metrics={**output.metrics, **waits}))
             log.info("step %d: %s", output.policy_version, _summary(output.metrics))
 
 
-def _agreed(orchestrator: Orchestrator, policy_version: int) -> Batch | Verdict:
-    """Rank 0's poll, on every rank: all must do the same next."""
-    if distributed.get_world_size() == 1:
-        return orchestrator.poll(policy_version)
-    answer: list[Batch | Verdict] = [Verdict.NOT_YET]
-    if distributed.get_rank() == 0:
-        answer = [orchestrator.poll(policy_version)]
-    distributed.broadcast_object_list(answer, src=0)
-    return answer[0]
+def _publish(learner: Learner, sender: Publisher, probe_ids: list[int]) -> dict[str, float]:
+    """Publish the present version, again for an engine that was restarted meanwhile; what it took, as metrics."""
+    with _clock() as publish_s:
+        probe = Probe(token_ids=tuple(probe_ids), logprobs=tuple(learner.logprobs(probe_ids)))
+        while (num_bytes := _agreed(lambda: _sent(sender, learner.policy_version, probe))) is None:
+            log.warning("an engine was restarted while it took version %d: publishing again", learner.policy_version)
+            sender.reopen()
+    return {"learner/publish_s": publish_s[0], "learner/publish_bytes_per_s": num_bytes / publish_s[0]}
+
+
+def _sent(sender: Publisher, policy_version: int, probe: Probe) -> int | None:
+    try:
+        return sender.publish(policy_version=policy_version, probe=probe)
+    except WeightsWanted:
+        return None
+
+
+def _next_batch(learner: Learner, orchestrator: Orchestrator, sender: Publisher, probe_ids: list[int]) -> Batch | None:
+    """The batch to consume now; None when the run is over. Restarted engines are given the present version."""
+    is_first_rank = distributed.get_rank() == 0
+    while True:
+        answer = _agreed(lambda: orchestrator.poll(learner.policy_version) if is_first_rank else Verdict.NOT_YET)
+        if answer is Verdict.OVER:
+            return None
+        if answer is Verdict.PUBLISH_AGAIN:
+            log.warning("an engine was restarted: publishing version %d again", learner.policy_version)
+            sender.reopen()
+            _publish(learner, sender, probe_ids)
+        elif isinstance(answer, Batch):
+            return answer
+
+
+def _agreed(action: Callable[[], T]) -> T:
+    """Every rank acts; rank 0's result counts on all of them, since all must do the same next."""
+    result = [action()]
+    if distributed.get_world_size() > 1:
+        distributed.broadcast_object_list(result, src=0)
+    return result[0]
 
 
 def _is_due(step: int, every: int) -> bool:

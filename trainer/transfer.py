@@ -40,7 +40,7 @@ class Link(Protocol):
         ...
 
     def publish(self, ref: WeightsRef) -> None:
-        """Returns once every engine holds the weights and has proven it."""
+        """Returns once every engine holds the weights and has proven it. Raises WeightsWanted too."""
         ...
 
 
@@ -48,7 +48,10 @@ class Publisher(Protocol):
     """One way for weights to travel. All methods are called on every rank."""
 
     def publish(self, *, policy_version: int, probe: Probe) -> int:
-        """Returns the bytes sent once every engine holds the present weights. Raises LearnerError."""
+        """Returns the bytes sent once every engine holds the present weights.
+
+        Raises LearnerError; WeightsWanted when an engine was restarted meanwhile: `reopen`, and publish again.
+        """
         ...
 
     def reopen(self) -> None:

@@ -135,6 +135,7 @@ def test_what_passes_through_is_counted_and_unchanged() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU, or a CPU build of torch")
 def test_a_gpu_counts_as_a_cpu_does() -> None:
     for num in (1, CHUNK_FLOATS, 300 * CHUNK_FLOATS + 77):
         tensor = noise(num)

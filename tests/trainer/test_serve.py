@@ -17,10 +17,10 @@ import torch
 from safetensors.torch import load_file
 from trainer_builders import batch, config, mixed_groups, plain_logprobs
 
-from agentrl.batch_server import RunOver, WeightsWanted, create_app, serving
+from agentrl.batch_server import RunOver, create_app, serving
 from agentrl.checksum import checksum_of
 from agentrl.config import save
-from agentrl.errors import LearnerError
+from agentrl.errors import LearnerError, WeightsWanted
 from agentrl.types import Batch, StepOutput, TransferInit, WeightsRef
 from trainer.serve import Orchestrator, Verdict
 
@@ -76,8 +76,14 @@ def server(port: Any) -> Iterator[str]:
         thread.join(10)
 
 
-def learner_process(url: str, folder: Path, *, token: str = TOKEN) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "trainer", "--config", str(folder / "config.json"), "--orchestrator", url]
+def learner_process(
+    url: str, folder: Path, *, token: str = TOKEN, num_ranks: int = 1
+) -> subprocess.CompletedProcess[str]:
+    launcher = [sys.executable, "-m", "trainer"]
+    if num_ranks > 1:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+        launcher += ["--module", "trainer"]
+    command = [*launcher, "--config", str(folder / "config.json"), "--orchestrator", url]
     command += ["--weights-dir", str(folder / "weights"), "--run-dir", str(folder / "run")]
     env = {**os.environ, "AGENTRL_TOKEN": token, "OMP_NUM_THREADS": "1"}
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "DS_ACCELERATOR"):
@@ -137,24 +143,30 @@ def test_a_finished_run_is_over() -> None:
 
 
 class Forgetful(Recorder):
-    """One engine is restarted before the second batch."""
+    """One engine is restarted while it takes version 1, and once more before the second batch."""
 
     async def next_batch(self, policy_version: int) -> Batch:
-        if policy_version == 1 and len(self.refs) == 2:
+        if policy_version == 1 and len(self.refs) == 3:
             raise WeightsWanted
         return await super().next_batch(policy_version)
 
+    async def weights_published(self, ref: WeightsRef) -> None:
+        await super().weights_published(ref)
+        if len(self.refs) == 2:
+            raise WeightsWanted
 
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
 def test_the_present_version_is_published_again_for_a_restarted_engine(
-    tiny_model_dir: Path, tiny_model: Any, tmp_path: Path
+    tiny_model_dir: Path, tiny_model: Any, tmp_path: Path, num_ranks: int
 ) -> None:
     save(config(tiny_model_dir, learner={"lr": 1e-3}), tmp_path / "config.json")
     recorder = Forgetful(mixed_groups(tiny_model), num_steps=2)
     with server(recorder) as url:
-        result = learner_process(url, tmp_path)
+        result = learner_process(url, tmp_path, num_ranks=num_ranks)
     assert result.returncode == 0, result.stderr
-    assert [ref.policy_version for ref in recorder.refs] == [0, 1, 1, 2]
-    assert recorder.refs[1] == recorder.refs[2]
+    assert [ref.policy_version for ref in recorder.refs] == [0, 1, 1, 1, 2]
+    assert recorder.refs[1] == recorder.refs[2] == recorder.refs[3]
     assert [output.policy_version for output in recorder.outputs] == [1, 2]
 
 

@@ -37,7 +37,7 @@ BACKENDS: dict[Transfer, str] = {
 WORKER_EXTENSION = "agentrl.vllm_worker.WorkerExtension"
 MENDS = (
     (
-        r"out of memory|can't allocate memory|cannot allocate memory|bad_alloc|No available memory|Killed",
+        r"out of memory|can't allocate memory|cannot allocate memory|bad_alloc|memory .*is less than requested|Killed",
         "it ran out of memory: lower engine.kv_cache_bytes (CPU) or engine.gpu_memory_fraction (GPU), "
         "engine.max_num_seqs or rollout.max_context, or take a smaller model",
     ),
@@ -49,6 +49,8 @@ MENDS = (
     (r"max seq len|max_model_len", "rollout.max_context does not fit: lower it, or give the KV cache more memory"),
 )
 """What a log says, and what to do about it."""
+ERROR_LINE = re.compile(r"^\s*[\w.]*(?:Error|Exception): .*(?:\n\s+\S.*){0,2}", re.MULTILINE)
+TAIL_LINES = 12
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -176,14 +178,12 @@ def command(
     return argv, env
 
 
-async def wait_ready(
-    url: str, *, poll: Callable[[], int | None], log_tail: Callable[[], str], timeout_s: float
-) -> None:
+async def wait_ready(url: str, *, poll: Callable[[], int | None], log: Callable[[], str], timeout_s: float) -> None:
     """Return once the server at `url` answers.
 
     Args:
         poll: exit code of the server's process, None while it runs (or is not ours).
-        log_tail: the last lines of its log.
+        log: its log, or enough of its end.
 
     Raises:
         EngineError: with the end of the log, when the process ended or `timeout_s` passed.
@@ -193,12 +193,12 @@ async def wait_ready(
             async with asyncio.timeout(timeout_s):
                 while not await _healthy(client):
                     if (code := poll()) is not None:
-                        raise EngineError(f"the engine ended with exit code {code} while starting.{_tail(log_tail)}")
+                        raise EngineError(f"the engine ended with exit code {code} while starting.{_why(log)}")
                     await asyncio.sleep(POLL_S)
         except TimeoutError as error:
             raise EngineError(
                 f"the engine at {url} was not ready within {timeout_s:g} s; "
-                f"raise engine.start_timeout_s or see its log.{_tail(log_tail)}"
+                f"raise engine.start_timeout_s or see its log.{_why(log)}"
             ) from error
 
 
@@ -209,10 +209,15 @@ async def _healthy(client: httpx.AsyncClient) -> bool:
         return False
 
 
-def _tail(log_tail: Callable[[], str]) -> str:
-    text = log_tail()
+def _why(log: Callable[[], str]) -> str:
+    """What its log says: the first error, which is the cause of the others, the mend where it is known, and the end."""
+    text = log()
+    if not text:
+        return ""
+    first = ERROR_LINE.search(text)
+    cause = f" It says: {first[0].strip()[:500]}." if first else ""
     mends = "".join(f" It seems that {mend}." for pattern, mend in MENDS if re.search(pattern, text, re.IGNORECASE))
-    return f"{mends} The end of its log:\n{text}" if text else ""
+    return f"{cause}{mends} The end of its log:\n" + "\n".join(text.splitlines()[-TAIL_LINES:])
 
 
 def _version_of(distribution: str) -> str | None:

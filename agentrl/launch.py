@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -133,7 +134,7 @@ async def engine_ready(url: str, settings: EngineConfig, parts: Sequence[Child])
     await engine_server.wait_ready(
         url,
         poll=parts[0].poll if parts else lambda: None,
-        log_tail=parts[0].log_tail if parts else lambda: "",
+        log=partial(parts[0].log_tail, num_lines=2000, max_bytes=2**18) if parts else lambda: "",
         timeout_s=settings.start_timeout_s,
     )
     for part in parts:

@@ -66,7 +66,7 @@ def vllm_server(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) 
         process = subprocess.Popen(argv, env={**os.environ, **env}, stdout=log, stderr=log, start_new_session=True)
     try:
         waiting = engine_server.wait_ready(
-            server.url, poll=process.poll, log_tail=lambda: server.log_path.read_text()[-3000:], timeout_s=170
+            server.url, poll=process.poll, log=lambda: server.log_path.read_text()[-3000:], timeout_s=170
         )
         asyncio.run(waiting)
         yield server

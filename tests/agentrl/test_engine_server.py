@@ -136,15 +136,13 @@ def test_the_module_loads_neither_torch_nor_vllm() -> None:
 
 async def test_a_server_that_ends_is_reported_with_its_log() -> None:
     with pytest.raises(EngineError, match=r"exit code 3 .*\n.*no such model"):
-        await engine_server.wait_ready(
-            "http://127.0.0.1:9", poll=lambda: 3, log_tail=lambda: "no such model", timeout_s=5
-        )
+        await engine_server.wait_ready("http://127.0.0.1:9", poll=lambda: 3, log=lambda: "no such model", timeout_s=5)
 
 
 async def test_a_server_that_never_answers_is_given_up_with_its_log() -> None:
     with pytest.raises(EngineError, match=r"within 0.3 s; raise engine.start_timeout_s(.|\n)*still loading"):
         await engine_server.wait_ready(
-            "http://127.0.0.1:9", poll=lambda: None, log_tail=lambda: "still loading", timeout_s=0.3
+            "http://127.0.0.1:9", poll=lambda: None, log=lambda: "still loading", timeout_s=0.3
         )
 
 
@@ -154,6 +152,4 @@ async def test_a_missing_model_gives_the_reason_of_the_real_server(tmp_path: Pat
     argv, env = command(model_path=str(tmp_path / "nothing-here"), port=port)
     async with child("engine", argv, log_path=tmp_path / "engine.log", env=env) as part:
         with pytest.raises(EngineError, match=r"exit code 1 (.|\n)*nothing-here"):
-            await engine_server.wait_ready(
-                f"http://127.0.0.1:{port}", poll=part.poll, log_tail=part.log_tail, timeout_s=150
-            )
+            await engine_server.wait_ready(f"http://127.0.0.1:{port}", poll=part.poll, log=part.log_tail, timeout_s=150)

@@ -10,7 +10,7 @@ from pathlib import Path
 from agentrl import engine_server
 from agentrl.config import EngineConfig
 from benchmarks import reporting
-from benchmarks.engine import gap, parity, prefix, throughput
+from benchmarks.engine import gap, kv, parity, prefix, throughput
 
 REPORT = reporting.ROOT / "benchmarks" / "engine.md"
 SECTIONS = {
@@ -18,6 +18,7 @@ SECTIONS = {
     "prefix": prefix.measure,
     "gap": gap.measure,
     "parity": parity.measure,
+    "kv": kv.measure,
 }
 
 

@@ -59,7 +59,8 @@ async def measure(config: EngineConfig, *, quick: bool) -> str:
             return await _rows(config, case)
 
     found = await asyncio.gather(*(rows(case) for case in cases))
-    columns = ["model", "logprobs of", "tokens", "max abs", "mean abs", "KL a token", "beyond the learner's cut"]
+    columns = ["model", "logprobs of", "tokens", "max abs", "99 % below", "mean abs", "KL a token"]
+    columns += ["beyond the learner's cut"]
     columns += ["against float32: max abs", "mean abs"]
     intro = (
         f"\n## Parity\n\nRandom models of configs/quickstart.yaml's shape with logits of standard deviation "
@@ -91,9 +92,8 @@ async def _rows(config: EngineConfig, case: Case) -> list[list[str]]:
 async def _scored(engine: VLLMEngine, model: Any, exact: Any, case: Case) -> list[str]:
     texts = [[*prompt, *prompt[::-1]] for prompt in _prompts()]
     scored = [value for text in texts for value in await engine.score(text)]
-    learner = [value for text in texts for value in models.logprobs(model, text)]
-    truth = [value for text in texts for value in models.logprobs(exact, text)]
-    return _row(case, "prompt", scored, learner, truth)
+    judges = [await asyncio.to_thread(_judged, judge, texts) for judge in (model, exact)]
+    return _row(case, "prompt", scored, *judges)
 
 
 async def _sampled(engine: VLLMEngine, model: Any, exact: Any, case: Case, name: str) -> list[str]:
@@ -101,15 +101,16 @@ async def _sampled(engine: VLLMEngine, model: Any, exact: Any, case: Case, name:
     completions = await asyncio.gather(
         *(engine.generate(prompt, sampling, request_id=f"{name}-{i}") for i, prompt in enumerate(prompts))
     )
-    ours: list[float] = []
-    learner: list[float] = []
-    truth: list[float] = []
-    for prompt, completion in zip(prompts, completions, strict=True):
-        ids = [*prompt, *completion.token_ids]
-        ours += completion.behavior_logprobs
-        learner += models.logprobs(model, ids, sampling, start=len(prompt))
-        truth += models.logprobs(exact, ids, sampling, start=len(prompt))
-    return _row(case, f"sampled, {name}", ours, learner, truth)
+    texts = [[*prompt, *done.token_ids] for prompt, done in zip(prompts, completions, strict=True)]
+    judges = [await asyncio.to_thread(_judged, judge, texts, sampling, start=PROMPT_TOKENS) for judge in (model, exact)]
+    ours = [logprob for done in completions for logprob in done.behavior_logprobs]
+    return _row(case, f"sampled, {name}", ours, *judges)
+
+
+def _judged(
+    model: Any, texts: Sequence[Sequence[int]], sampling: Sampling | None = None, *, start: int = 1
+) -> list[float]:
+    return [value for text in texts for value in models.logprobs(model, text, sampling, start=start)]
 
 
 def _prompts() -> list[list[int]]:
@@ -120,7 +121,8 @@ def _prompts() -> list[list[int]]:
 def _row(case: Case, what: str, ours: Sequence[float], learner: Sequence[float], truth: Sequence[float]) -> list[str]:
     here, exact = _within_cut(ours, learner), _within_cut(ours, truth)
     beyond = sum(value == -math.inf for value in learner)
-    numbers = (here.max_abs, here.mean_abs, here.kl)
+    apart = [abs(a - b) for a, b in zip(ours, learner, strict=True) if b > -math.inf]
+    numbers = (here.max_abs, reporting.percentile(apart, 0.99), here.mean_abs, here.kl)
     return [
         str(case),
         what,

@@ -78,6 +78,6 @@ async def serve(
     argv.remove("--disable-log-stats")
     url = f"http://{config.host}:{port}"
     async with child("engine", argv, log_path=log_folder / f"engine-{_started}.log", env=env) as part:
-        await engine_server.wait_ready(url, poll=part.poll, log_tail=part.log_tail, timeout_s=START_TIMEOUT_S)
+        await engine_server.wait_ready(url, poll=part.poll, log=part.log_tail, timeout_s=START_TIMEOUT_S)
         await asyncio.sleep(0.5)  # what it does after it became ready is no load of ours
         yield Server(url=url, pid=part.process.pid)

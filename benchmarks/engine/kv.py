@@ -1,0 +1,186 @@
+"""What a running request's old KV entries do to the logprobs after an update, between policies of a real run."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from agentrl.config import EngineConfig
+from agentrl.engine import KvOnUpdate, VLLMEngine
+from agentrl.parity import parity
+from agentrl.run_folder import RunFolder
+from agentrl.types import Completion, Sampling
+from benchmarks import reporting
+from benchmarks.engine import models
+from benchmarks.engine.publishing import Publication, Sender
+from benchmarks.engine.server import SERVED_NAME, Server, serve
+
+NUM_STEPS, NUM_RUNNING, MAX_CONTEXT = 3, 32, 4096
+TURN, LONG = "the rest of a turn", "a long answer"
+MAX_TOKENS = {TURN: 96, LONG: 384}
+UPDATE_AFTER_S = {TURN: 0.15, LONG: 1.0}
+TRAIN_DEADLINE_S = 420.0
+RUNNING_POLL_S = 0.02
+TRAIN = [
+    *(f"train.steps={NUM_STEPS}", "learner.save_every=1", "name=kv"),
+    *("eval.num_tasks=1", "eval.samples_per_task=1"),
+]
+WARMSTART = {
+    False: ("model.warmstart.demonstrations=1200", "model.warmstart.steps=600"),
+    True: ("model.warmstart.demonstrations=100", "model.warmstart.steps=60"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policies:
+    """Consecutive versions of a policy, the contexts its episodes ended in, and the token that ends a turn."""
+
+    versions: list[Any]
+    prompts: list[list[int]]
+    turn_end: int
+
+
+@dataclass(kw_only=True)
+class Crossed:
+    """Logprobs of requests that ran across updates: as recorded, and under either policy with KV entries of its own."""
+
+    num_requests: int = 0
+    recorded: list[float] = field(default_factory=list)
+    fresh: list[float] = field(default_factory=list)
+    before: list[float] = field(default_factory=list)  # the same tokens under the policy before the update
+    gaps_s: list[float] = field(default_factory=list)
+
+
+async def measure(config: EngineConfig, *, quick: bool) -> str:
+    """The section, as Markdown."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        policies = await _train(folder, quick=quick)
+        first = policies.versions[0]
+        first.config.eos_token_id = first.generation_config.eos_token_id = None  # stops are ours to ask for
+        path = models.save(first, folder / "served")
+        async with serve(path, config=config, dtype="float32", max_context=MAX_CONTEXT, log_folder=folder) as server:
+            rows = []
+            for what in (TURN, LONG):
+                for jump in (1, NUM_STEPS):
+                    for kv in ("stale", "recompute"):
+                        crossed = await _cross(server, config, policies, kv, what, jump=jump)
+                        rows.append(_row(f"{kv}, {what}, {jump} step{'s' * (jump > 1)}", crossed))
+    columns = ["KV, after the update, distance", "requests", "tokens", "max abs", "mean abs", "KL a token"]
+    columns += ["policies apart: mean abs", "KL a token", "gap, s"]
+    intro = (
+        f"\n## KV entries across an update\n\n{NUM_STEPS} consecutive policies of a real run of "
+        f"configs/quickstart.yaml ({', '.join(WARMSTART[quick])}), {NUM_RUNNING} requests that continue contexts of "
+        "its own episodes, an update while they run. Compared are the tokens after the update: the logprob recorded at "
+        "sampling with transformers' under the new weights alone. `Policies apart`: new against old weights on these "
+        f"tokens, both with their own KV entries. {TURN}: until the turn's end token; {LONG}: {MAX_TOKENS[LONG]} "
+        "tokens.\n\n"
+    )
+    return intro + reporting.table(columns, rows)
+
+
+async def _train(folder: Path, *, quick: bool) -> Policies:
+    """A short real run. Raises RuntimeError with the end of its output."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = folder / "model"
+    command = ["-m", "agentrl", "train", "configs/quickstart.yaml", f"out_dir={folder}", f"model.path={model}"]
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, *command, *TRAIN, *WARMSTART[quick]),
+        cwd=reporting.ROOT,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    try:
+        async with asyncio.timeout(TRAIN_DEADLINE_S):
+            output, _ = await process.communicate()
+    except BaseException:
+        process.terminate()  # it stops its own parts
+        await process.wait()
+        raise
+    if process.returncode:
+        raise RuntimeError(f"the training run ended with {process.returncode}: {output.decode()[-2000:]}")
+    run = RunFolder.open(folder / "kv")
+    folders = [model, *(run.checkpoints / f"step_{step}" for step in range(1, NUM_STEPS + 1))]
+    return Policies(
+        versions=[AutoModelForCausalLM.from_pretrained(path, dtype="float32").eval() for path in folders],
+        prompts=_prompts(run),
+        turn_end=AutoTokenizer.from_pretrained(model).eos_token_id,
+    )
+
+
+def _prompts(run: RunFolder) -> list[list[int]]:
+    """Of every episode, what its last turn continued."""
+    groups = [group for step in run.trajectory_steps() for group in run.read_trajectories(step)]
+    found = []
+    for trajectory in (one for group in groups for one in group.trajectories):
+        *earlier, last = trajectory.turns
+        ids = [i for turn in earlier for i in (*turn.observation_ids, *turn.completion.token_ids)]
+        found.append([*ids, *last.observation_ids])
+    return found
+
+
+async def _cross(
+    server: Server, config: EngineConfig, policies: Policies, kv: KvOnUpdate, what: str, *, jump: int
+) -> Crossed:
+    """One update after the other, each `jump` steps ahead, each across requests of its own."""
+    crossed = Crossed()
+    async with VLLMEngine(server.url, model=SERVED_NAME, kv_on_update=kv) as engine:
+        await _publish(engine, config, policies.versions[0])
+        for at in range(0, NUM_STEPS, jump):
+            old, new = policies.versions[at], policies.versions[at + jump]
+            prompts = [policies.prompts[(at * NUM_RUNNING + i) % len(policies.prompts)] for i in range(NUM_RUNNING)]
+            stop = (policies.turn_end,) if what == TURN else ()
+            sampling = Sampling(max_tokens=MAX_TOKENS[what], stop_token_ids=stop)
+            label = f"{kv}-{what[:8]}-{jump}-{at}".replace(" ", "_")
+            running = [
+                asyncio.create_task(engine.generate(prompt, sampling, request_id=f"{label}-{i}"))
+                for i, prompt in enumerate(prompts)
+            ]
+            while await server.counter("vllm:num_requests_running") < NUM_RUNNING and not any(
+                task.done() for task in running
+            ):
+                await asyncio.sleep(RUNNING_POLL_S)
+            await asyncio.sleep(UPDATE_AFTER_S[what])
+            crossed.gaps_s.append((await _publish(engine, config, new)).update.gap_s)
+            completions = await asyncio.gather(*running)
+            for prompt, completion in zip(prompts, completions, strict=True):
+                await asyncio.to_thread(_note, crossed, prompt, completion, old, new)
+    return crossed
+
+
+async def _publish(engine: VLLMEngine, config: EngineConfig, model: Any) -> Publication:
+    with tempfile.TemporaryDirectory() as folder:
+        sender = Sender(model, mode="safetensors", config=config, folder=Path(folder))
+        return await sender.publish(engine, await engine.version() + 1)
+
+
+def _note(crossed: Crossed, prompt: Sequence[int], completion: Completion, old: Any, new: Any) -> None:
+    if len(completion.version_spans) != 2:
+        return
+    start = completion.version_spans[1].start
+    ids = [*prompt, *completion.token_ids]
+    crossed.num_requests += 1
+    crossed.recorded += completion.behavior_logprobs[start:]
+    crossed.fresh += models.logprobs(new, ids, start=len(prompt) + start)
+    crossed.before += models.logprobs(old, ids, start=len(prompt) + start)
+
+
+def _row(name: str, crossed: Crossed) -> list[str]:
+    if not crossed.recorded:
+        return [name, "0", *("no request ran across" for _ in range(7))]
+    found, apart = parity(crossed.recorded, crossed.fresh), parity(crossed.before, crossed.fresh)
+    return [
+        name,
+        str(crossed.num_requests),
+        str(len(crossed.recorded)),
+        *(f"{value:.1e}" for value in (found.max_abs, found.mean_abs, found.kl)),
+        *(f"{value:.1e}" for value in (apart.mean_abs, apart.kl)),
+        f"{statistics.median(crossed.gaps_s):.3f}",
+    ]

@@ -1,7 +1,7 @@
-"""AgentEnv x Engine -> Trajectories: somebody else's agent loop is played, recorded and scored.
+"""AgentEnv x ChatSession -> Trajectories: somebody else's agent loop is played and scored.
 
 Knows nothing of HTTP beyond the address it hands out. Trajectories exist only for an episode in which every part
-worked; each segment of its chat is one, with the reward of the whole.
+worked; each record of its chat is one, with the reward of the whole.
 """
 
 from __future__ import annotations
@@ -16,14 +16,10 @@ from collections.abc import Callable
 from agentrl import env as environments
 from agentrl.agent_env import AgentEnv, Endpoint
 from agentrl.chat_session import ChatSession
-from agentrl.config import RolloutConfig
-from agentrl.engine import Engine
 from agentrl.env import Episode
 from agentrl.errors import ConfigError, EngineError, EnvError
-from agentrl.group import Attempt
 from agentrl.proxy import ChatProxy
-from agentrl.renderer import TurnTokenizer
-from agentrl.types import Sampling, StopReason, Task, Trajectory
+from agentrl.types import StopReason, Task, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -34,45 +30,33 @@ AGENT_END_TIMEOUT_S = 15.0
 async def run_agent_episode(
     env: AgentEnv,
     task: Task,
-    attempt: Attempt,
     *,
-    engine: Engine,
-    tokenizer: TurnTokenizer,
-    limits: RolloutConfig,
-    sampling: Sampling,
-    max_turns: int | None,
+    episode_id: str,
+    session: ChatSession,
     proxy: ChatProxy,
+    timeout_s: float,
 ) -> tuple[Trajectory, ...]:
     """Play one episode and score it; `env` is closed whatever happens.
 
-    Returns one trajectory a segment, oldest first, ids `<episode>.<segment>`.
+    Returns one trajectory a record of the session, oldest first, ids `<episode>.<record>`. Raises EnvError,
+    SandboxError, EngineError when a part failed; ConfigError when the first prompt does not fit.
 
     Args:
-        max_turns: answers the agent may have; None takes the environment's own number.
-
-    Raises EnvError, SandboxError, EngineError when a part failed; ConfigError when the first prompt does not fit.
+        timeout_s: deadline of the agent, and again of scoring.
     """
-    session = ChatSession(
-        engine=engine,
-        tokenizer=tokenizer,
-        limits=limits,
-        sampling=sampling,
-        max_calls=env.max_turns if max_turns is None else max_turns,
-        name=attempt.name,
-    )
     started = time.monotonic()
     try:
         async with proxy.session(session) as endpoint:
-            stop_reason = await _play(env, task, endpoint, session, limits.episode_timeout_s)
+            stop_reason = await _play(env, task, endpoint, session, timeout_s)
         episode = _episode(session, task, stop_reason, wall_s=time.monotonic() - started)
         try:
-            async with asyncio.timeout(limits.episode_timeout_s):
+            async with asyncio.timeout(timeout_s):
                 episode = await environments.scored(env, episode)
         except TimeoutError as error:
-            raise EnvError(f"scoring task {task.id} took more than {limits.episode_timeout_s} s") from error
+            raise EnvError(f"scoring task {task.id} took more than {timeout_s:g} s") from error
     finally:
         await environments.close(env)
-    return _trajectories(session, attempt.episode_id, episode)
+    return _trajectories(session, episode_id, episode)
 
 
 async def _play(env: AgentEnv, task: Task, endpoint: Endpoint, session: ChatSession, timeout_s: float) -> StopReason:
@@ -93,7 +77,7 @@ async def _play(env: AgentEnv, task: Task, endpoint: Endpoint, session: ChatSess
 
 
 def _late(session: ChatSession, task: Task, timeout_s: float, *, was_generating: bool) -> StopReason:
-    if session.store.segments:
+    if session.records:
         return StopReason.TIMEOUT
     late = f"task {task.id}: no call was answered within {timeout_s:g} s"
     raise EngineError(late) if was_generating else EnvError(f"{late}: the agent asked for none")
@@ -102,14 +86,13 @@ def _late(session: ChatSession, task: Task, timeout_s: float, *, was_generating:
 def _end(session: ChatSession, task: Task, error: BaseException | None) -> StopReason:
     """How the episode of an agent that has ended is to be taken. Raises `error` where it was no refusal's doing."""
     if session.refusal is not None:
-        stop_reason, reason = session.refusal
-        if not session.store.segments:
-            raise ConfigError(f"task {task.id}: {reason} Raise the limit or drop the task") from error
+        if not session.records:
+            raise ConfigError(f"task {task.id}: {session.refusal.reason} Raise the limit or drop the task") from error
         if isinstance(error, EnvError):
-            return stop_reason
+            return session.refusal.stop_reason
     if error is not None:
         raise error
-    if not session.store.segments:
+    if not session.records:
         raise EnvError(
             f"the agent of task {task.id} ended without an answer from the model: does it use endpoint.base_url and "
             "endpoint.api_key?"
@@ -171,16 +154,16 @@ async def _ended(env: AgentEnv, tasks: set[asyncio.Task[None]]) -> None:
 
 
 def _episode(session: ChatSession, task: Task, stop_reason: StopReason, *, wall_s: float) -> Episode:
-    """What was played, not yet scored. Its messages are those of the segment with the last answer."""
-    latest = session.store.latest
+    """What was played, not yet scored."""
     return Episode(
         task=task,
-        messages=tuple(latest.messages) if latest is not None else (),
+        messages=tuple(session.messages),
         stop_reason=stop_reason,
         info={
             "calls": session.num_answers,
-            "segments": len(session.store.segments),
+            "segments": len(session.records),
             "tool_calls": session.num_tool_calls,
+            "completion_tokens": session.num_completion_tokens,
             "generate_s": session.generate_s,
             "wall_s": wall_s,
         },
@@ -192,12 +175,12 @@ def _trajectories(session: ChatSession, episode_id: str, episode: Episode) -> tu
         Trajectory(
             id=f"{episode_id}.{number}",
             task_id=episode.task.id,
-            turns=tuple(segment.turns),
-            messages=tuple(segment.messages),
+            turns=record.turns,
+            messages=record.messages,
             reward=episode.reward,
             rewards=dict(episode.rewards),
             stop_reason=episode.stop_reason,
-            info={**episode.info, "turns": len(segment.turns)},
+            info={**episode.info, "turns": len(record.turns) or session.num_answers},
         )
-        for number, segment in enumerate(session.store.segments)
+        for number, record in enumerate(session.records)
     )

@@ -11,11 +11,22 @@ from types import TracebackType
 from typing import Any, NoReturn, Self
 
 from agentrl.chat_wire import message_body, read_arguments
+from agentrl.config import RolloutConfig
 from agentrl.errors import ConfigError, EngineError, MissingDependencyError
 from agentrl.parsers import OPEN, parse_hermes
 from agentrl.types import FinishReason, Message, ToolCall
 
 MAX_RETRIES = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRules:
+    """What holds for every episode of a measurement."""
+
+    limits: RolloutConfig
+    temperature: float
+    top_p: float
+    max_turns: int | None = None  # None: the environment's own
 
 
 class PromptTooLong(Exception):
@@ -90,6 +101,7 @@ class ChatModel:
         max_tokens: int,
         temperature: float,
         top_p: float,
+        stop: Sequence[str] = (),
     ) -> Reply:
         """The next message. Raises PromptTooLong, ConfigError for what the user can mend, else EngineError."""
         wished: dict[str, Any] = {
@@ -99,6 +111,7 @@ class ChatModel:
             "temperature": temperature,
             "top_p": top_p,
             **({"tools": list(tools)} if tools else {}),
+            **({"stop": list(stop)} if stop else {}),
         }
         create: Any = self._client.chat.completions.create
         while True:

@@ -12,11 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from agentrl import env as environments
-from agentrl.chat_model import ChatModel, PromptTooLong, Reply
-from agentrl.config import RolloutConfig
+from agentrl.agent_env import AgentEnv
+from agentrl.agent_rollout import run_agent_episode
+from agentrl.chat_model import ChatModel, ChatRules, PromptTooLong, Reply
 from agentrl.env import Action, Env, Episode, StepResult
 from agentrl.errors import ConfigError, EngineError, EnvError
+from agentrl.forward_session import ForwardSession
 from agentrl.group import Attempt, play_group
+from agentrl.proxy import ChatProxy
 from agentrl.types import FinishReason, Message, StopReason, Task, Trajectory, TrajectoryGroup
 
 MIN_TURN_TOKENS = 16
@@ -25,16 +28,6 @@ CHARACTERS_PER_TOKEN = 4
 """What rollout.tool_output_tokens comes to where nobody counts tokens."""
 RETRY_BACKOFF_S = 1.0
 """Wait before the first retry of an episode; doubles with each."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatRules:
-    """What holds for every episode of a measurement."""
-
-    limits: RolloutConfig
-    temperature: float
-    top_p: float
-    max_turns: int | None = None  # None: the environment's own
 
 
 async def play_chat_group(
@@ -46,11 +39,22 @@ async def play_chat_group(
     model: ChatModel,
     rules: ChatRules,
     seed: int,
+    proxy: ChatProxy,
 ) -> TrajectoryGroup:
-    """Play `task` `size` times at once; retries and seeds are those of a rollout. Raises InfraError, ConfigError."""
+    """Play `task` `size` times at once; retries and seeds are those of a rollout. Raises InfraError, ConfigError.
+
+    The agent of an AgentEnv talks to the model through `proxy`, by which its limits and its messages are known.
+    """
 
     async def play(attempt: Attempt) -> tuple[Trajectory, ...]:
-        return (await play_chat_episode(make_env(), task, attempt, model=model, rules=rules),)
+        env = make_env()
+        if not isinstance(env, AgentEnv):
+            return (await play_chat_episode(env, task, attempt, model=model, rules=rules),)
+        session = ForwardSession(model=model, rules=rules, max_calls=rules.max_turns or env.max_turns)
+        timeout_s = rules.limits.episode_timeout_s
+        return await run_agent_episode(
+            env, task, episode_id=attempt.episode_id, session=session, proxy=proxy, timeout_s=timeout_s
+        )
 
     return await play_group(
         task,

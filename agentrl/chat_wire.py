@@ -91,6 +91,7 @@ class ChatAnswer:
     """What the model said, as the agent sees it."""
 
     message: Message
+    thought: str = ""  # what a model that thinks aloud thought; agents need not tell it again
     finish: Finish
     num_prompt_tokens: int
     num_completion_tokens: int
@@ -228,7 +229,10 @@ def read_arguments(text: str) -> dict[str, Any]:
 
 def answer_body(answer: ChatAnswer, *, model: str) -> dict[str, Any]:
     """The whole answer as one object."""
-    choice = {"index": 0, "message": message_body(answer.message), "logprobs": None, "finish_reason": answer.finish}
+    message = message_body(answer.message)
+    if answer.thought:
+        message["reasoning_content"] = answer.thought
+    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": answer.finish}
     return {**_head("chat.completion", model), "choices": [choice], "usage": _usage(answer)}
 
 
@@ -238,6 +242,8 @@ def answer_events(answer: ChatAnswer, *, model: str, include_usage: bool) -> Ite
     body = message_body(answer.message)
     calls = [{"index": i, **call} for i, call in enumerate(body.get("tool_calls", ()))]
     deltas: list[tuple[dict[str, Any], Finish | None]] = [({"role": "assistant", "content": ""}, None)]
+    if answer.thought:
+        deltas.append(({"reasoning_content": answer.thought}, None))
     if body["content"]:
         deltas.append(({"content": body["content"]}, None))
     if calls:

@@ -13,8 +13,8 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from agentrl import launch
-from agentrl.chat_model import ChatModel
-from agentrl.chat_player import ChatRules, play_chat_group
+from agentrl.chat_model import ChatModel, ChatRules
+from agentrl.chat_player import play_chat_group
 from agentrl.config import Config, parse
 from agentrl.console import EvalConsole
 from agentrl.engine import Engine
@@ -23,6 +23,7 @@ from agentrl.errors import ConfigError
 from agentrl.evaluate import Evaluation, MakeGroup, evaluate
 from agentrl.openai_engine import OpenAIEngine
 from agentrl.player import Player
+from agentrl.proxy import ChatProxy
 from agentrl.source import held_out_tasks
 from agentrl.train import check_model
 
@@ -140,6 +141,7 @@ async def _by_messages(
         top_p=config.eval.top_p,
         max_turns=config.env.max_turns,
     )
+    proxy = ChatProxy()
     async with ChatModel(
         request.url,
         model=request.served_model,
@@ -155,6 +157,7 @@ async def _by_messages(
             model=model,
             rules=rules,
             seed=config.seed,
+            proxy=proxy,
         )
 
 

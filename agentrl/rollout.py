@@ -23,6 +23,7 @@ from agentrl.group import Attempt, play_group
 from agentrl.parsers import parse_hermes
 from agentrl.proxy import ChatProxy
 from agentrl.renderer import TurnTokenizer
+from agentrl.token_session import TokenSession
 from agentrl.types import (
     Completion,
     FinishReason,
@@ -65,19 +66,25 @@ async def run_group(
     Raises InfraError, ConfigError.
     """
 
-    sampling = _sampling(limits, tokenizer, temperature=temperature, top_p=top_p)
-    parts: dict[str, Any] = {"engine": engine, "tokenizer": tokenizer, "limits": limits, "max_turns": max_turns}
+    parts: dict[str, Any] = {"engine": engine, "tokenizer": tokenizer, "limits": limits}
 
     async def play(attempt: Attempt) -> tuple[Trajectory, ...]:
         env = make_env()
         if isinstance(env, AgentEnv):
-            return await run_agent_episode(env, task, attempt, **parts, sampling=sampling, proxy=proxy or ChatProxy())
-        identity: dict[str, Any] = {
-            "episode_id": attempt.episode_id,
-            "attempt": attempt.number,
-            "seed": attempt.seed,
-        }
-        return (await run_episode(env, task, **parts, **identity, temperature=temperature, top_p=top_p),)
+            sampling = _sampling(limits, tokenizer, temperature=temperature, top_p=top_p)
+            max_calls = env.max_turns if max_turns is None else max_turns
+            session = TokenSession(**parts, sampling=sampling, max_calls=max_calls, name=attempt.name)
+            return await run_agent_episode(
+                env,
+                task,
+                episode_id=attempt.episode_id,
+                session=session,
+                proxy=proxy or ChatProxy(),
+                timeout_s=limits.episode_timeout_s,
+            )
+        rules: dict[str, Any] = {"max_turns": max_turns, "temperature": temperature, "top_p": top_p}
+        identity: dict[str, Any] = {"episode_id": attempt.episode_id, "attempt": attempt.number, "seed": attempt.seed}
+        return (await run_episode(env, task, **parts, **rules, **identity),)
 
     return await play_group(
         task,

@@ -28,6 +28,7 @@ class Segment:
 
     token_ids: list[int] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
+    """As they were said; the agent may have been shown less, and may have told less."""
     turns: list[Turn] = field(default_factory=list)
     is_busy: bool = False
     """A call that continues it is under way."""
@@ -39,7 +40,8 @@ class Place:
 
     segment: Segment
     observation_ids: tuple[int, ...]  # what the segment does not hold yet
-    messages: tuple[Message, ...]  # the whole history of the call
+    messages: tuple[Message, ...]  # as they were said, up to the call
+    history: tuple[Message, ...]  # the same as the agent tells it
     tools: tuple[dict[str, Any], ...]
 
     @property
@@ -55,7 +57,8 @@ class _Answer:
     segment: Segment
     num_turns: int  # of the segment, up to and with this answer
     num_tokens: int
-    message: Message
+    num_messages: int
+    shown: Message
     completion: Completion
 
     @property
@@ -82,34 +85,42 @@ class SegmentStore:
         known, new = messages[:num_known], messages[num_known:]
         answer = self._find(known, tools) if num_known and self._can_append(new) else None
         if answer is None:
-            segment, ids = Segment(), self._tokenizer.first_prompt(messages, tools)
+            segment, said = Segment(), list(messages)
+            ids = self._tokenizer.first_prompt(messages, tools)
         else:
+            segment, said = answer.segment, [*answer.segment.messages[: answer.num_messages], *new]
             ids = self._tokenizer.observation(new, previous=answer.completion.token_ids)
-            segment = answer.segment
             if not answer.is_open:
                 ids = [*segment.token_ids[: answer.num_tokens], *ids]
                 segment = Segment()
         segment.is_busy = True
-        return Place(segment=segment, observation_ids=tuple(ids), messages=tuple(messages), tools=tuple(tools))
+        return Place(
+            segment=segment,
+            observation_ids=tuple(ids),
+            messages=tuple(said),
+            history=tuple(messages),
+            tools=tuple(tools),
+        )
 
-    def commit(self, place: Place, completion: Completion, message: Message) -> None:
-        """Record what was sampled, and the `message` that the agent was given for it."""
+    def commit(self, place: Place, completion: Completion, *, said: Message, shown: Message) -> None:
+        """Record what was sampled: what it says, and what of that the agent was shown and will tell again."""
         segment = place.segment
         if not segment.turns:
             self.segments.append(segment)
         segment.turns.append(Turn(observation_ids=place.observation_ids, completion=completion))
         segment.token_ids += [*place.observation_ids, *completion.token_ids]
-        segment.messages = [*place.messages, message]
+        segment.messages = [*place.messages, said]
         segment.is_busy = False
         self.latest = segment
         answer = _Answer(
             segment=segment,
             num_turns=len(segment.turns),
             num_tokens=len(segment.token_ids),
-            message=message,
+            num_messages=len(segment.messages),
+            shown=shown,
             completion=completion,
         )
-        self._answers.setdefault(_key(segment.messages, place.tools), []).append(answer)
+        self._answers.setdefault(_key([*place.history, shown], place.tools), []).append(answer)
 
     def release(self, place: Place) -> None:
         """The call was not answered."""
@@ -121,7 +132,7 @@ class SegmentStore:
         ids = [call.id for call in known[-1].tool_calls]
         return max(
             answers,
-            key=lambda a: ([call.id for call in a.message.tool_calls] == ids, a.is_open),
+            key=lambda a: ([call.id for call in a.shown.tool_calls] == ids, a.is_open),
             default=None,
         )
 

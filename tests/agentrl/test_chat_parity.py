@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI, BadRequestError
 
-from agentrl.chat_session import ChatSession
 from agentrl.config import RolloutConfig
 from agentrl.engine import VLLMEngine
 from agentrl.proxy import ChatProxy
 from agentrl.renderer import TurnTokenizer
+from agentrl.token_session import TokenSession
 from agentrl.types import Completion, Probe, Sampling, Turn, WeightsRef
 from tests.conftest import VLLMServer
 
@@ -111,9 +111,9 @@ async def engine(vllm_server: VLLMServer, judge: Judge) -> AsyncIterator[Recordi
 @asynccontextmanager
 async def agent(
     engine: Recording, model: Path, *, limits: RolloutConfig = LIMITS
-) -> AsyncIterator[tuple[AsyncOpenAI, ChatSession]]:
+) -> AsyncIterator[tuple[AsyncOpenAI, TokenSession]]:
     tokenizer = TurnTokenizer.load(str(model))
-    session = ChatSession(
+    session = TokenSession(
         engine=engine,
         tokenizer=tokenizer,
         limits=limits,
@@ -132,7 +132,7 @@ async def ask(client: AsyncOpenAI, history: Sequence[Any], **options: Any) -> An
     return await client.chat.completions.create(model="policy", messages=list(history), **options)
 
 
-def check(session: ChatSession, engine: Recording, judge: Judge) -> None:
+def check(session: TokenSession, engine: Recording, judge: Judge) -> None:
     """Every prompt is its segment's tokens before it; every sampled token is an action once; logprobs are right."""
     recorded = []
     for segment in session.store.segments:

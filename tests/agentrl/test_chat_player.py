@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
+from openai import AsyncOpenAI
 
 from agentrl import chat_player
+from agentrl.agent_env import AgentEnv, Endpoint
 from agentrl.batch_server import serving
-from agentrl.chat_model import ChatModel, PromptTooLong
-from agentrl.chat_player import ChatRules, play_chat_group
-from agentrl.chat_session import ChatSession
+from agentrl.chat_model import ChatModel, ChatRules, PromptTooLong
+from agentrl.chat_player import play_chat_group
 from agentrl.config import RolloutConfig
 from agentrl.env import Action, Env, Episode, Split, StepResult, ToolEnv
 from agentrl.errors import ConfigError, EngineError, EnvError, SandboxError
@@ -23,6 +24,7 @@ from agentrl.proxy import ChatProxy
 from agentrl.renderer import TurnTokenizer
 from agentrl.statistics import summarize
 from agentrl.testing import ScriptedEngine, call
+from agentrl.token_session import TokenSession
 from agentrl.tools import tool
 from agentrl.types import Message, Sampling, StopReason, Task, TrajectoryGroup, user
 from sandbox.client import SandboxUnavailable
@@ -80,7 +82,7 @@ def scripted(tokenizer: TurnTokenizer, monkeypatch: pytest.MonkeyPatch) -> Conne
 
     @asynccontextmanager
     async def connected(script: Any, **limits: Any) -> AsyncIterator[ChatModel]:
-        session = ChatSession(
+        session = TokenSession(
             engine=ScriptedEngine(tokenizer=tokenizer, script=script),
             tokenizer=tokenizer,
             limits=LIMITS.model_copy(update=limits),
@@ -100,7 +102,9 @@ def scripted(tokenizer: TurnTokenizer, monkeypatch: pytest.MonkeyPatch) -> Conne
 async def play(
     model: ChatModel, make_env: Callable[[], Env] = Looking, *, size: int = 1, rules: ChatRules = RULES
 ) -> TrajectoryGroup:
-    return await play_chat_group(make_env, TASK, group_id=0, size=size, model=model, rules=rules, seed=0)
+    return await play_chat_group(
+        make_env, TASK, group_id=0, size=size, model=model, rules=rules, seed=0, proxy=ChatProxy()
+    )
 
 
 async def test_an_environment_is_played_in_message_space(scripted: Connect) -> None:
@@ -121,6 +125,51 @@ async def test_no_tokens_are_invented_and_the_numbers_come_out(scripted: Connect
     assert all(episode.info["completion_tokens"] == 2 for episode in group.trajectories)
     result = summarize([group], policy_version=0)
     assert (result.n, result.avg, result.pass_at[4].value) == (4, 1.0, 1.0)
+
+
+class Outside(AgentEnv):
+    """Somebody else's loop for the same task."""
+
+    script = ("", "")
+
+    async def run(self, *, task: Task, endpoint: Endpoint) -> None:
+        history: list[Any] = [{"role": "user", "content": task.prompt}]
+        async with AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as client:
+            for more in self.script:
+                answer = await client.chat.completions.create(
+                    model=endpoint.model, messages=history, tools=Looking.tool_schemas(), stop=["never"]
+                )
+                message = answer.choices[0].message
+                history.append(message)
+                for wanted in message.tool_calls or ():
+                    history.append({"role": "tool", "content": "seen", "tool_call_id": wanted.id})
+                if more:
+                    history.append({"role": "user", "content": more})
+
+    async def score(self, episode: Episode) -> dict[str, float]:
+        return {"correct": float(episode.final_text == episode.task.answer)}
+
+
+async def test_somebody_elses_agent_is_measured_too(scripted: Connect) -> None:
+    async with scripted([call("look", at="x"), "7"]) as model:
+        (episode,) = (await play(model, Outside)).trajectories
+    assert (episode.id, episode.reward, episode.turns, episode.info["turns"]) == ("eval-0-0.0", 1.0, (), 2)
+    assert [m.role for m in episode.messages] == ["user", "assistant", "tool", "assistant"]
+
+
+async def test_the_end_of_the_endpoint_is_no_failure_of_the_agents(scripted: Connect) -> None:
+    class Talking(Outside):
+        script = ("word " * 40,) * 20
+
+    async with scripted(lambda prompt: "7", max_context=600) as model:
+        (episode,) = (await play(model, Talking)).trajectories
+        assert (episode.stop_reason, episode.reward) == (StopReason.MAX_CONTEXT, 1.0)
+    async with scripted(["7"]) as model:
+        with pytest.raises(EngineError, match="failed, 1 times"):
+            await play(model, Talking)
+    async with endpoint(lambda sent: (401, refusal("bad key"))) as (url, _), model_at(url) as model:
+        with pytest.raises(ConfigError, match="set MY_KEY"):
+            await play(model, Talking)
 
 
 async def test_malformed_calls_are_observations(scripted: Connect) -> None:

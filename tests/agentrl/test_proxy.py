@@ -14,19 +14,19 @@ import pytest
 from openai import AsyncOpenAI
 
 from agentrl.agent_env import Endpoint
-from agentrl.chat_session import ChatSession
 from agentrl.config import RolloutConfig
 from agentrl.errors import EngineError
 from agentrl.proxy import ChatProxy
 from agentrl.renderer import TurnTokenizer
 from agentrl.testing import ScriptedEngine, call
+from agentrl.token_session import TokenSession
 from agentrl.types import Completion, FinishReason, Sampling, StopReason
 
 LIMITS = RolloutConfig(max_context=600, max_turn_tokens=100)
 TOOL: Any = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 HELLO: Any = [{"role": "user", "content": "hello"}]
 
-Serve = Callable[..., AbstractAsyncContextManager[tuple[AsyncOpenAI, ChatSession]]]
+Serve = Callable[..., AbstractAsyncContextManager[tuple[AsyncOpenAI, TokenSession]]]
 
 
 def client_of(endpoint: Endpoint, **options: Any) -> AsyncOpenAI:
@@ -34,11 +34,11 @@ def client_of(endpoint: Endpoint, **options: Any) -> AsyncOpenAI:
 
 
 @pytest.fixture
-def session(tokenizer: TurnTokenizer) -> Callable[..., ChatSession]:
+def session(tokenizer: TurnTokenizer) -> Callable[..., TokenSession]:
     def make(
         script: Any = (), *, engine: Any = None, max_calls: int = 20, limits: RolloutConfig = LIMITS
-    ) -> ChatSession:
-        return ChatSession(
+    ) -> TokenSession:
+        return TokenSession(
             engine=engine or ScriptedEngine(tokenizer=tokenizer, script=script),
             tokenizer=tokenizer,
             limits=limits,
@@ -51,9 +51,9 @@ def session(tokenizer: TurnTokenizer) -> Callable[..., ChatSession]:
 
 
 @pytest.fixture
-def serve(session: Callable[..., ChatSession]) -> Serve:
+def serve(session: Callable[..., TokenSession]) -> Serve:
     @asynccontextmanager
-    async def serving(*args: Any, **options: Any) -> AsyncIterator[tuple[AsyncOpenAI, ChatSession]]:
+    async def serving(*args: Any, **options: Any) -> AsyncIterator[tuple[AsyncOpenAI, TokenSession]]:
         chat = session(*args, **options)
         async with ChatProxy().session(chat) as endpoint, client_of(endpoint) as client:
             yield client, chat
@@ -101,7 +101,7 @@ async def test_calls_at_once_are_recorded_each_for_itself(serve: Serve, tokenize
         assert len(engine.prompts) == 8
 
 
-async def test_sessions_do_not_mix_and_the_server_stops_with_the_last(session: Callable[..., ChatSession]) -> None:
+async def test_sessions_do_not_mix_and_the_server_stops_with_the_last(session: Callable[..., TokenSession]) -> None:
     proxy = ChatProxy()
     one, two = session(["one"]), session(["two"])
     async with proxy.session(one) as first:
@@ -137,7 +137,7 @@ async def test_a_prompt_that_does_not_fit_is_openais_context_length_exceeded(ser
         with pytest.raises(openai.BadRequestError) as caught:
             await ask(client, [{"role": "user", "content": "word " * 600}])
         assert caught.value.code == "context_length_exceeded"
-        assert chat.refusal is not None and chat.refusal[0] is StopReason.MAX_CONTEXT
+        assert chat.refusal is not None and chat.refusal.stop_reason is StopReason.MAX_CONTEXT
 
 
 async def test_an_answer_is_cut_at_the_context_left_and_at_the_calls_own_limit(serve: Serve) -> None:
@@ -157,7 +157,7 @@ async def test_one_call_too_many_is_refused(serve: Serve) -> None:
         await ask(client)
         with pytest.raises(openai.BadRequestError, match="has had its 2 calls"):
             await ask(client)
-        assert chat.refusal is not None and chat.refusal[0] is StopReason.MAX_TURNS
+        assert chat.refusal is not None and chat.refusal.stop_reason is StopReason.MAX_TURNS
 
 
 async def test_a_single_call_is_handed_on_where_only_one_is_wanted(serve: Serve, tokenizer: TurnTokenizer) -> None:
@@ -167,6 +167,20 @@ async def test_a_single_call_is_handed_on_where_only_one_is_wanted(serve: Serve,
         assert len(message.tool_calls) == 1
         await ask(client, [*HELLO, message, {"role": "tool", "content": "7", "tool_call_id": "x"}], tools=[TOOL])
         assert [len(segment.turns) for segment in chat.store.segments] == [2]
+
+
+async def test_thoughts_are_told_apart_and_need_not_be_told_again(serve: Serve) -> None:
+    thought = "<think>\nhm <tool_call>{ no\n</think>\n\n"
+    async with serve([f"{thought}It is 7.", "Sure.", "<think>\nnever " + "word " * 200]) as (client, chat):
+        message = (await ask(client)).choices[0].message
+        assert (message.content, message.reasoning_content) == ("It is 7.", "hm <tool_call>{ no")
+        history = [*HELLO, {"role": "assistant", "content": "It is 7."}, {"role": "user", "content": "Sure?"}]
+        await ask(client, history)
+        (segment,) = chat.store.segments
+        assert [m.content for m in segment.messages] == ["hello", f"{thought}It is 7.", "Sure?", "Sure."]
+        cut = (await ask(client)).choices[0]
+        assert (cut.message.content, cut.finish_reason) == ("", "length")
+        assert cut.message.reasoning_content.startswith("never word")
 
 
 class Stopping(ScriptedEngine):
@@ -253,7 +267,7 @@ async def test_a_client_that_hangs_up_aborts_its_call(serve: Serve, tokenizer: T
 
 
 async def test_the_end_of_a_session_ends_its_calls(
-    session: Callable[..., ChatSession], tokenizer: TurnTokenizer, caplog: pytest.LogCaptureFixture
+    session: Callable[..., TokenSession], tokenizer: TurnTokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = Hanging(tokenizer=tokenizer, script=[])
     proxy, other = ChatProxy(), session(["x"])
@@ -279,7 +293,7 @@ async def test_an_engine_that_fails_is_a_500_and_the_end_of_the_session(serve: S
             await chat.failure()
 
 
-async def test_garbage_is_refused_in_openais_format(session: Callable[..., ChatSession]) -> None:
+async def test_garbage_is_refused_in_openais_format(session: Callable[..., TokenSession]) -> None:
     async with ChatProxy().session(session(["x"])) as endpoint, httpx.AsyncClient() as http:
         headers = {"authorization": f"Bearer {endpoint.api_key}"}
         url = f"{endpoint.base_url}/chat/completions"

@@ -42,7 +42,7 @@ class Recorder:
         completion = said(self.tokenizer, text, closed=closed)
         self.asked.append((place.prompt_ids, completion))
         answer = Message(role="assistant", content=text)
-        self.store.commit(place, completion, answer)
+        self.store.commit(place, completion, said=answer, shown=answer)
         return answer
 
     def check(self) -> None:
@@ -85,8 +85,9 @@ def test_what_was_said_is_never_encoded_again(recorder: Recorder, tokenizer: Tur
         version_spans=(VersionSpan(version=0, start=0, end=len(letters) + 1),),
         finish_reason=FinishReason.STOP,
     )
-    recorder.store.commit(place, completion, Message(role="assistant", content="print"))
-    second = recorder.store.place([user("a"), Message(role="assistant", content="print"), user("b")], ())
+    word = Message(role="assistant", content="print")
+    recorder.store.commit(place, completion, said=word, shown=word)
+    second = recorder.store.place([user("a"), word, user("b")], ())
     assert second.prompt_ids[: len(prompt) + len(letters)] == prompt + letters
 
 
@@ -164,7 +165,7 @@ def test_of_two_equal_answers_the_calls_ids_tell_which_is_meant(recorder: Record
     for n, place in enumerate(places):
         call = ToolCall(id=f"call_{n}", name="look", arguments={"at": [1, {"x": 2}]})
         answers.append(Message(role="assistant", content="", tool_calls=(call,)))
-        recorder.store.commit(place, said(tokenizer, f"sampled {n}"), answers[n])
+        recorder.store.commit(place, said(tokenizer, f"sampled {n}"), said=answers[n], shown=answers[n])
     for n, answer in enumerate(answers):
         place = recorder.store.place([user("a"), answer, Message(role="tool", content="seen")], ())
         assert place.segment is recorder.store.segments[n]
@@ -173,9 +174,8 @@ def test_of_two_equal_answers_the_calls_ids_tell_which_is_meant(recorder: Record
 def test_ids_of_calls_and_space_around_an_answer_do_not_matter(recorder: Recorder, tokenizer: TurnTokenizer) -> None:
     call = ToolCall(id="call_0", name="look", arguments={"a": 1, "b": 2})
     place = recorder.store.place([user("a")], (TOOL,))
-    recorder.store.commit(
-        place, said(tokenizer, "x"), Message(role="assistant", content=" I see\n", tool_calls=(call,))
-    )
+    answer = Message(role="assistant", content=" I see\n", tool_calls=(call,))
+    recorder.store.commit(place, said(tokenizer, "x"), said=answer, shown=answer)
     again = ToolCall(id="renamed", name="look", arguments={"b": 2, "a": 1})
     history = [user("a"), Message(role="assistant", content="I see", tool_calls=(again,)), user("b")]
     assert recorder.store.place(history, (TOOL,)).segment is recorder.store.segments[0]

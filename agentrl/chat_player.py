@@ -22,8 +22,6 @@ from agentrl.group import Attempt, play_group
 from agentrl.proxy import ChatProxy
 from agentrl.types import FinishReason, Message, StopReason, Task, Trajectory, TrajectoryGroup
 
-MIN_TURN_TOKENS = 16
-"""A turn with less room than this is not begun."""
 CHARACTERS_PER_TOKEN = 4
 """What rollout.tool_output_tokens comes to where nobody counts tokens."""
 RETRY_BACKOFF_S = 1.0
@@ -157,7 +155,7 @@ class _Talk:
         """The next turn; None when rollout.max_context leaves no room for one."""
         limits = self.rules.limits
         max_tokens = min(limits.max_turn_tokens, limits.max_context - self.num_tokens)
-        if max_tokens < min(MIN_TURN_TOKENS, limits.max_turn_tokens):
+        if max_tokens < limits.min_turn_tokens:
             return None
         return await self.model.say(
             self.messages,

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from agentrl.agent_env import AgentEnv
 from agentrl.env import Action, Env, Episode, ToolEnv, add_counts, advance, close, make, play_script, start
 from agentrl.errors import AgentRLError, EnvError
 from agentrl.tools import ToolSpec
@@ -86,6 +87,10 @@ class _Inspector:
         await self._check("tools", self._tools)
         await self._check("tasks", self._tasks)
         if not self.tasks:
+            return
+        if issubclass(self.env_cls, AgentEnv):
+            detail = "brings its own loop, which no script can play: try it with `agentrl eval`"
+            self.checks.append(Check(name="agent", ok=True, detail=detail))
             return
         await self._check("contract", self._contract)
         await self._check("determinism", self._determinism)

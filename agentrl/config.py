@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, V
 
 from agentrl.errors import ConfigError
 
+MIN_TURN_TOKENS = 16
 Port = Annotated[int, Field(ge=0, le=65535)]
 
 
@@ -86,6 +87,11 @@ class RolloutConfig(Section):
     """Times an episode is run again after an infrastructure failure before it counts as failed."""
     max_infra_error_rate: Annotated[float, Field(ge=0, le=1)] = 0.2
     """Stop the run when more than this share of the last 100 episodes failed for infrastructure."""
+
+    @property
+    def min_turn_tokens(self) -> int:
+        """A turn with less room than this is not begun."""
+        return min(MIN_TURN_TOKENS, self.max_turn_tokens)
 
 
 class EngineConfig(Section):

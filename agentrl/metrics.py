@@ -18,7 +18,7 @@ from typing import Any, Literal, Self
 
 from agentrl.errors import MissingDependencyError
 from agentrl.run_folder import RunFolder
-from agentrl.statistics import is_correct
+from agentrl.statistics import is_correct, num_response_tokens, num_turns
 from agentrl.types import StopReason, TrajectoryGroup
 
 log = logging.getLogger(__name__)
@@ -94,16 +94,18 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
     Shares are of episodes, `solve_none` and `solve_all` of groups. `tool_success_rate` is absent when no tool was
     called, and a named reward is averaged over the episodes that have it.
     """
-    episodes = [trajectory for group in groups for trajectory in group.trajectories]
-    if not episodes:
+    segments = [segments for group in groups for segments in group.episodes()]
+    if not segments:
         return {}
-    solved_G = [[is_correct(trajectory) for trajectory in group.trajectories] for group in groups]
+    episodes = [first for first, *_ in segments]
+    solved_G = [[is_correct(first) for first, *_ in group.episodes()] for group in groups]
+    num_tokens = [num_response_tokens(episode) for episode in segments]
     tool_calls = [episode.info.get("tool_calls", 0.0) for episode in episodes]
     values = {
         "rollout/reward_mean": _mean([episode.reward for episode in episodes]),
-        "rollout/turns_mean": _mean([len(episode.turns) for episode in episodes]),
-        "rollout/response_tokens_mean": _mean([episode.num_action_tokens for episode in episodes]),
-        "rollout/response_tokens_max": max(episode.num_action_tokens for episode in episodes),
+        "rollout/turns_mean": _mean([num_turns(episode) for episode in segments]),
+        "rollout/response_tokens_mean": _mean(num_tokens),
+        "rollout/response_tokens_max": max(num_tokens),
         "rollout/tool_calls_mean": _mean(tool_calls),
         "rollout/solve_none": _mean([not any(solved) for solved in solved_G]),
         "rollout/solve_all": _mean([all(solved) for solved in solved_G]),

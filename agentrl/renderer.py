@@ -84,8 +84,7 @@ class TurnTokenizer:
         for schema in tools:
             if schema["function"]["name"] not in text:
                 raise ConfigError(f"the chat template of {self.name} ignores tools; use a template with tool support")
-        contents = [format_message(m) if m.role == "assistant" else m.content for m in messages]
-        return self._encode(self._pieces(text), contents)
+        return self._encode(self._pieces(text), [self._content(message) for message in messages])
 
     def observation(self, messages: Sequence[Message], *, previous: Sequence[int]) -> list[int]:
         """The new ids only: what stands between the model's last token and its next turn.
@@ -94,7 +93,7 @@ class TurnTokenizer:
         inserted. Everything returned was written by us: action mask 0.
         """
         pieces = self._after_assistant(tuple(m.role for m in messages))
-        ids = self._encode(pieces, [m.content for m in messages])
+        ids = self._encode(pieces, [self._content(message) for message in messages])
         return ids[1:] if previous and previous[-1] == self.close_id else ids
 
     def demonstration(self, messages: Sequence[Message], tools: _Tools = ()) -> tuple[list[int], list[int]]:
@@ -237,10 +236,16 @@ class TurnTokenizer:
             raise ConfigError(f"the chat template of {self.name} does not end an assistant turn with a special token")
         return found[0]
 
-    def _encode(self, pieces: Sequence[str | int], contents: Sequence[str]) -> list[int]:
+    def _content(self, message: Message) -> list[str | int]:
+        """The parts of a message: markers are tokens in what a model said, and text in all else."""
+        if message.role == "assistant":
+            return self._split(format_message(message), self._assistant_tokens)
+        return [message.content]
+
+    def _encode(self, pieces: Sequence[str | int], contents: Sequence[Sequence[str | int]]) -> list[int]:
         parts: list[str | int] = []
         for piece in pieces:
-            parts.extend([contents[piece]] if isinstance(piece, int) else self._split(piece, self._glue_tokens))
+            parts.extend(contents[piece] if isinstance(piece, int) else self._split(piece, self._glue_tokens))
         return self._encode_parts(parts)
 
     def _split(self, text: str, tokens: re.Pattern[str]) -> list[str | int]:

@@ -36,8 +36,6 @@ from agentrl.types import (
     Turn,
 )
 
-MIN_TURN_TOKENS = 16
-"""A turn with less room than this is not begun."""
 RETRY_BACKOFF_S = 0.5
 """Wait before the first retry of an episode; doubles with each."""
 
@@ -182,10 +180,6 @@ class _Player:
     )
     _seen: list[int] = field(default_factory=list)  # observation tokens the model has not answered yet
 
-    @property
-    def _floor(self) -> int:
-        return min(MIN_TURN_TOKENS, self.limits.max_turn_tokens)
-
     async def begin(self, task: Task, seed: int) -> None:
         """Reset the environment and render the opening."""
         try:
@@ -194,7 +188,7 @@ class _Player:
         except TimeoutError as error:
             raise EnvError(f"reset of task {task.id} took more than {self.limits.episode_timeout_s} s") from error
         self._seen = self.tokenizer.first_prompt(self.messages, self.env.tool_schemas())
-        if len(self._seen) + self._floor > self.limits.max_context:
+        if len(self._seen) + self.limits.min_turn_tokens > self.limits.max_context:
             raise ConfigError(
                 f"task {task.id}: its prompt has {len(self._seen)} tokens, which leaves no room in "
                 f"rollout.max_context={self.limits.max_context}; raise it or drop the task"
@@ -223,7 +217,7 @@ class _Player:
     async def _turns(self) -> StopReason:
         for turn in range(self.max_turns):
             max_tokens = self._budget(is_last=turn == self.max_turns - 1)
-            if max_tokens < self._floor:
+            if max_tokens < self.limits.min_turn_tokens:
                 return StopReason.MAX_CONTEXT
             completion = await self._generate(turn, max_tokens)
             action = self._record(turn, completion)
@@ -240,7 +234,7 @@ class _Player:
         """Tokens this turn may have: what is left, less room for a tool's answer where one can follow."""
         left = self.limits.max_context - len(self.token_ids) - len(self._seen)
         reserve = 0 if is_last or not self.env.tools else self.limits.tool_output_tokens
-        if left - reserve < self._floor:
+        if left - reserve < self.limits.min_turn_tokens:
             reserve = 0  # a last word without the possibility of an answer
         return min(self.limits.max_turn_tokens, left - reserve)
 

@@ -69,12 +69,12 @@ def is_correct(trajectory: Trajectory) -> bool:
 
 
 def summarize(groups: Sequence[TrajectoryGroup], *, policy_version: int, seed: int = 0) -> EvalResult:
-    """Measure a policy from one finished group a task. The n is the smallest group's size.
+    """Measure a policy from one finished group a task. The n is the smallest group's number of episodes.
 
     Raises ValueError without groups, or with a group that has no trajectory.
     """
-    correct_TN = [[is_correct(trajectory) for trajectory in group.trajectories] for group in groups]
-    episodes = [trajectory for group in groups for trajectory in group.trajectories]
+    correct_TN = [[is_correct(segments[0]) for segments in group.episodes()] for group in groups]
+    episodes = [segments for group in groups for segments in group.episodes()]
     average = avg_at_n(correct_TN, seed=seed)
     n = min(len(correct_N) for correct_N in correct_TN)
     return EvalResult(
@@ -85,10 +85,20 @@ def summarize(groups: Sequence[TrajectoryGroup], *, policy_version: int, seed: i
         avg_low=average.low,
         avg_high=average.high,
         pass_at={k: pass_at_k(correct_TN, k, seed=seed) for k in _powers_of_two_and(n)},
-        response_tokens_mean=sum(episode.num_action_tokens for episode in episodes) / len(episodes),
-        turns_mean=sum(len(episode.turns) for episode in episodes) / len(episodes),
-        stop_reasons=dict(Counter(episode.stop_reason for episode in episodes)),
+        response_tokens_mean=sum(map(num_response_tokens, episodes)) / len(episodes),
+        turns_mean=sum(map(num_turns, episodes)) / len(episodes),
+        stop_reasons=dict(Counter(segments[0].stop_reason for segments in episodes)),
     )
+
+
+def num_turns(segments: Sequence[Trajectory]) -> float:
+    """Turns of an episode; as a chat endpoint told, which gives no record of tokens."""
+    return sum(len(segment.turns) for segment in segments) or segments[0].info.get("turns", 0.0)
+
+
+def num_response_tokens(segments: Sequence[Trajectory]) -> float:
+    """Tokens the model wrote in an episode; as a chat endpoint told, which gives no record of them."""
+    return sum(segment.num_action_tokens for segment in segments) or segments[0].info.get("completion_tokens", 0.0)
 
 
 def avg_at_n(correct_TN: Sequence[Sequence[bool]], *, seed: int = 0) -> Estimate:

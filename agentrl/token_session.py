@@ -18,9 +18,6 @@ from agentrl.renderer import TurnTokenizer
 from agentrl.segments import SegmentStore
 from agentrl.types import Completion, FinishReason, Message, Sampling, StopReason
 
-MIN_TURN_TOKENS = 16
-"""A turn with less room than this is not begun."""
-
 
 class TokenSession(ChatSession):
     """Args:
@@ -79,7 +76,7 @@ class TokenSession(ChatSession):
     def _fitted(self, request: ChatRequest, num_prompt_tokens: int) -> Sampling:
         """The run's sampling with the call's own limits. Raises ApiError when the prompt leaves no room."""
         room = self._limits.max_context - num_prompt_tokens
-        if room < min(MIN_TURN_TOKENS, self._limits.max_turn_tokens):
+        if room < self._limits.min_turn_tokens:
             reason = (
                 f"This model's maximum context length is {self._limits.max_context} tokens (rollout.max_context). "
                 f"However, your messages resulted in {num_prompt_tokens} tokens. "

@@ -228,6 +228,13 @@ class TrajectoryGroup:
         """The oldest version in the group."""
         return min(trajectory.policy_version for trajectory in self.trajectories)
 
+    def episodes(self) -> list[tuple[Trajectory, ...]]:
+        """The trajectories of each episode: one, or an agent's segments, whose ids are EPISODE.SEGMENT."""
+        found: dict[str, list[Trajectory]] = {}
+        for trajectory in self.trajectories:
+            found.setdefault(trajectory.id.partition(".")[0], []).append(trajectory)
+        return [tuple(segments) for segments in found.values()]
+
     @property
     def rewards_G(self) -> list[float]:
         """One reward per member. [G]"""

@@ -13,6 +13,7 @@ from agentrl.vllm_wire import Anything, Models, Paused, Results, Scored, WeightI
 
 log = logging.getLogger(__name__)
 
+ALREADY_STARTED = "already active"  # in what vLLM says to a second /start_weight_update
 INITIAL_LABEL = "default"  # vLLM's version label until somebody sets one
 HEALTH_TIMEOUT_S = 5.0
 
@@ -72,7 +73,11 @@ class VLLMControl:
 
     async def load(self, update_info: dict[str, Any], *, version: int, timeout_s: float) -> None:
         """Take new weights through vLLM's weight transfer, and call them `version`."""
-        await self._server.post("/start_weight_update", None, Anything)
+        try:
+            await self._server.post("/start_weight_update", None, Anything)
+        except EngineError as error:
+            if ALREADY_STARTED not in str(error):  # an update that was cut off is begun again by sending everything
+                raise
         await self._server.post("/update_weights", {"update_info": update_info}, Anything, timeout_s=timeout_s)
         await self._server.post(
             "/finish_weight_update", {"weight_version": str(version)}, Anything, timeout_s=timeout_s

@@ -42,6 +42,7 @@ class TrajectoryTerms:
     num_parity_tokens: int  # sampled by the learner's own version
     parity_sum: float  # |learner - behaviour| logprob over those
     parity_max: float
+    parity_kl_sum: float  # KL(engine || learner), estimated on those
 
     def non_finite(self) -> list[str]:
         """Names of the numbers that are NaN or infinite."""
@@ -160,7 +161,8 @@ class Estimator:
             if math.isfinite(weight):
                 score = weight * scale if self._is_optimal else 0.0
                 self.sums.add(gradients, coefficient=weight * scale * advantage, score=score)
-        error_N = log_ratio_N.abs()[tensors.policy_version_N == policy_version]
+        same_N = log_ratio_N[tensors.policy_version_N == policy_version]
+        error_N = same_N.abs()
         return TrajectoryTerms(
             id=trajectory.id,
             reward=trajectory.reward,
@@ -175,6 +177,7 @@ class Estimator:
             num_parity_tokens=len(error_N),
             parity_sum=float(error_N.sum()),
             parity_max=float(error_N.max()) if len(error_N) else 0.0,
+            parity_kl_sum=float(objective.behavior_kl(same_N).sum()),
         )
 
     def _close_group(self, members: Sequence[TrajectoryTerms], reward_G: Tensor) -> float:

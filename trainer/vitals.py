@@ -43,6 +43,7 @@ def policy(groups: Sequence[GroupTerms]) -> dict[str, float]:
         metrics["learner/entropy"] = sum(trajectory.entropy_sum for trajectory in finite) / num_actions
     if num_parity := sum(trajectory.num_parity_tokens for trajectory in finite):
         metrics["learner/parity_mean_abs"] = sum(trajectory.parity_sum for trajectory in finite) / num_parity
+        metrics["learner/parity_kl"] = sum(trajectory.parity_kl_sum for trajectory in finite) / num_parity
         metrics["learner/parity_max_abs"] = max(trajectory.parity_max for trajectory in finite)
     return metrics
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from agentrl.agent_env import AgentEnv, Endpoint
 from agentrl.check import CheckReport, check_env, wrong_answer
 from agentrl.env import Action, Env, Episode, Split, StepResult, ToolEnv
 from agentrl.tools import tool
@@ -149,6 +150,24 @@ async def test_a_broken_promise_is_found(cls: type[Env], failing: str, detail: s
     findings = {check.name: check.detail for check in report.checks if not check.ok}
     assert failing in findings
     assert re.search(detail, findings[failing]), findings
+
+
+class BringsItsOwnLoop(AgentEnv):
+    """Never asked here."""
+
+    tasks = Good.tasks
+
+    async def run(self, *, task: Task, endpoint: Endpoint) -> None:
+        raise AssertionError("no check can play it")
+
+    async def score(self, episode: Episode) -> dict[str, float]:
+        return {"correct": 1.0}
+
+
+async def test_an_agent_with_its_own_loop_is_checked_as_far_as_it_can_be() -> None:
+    report = await check(BringsItsOwnLoop)
+    assert report.ok
+    assert "agentrl eval" in report.checks[-1].detail
 
 
 async def test_tasks_without_answers_are_said_to_be_unchecked() -> None:

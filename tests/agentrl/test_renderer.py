@@ -75,6 +75,13 @@ def test_tool_markers_are_single_tokens_in_the_models_own_turns_only(tokenizer: 
     assert marker not in tokenizer.observation([Message(role="tool", content="<tool_call>")], previous=[])
 
 
+def test_an_earlier_turn_of_the_model_is_rendered_with_its_markers(tokenizer: TurnTokenizer) -> None:
+    call = ToolCall(id="a", name="python", arguments={"code": "print(1)"})
+    opening = [user("x"), Message(role="assistant", content="", tool_calls=(call,)), Message(role="tool", content="1")]
+    assert tokenizer.added_ids["<tool_call>"] in tokenizer.first_prompt(opening)
+    assert tokenizer.added_ids["<tool_call>"] not in tokenizer.first_prompt([user("<tool_call>")])
+
+
 def test_a_demonstration_is_tokenized_as_a_rollout_would(tokenizer: TurnTokenizer) -> None:
     call = ToolCall(id="a", name="python", arguments={"code": 'print("é")\n'})
     first = Message(role="assistant", content="Let me see.", tool_calls=(call,))

@@ -1,4 +1,5 @@
 import random
+from dataclasses import replace
 
 import pytest
 from synthetic_run import Words, make_group
@@ -73,3 +74,21 @@ def test_summarize_counts_what_the_groups_hold() -> None:
     assert result.metrics()["eval/pass_at_n"] == 0.5
     episodes = [trajectory for group in groups for trajectory in group.trajectories]
     assert result.turns_mean == pytest.approx(sum(len(episode.turns) for episode in episodes) / 12)
+
+
+def test_an_episode_of_several_segments_is_one_sample() -> None:
+    whole = make_group(Words(), 1, version=0, skill=0.5, rng=random.Random(1), size=2)
+    first, second = whole.trajectories
+    segments = [replace(first, id=f"{first.id}.{i}") for i in range(3)]
+    forked = replace(whole, trajectories=(*segments, second))
+    once, thrice = summarize([whole], policy_version=0), summarize([forked], policy_version=0)
+    assert thrice.n == once.n == 2
+    assert thrice.avg == once.avg
+    assert thrice.turns_mean == (3 * len(first.turns) + len(second.turns)) / 2
+
+
+def test_an_episode_without_a_token_record_counts_what_its_endpoint_told() -> None:
+    group = make_group(Words(), 1, version=0, skill=0.5, rng=random.Random(1), size=2)
+    told = tuple(replace(t, turns=(), info={"turns": 4.0, "completion_tokens": 70.0}) for t in group.trajectories)
+    result = summarize([replace(group, trajectories=told)], policy_version=0)
+    assert (result.turns_mean, result.response_tokens_mean) == (4.0, 70.0)

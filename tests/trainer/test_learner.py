@@ -128,6 +128,7 @@ METRICS = [
     "tokens_per_s",
     "skipped_steps",
     "parity_mean_abs",
+    "parity_kl",
     "parity_max_abs",
 ]
 

@@ -172,6 +172,8 @@ class LearnerConfig(Section):
     betas: tuple[float, float] = (0.9, 0.999)
     grad_clip: PositiveFloat = 1.0
     zero_stage: Literal[0, 1, 2] = 1
+    pack_tokens: PositiveInt = 8192
+    """Tokens of one micro-batch, in which trajectories lie side by side; a longer one has a micro-batch to itself."""
     num_ranks: PositiveInt = 1
     num_threads: PositiveInt = 1
     """CPU threads of a rank."""

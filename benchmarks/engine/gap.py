@@ -42,7 +42,7 @@ class Stall:
 
 async def measure(config: EngineConfig, *, quick: bool, large: bool = False) -> str:
     """The section, as Markdown."""
-    rows, repeats = [], 2 if quick else 4
+    rows, repeats = [], 2 if quick else 3
     for size in QUICK_SIZES if quick else LARGE_SIZES if large else SIZES:
         rows += await _rows(config, size, repeats=repeats)
     columns = ["model, mode, KV", "MB", "idle, s", f"{NUM_RUNNING} running, s", "longest silence, s", "one step, s"]

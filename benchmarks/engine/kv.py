@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,20 +23,31 @@ from benchmarks.engine import models
 from benchmarks.engine.publishing import Publication, Sender
 from benchmarks.engine.server import SERVED_NAME, Server, serve
 
-NUM_STEPS, NUM_RUNNING, MAX_CONTEXT = 3, 32, 4096
-TURN, LONG = "the rest of a turn", "a long answer"
-MAX_TOKENS = {TURN: 96, LONG: 384}
-UPDATE_AFTER_S = {TURN: 0.15, LONG: 1.0}
+NUM_STEPS, MAX_CONTEXT = 3, 4096
 TRAIN_DEADLINE_S = 420.0
 RUNNING_POLL_S = 0.02
+WARMSTART = ("model.warmstart.demonstrations=800", "model.warmstart.steps=400")
 TRAIN = [
     *(f"train.steps={NUM_STEPS}", "learner.save_every=1", "name=kv"),
-    *("eval.num_tasks=1", "eval.samples_per_task=1"),
+    *("eval.num_tasks=1", "eval.samples_per_task=1", *WARMSTART),
 ]
-WARMSTART = {
-    False: ("model.warmstart.demonstrations=1200", "model.warmstart.steps=600"),
-    True: ("model.warmstart.demonstrations=100", "model.warmstart.steps=60"),
-}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """What runs across an update."""
+
+    name: str
+    num_running: int
+    max_tokens: int
+    update_after_s: float  # all of them run by then
+    repeats: int
+
+
+KINDS = (
+    Kind(name="the rest of a turn", num_running=12, max_tokens=96, update_after_s=0.0, repeats=4),
+    Kind(name="a long answer", num_running=16, max_tokens=256, update_after_s=0.5, repeats=1),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,38 +74,39 @@ async def measure(config: EngineConfig, *, quick: bool) -> str:
     """The section, as Markdown."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        policies = await _train(folder, quick=quick)
+        policies = await _train(folder)
         first = policies.versions[0]
         first.config.eos_token_id = first.generation_config.eos_token_id = None  # stops are ours to ask for
         path = models.save(first, folder / "served")
         async with serve(path, config=config, dtype="float32", max_context=MAX_CONTEXT, log_folder=folder) as server:
-            rows = []
-            for what in (TURN, LONG):
-                for jump in (1, NUM_STEPS):
-                    for kv in ("stale", "recompute"):
-                        crossed = await _cross(server, config, policies, kv, what, jump=jump)
-                        rows.append(_row(f"{kv}, {what}, {jump} step{'s' * (jump > 1)}", crossed))
+            rows = [
+                _row(f"{kv}, {kind.name}, {jump} step{'s' * (jump > 1)}", crossed)
+                for kind in (KINDS[1:] if quick else KINDS)
+                for jump in (1, NUM_STEPS)
+                for kv, crossed in (await _both(server, config, policies, kind, jump=jump)).items()
+            ]
     columns = ["KV, after the update, distance", "requests", "tokens", "max abs", "mean abs", "KL a token"]
     columns += ["policies apart: mean abs", "KL a token", "gap, s"]
+    turn, answer = KINDS
     intro = (
         f"\n## KV entries across an update\n\n{NUM_STEPS} consecutive policies of a real run of "
-        f"configs/quickstart.yaml ({', '.join(WARMSTART[quick])}), {NUM_RUNNING} requests that continue contexts of "
-        "its own episodes, an update while they run. Compared are the tokens after the update: the logprob recorded at "
-        "sampling with transformers' under the new weights alone. `Policies apart`: new against old weights on these "
-        f"tokens, both with their own KV entries. {TURN}: until the turn's end token; {LONG}: {MAX_TOKENS[LONG]} "
-        "tokens.\n\n"
+        f"configs/quickstart.yaml ({', '.join(WARMSTART)}); requests continue contexts of its own episodes, and an "
+        "update comes while they run. Compared are the tokens after the update: the logprob recorded at sampling with "
+        "transformers' under the new weights alone. `Policies apart`: new against old weights on these tokens, both "
+        f"with KV entries of their own. {turn.name.capitalize()}: until the turn's end token, {turn.num_running} "
+        f"requests at once; {answer.name}: {answer.max_tokens} tokens, {answer.num_running} at once.\n\n"
     )
     return intro + reporting.table(columns, rows)
 
 
-async def _train(folder: Path, *, quick: bool) -> Policies:
+async def _train(folder: Path) -> Policies:
     """A short real run. Raises RuntimeError with the end of its output."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = folder / "model"
     command = ["-m", "agentrl", "train", "configs/quickstart.yaml", f"out_dir={folder}", f"model.path={model}"]
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, *command, *TRAIN, *WARMSTART[quick]),
+        *(sys.executable, *command, *TRAIN),
         cwd=reporting.ROOT,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
@@ -126,33 +140,45 @@ def _prompts(run: RunFolder) -> list[list[int]]:
     return found
 
 
+async def _both(
+    server: Server, config: EngineConfig, policies: Policies, kind: Kind, *, jump: int
+) -> dict[KvOnUpdate, Crossed]:
+    found: dict[KvOnUpdate, Crossed] = {"stale": Crossed(), "recompute": Crossed()}
+    for _ in range(kind.repeats):
+        for kv, crossed in found.items():
+            async with VLLMEngine(server.url, model=SERVED_NAME, kv_on_update=kv) as engine:
+                await _publish(engine, config, policies.versions[0])
+                for at in range(0, NUM_STEPS, jump):
+                    await _cross(crossed, engine, server, config, policies, kind, at=at, then=at + jump)
+    return found
+
+
 async def _cross(
-    server: Server, config: EngineConfig, policies: Policies, kv: KvOnUpdate, what: str, *, jump: int
-) -> Crossed:
-    """One update after the other, each `jump` steps ahead, each across requests of its own."""
-    crossed = Crossed()
-    async with VLLMEngine(server.url, model=SERVED_NAME, kv_on_update=kv) as engine:
-        await _publish(engine, config, policies.versions[0])
-        for at in range(0, NUM_STEPS, jump):
-            old, new = policies.versions[at], policies.versions[at + jump]
-            prompts = [policies.prompts[(at * NUM_RUNNING + i) % len(policies.prompts)] for i in range(NUM_RUNNING)]
-            stop = (policies.turn_end,) if what == TURN else ()
-            sampling = Sampling(max_tokens=MAX_TOKENS[what], stop_token_ids=stop)
-            label = f"{kv}-{what[:8]}-{jump}-{at}".replace(" ", "_")
-            running = [
-                asyncio.create_task(engine.generate(prompt, sampling, request_id=f"{label}-{i}"))
-                for i, prompt in enumerate(prompts)
-            ]
-            while await server.counter("vllm:num_requests_running") < NUM_RUNNING and not any(
-                task.done() for task in running
-            ):
-                await asyncio.sleep(RUNNING_POLL_S)
-            await asyncio.sleep(UPDATE_AFTER_S[what])
-            crossed.gaps_s.append((await _publish(engine, config, new)).update.gap_s)
-            completions = await asyncio.gather(*running)
-            for prompt, completion in zip(prompts, completions, strict=True):
-                await asyncio.to_thread(_note, crossed, prompt, completion, old, new)
-    return crossed
+    crossed: Crossed,
+    engine: VLLMEngine,
+    server: Server,
+    config: EngineConfig,
+    policies: Policies,
+    kind: Kind,
+    *,
+    at: int,
+    then: int,
+) -> None:
+    """Bring version `then` while requests run under `at`, and note what became of them."""
+    prompts = random.Random(crossed.num_requests + at).sample(policies.prompts, kind.num_running)
+    stop = (policies.turn_end,) if kind is KINDS[0] else ()
+    sampling = Sampling(max_tokens=kind.max_tokens, stop_token_ids=stop)
+    running = [
+        asyncio.create_task(engine.generate(prompt, sampling, request_id=f"kv-{time.monotonic_ns()}"))
+        for prompt in prompts
+    ]
+    while await server.counter("vllm:num_requests_running") < kind.num_running and not any(t.done() for t in running):
+        await asyncio.sleep(RUNNING_POLL_S)
+    await asyncio.sleep(kind.update_after_s)
+    new = policies.versions[then]
+    crossed.gaps_s.append((await _publish(engine, config, new)).update.gap_s)
+    for prompt, completion in zip(prompts, await asyncio.gather(*running), strict=True):
+        await asyncio.to_thread(_note, crossed, prompt, completion, policies.versions[at], new)
 
 
 async def _publish(engine: VLLMEngine, config: EngineConfig, model: Any) -> Publication:

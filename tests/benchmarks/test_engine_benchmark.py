@@ -1,0 +1,117 @@
+"""The engine benchmark's own arithmetic, and that the bare generator asks what our client asks."""
+
+import asyncio
+import json
+import math
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import pytest
+
+from agentrl.types import Sampling
+from benchmarks.engine import load
+from tests.conftest import VLLMServer
+
+STREAM = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n5\r\ndata:\r\n0\r\n\r\n"
+WHOLE = b"HTTP/1.1 200 OK\r\nContent-Length: 7\r\n\r\n0\r\n\r\nxy"
+REFUSAL = b"HTTP/1.1 404 Not Found\r\nContent-Length: 2\r\n\r\nno"
+
+
+@asynccontextmanager
+async def answering(pieces: Sequence[bytes]) -> AsyncIterator[str]:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await reader.read(1000):
+            for piece in pieces:
+                writer.write(piece)
+                await writer.drain()
+                await asyncio.sleep(0.001)
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+def halves(answer: bytes, at: int) -> list[bytes]:
+    return [answer[:at], answer[at:]]
+
+
+@pytest.mark.parametrize("answer", [STREAM, WHOLE])
+async def test_the_end_of_an_answer_is_seen_wherever_it_is_cut(answer: bytes) -> None:
+    for at in range(1, len(answer)):
+        async with answering(halves(answer, at)) as url, asyncio.timeout(5):
+            connection = await load.Connection.open(url)
+            await connection.ask(b"one")
+            await connection.ask(b"another")
+            connection.close()
+
+
+@pytest.mark.parametrize("answer", [STREAM, WHOLE])
+async def test_an_answer_without_its_end_is_waited_for(answer: bytes) -> None:
+    async with answering([answer[:-1]]) as url:
+        connection = await load.Connection.open(url)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await connection.ask(b"one")
+        connection.close()
+
+
+async def test_a_refusal_is_no_answer() -> None:
+    async with answering([REFUSAL]) as url:
+        connection = await load.Connection.open(url)
+        with pytest.raises(RuntimeError, match="404"):
+            await connection.ask(b"one")
+        connection.close()
+
+
+def test_each_turn_continues_the_one_before() -> None:
+    (script,) = load.scripts(1, num_turns=3, first_tokens=10, observation_tokens=4, max_tokens=6, vocab_size=50)
+    assert [len(prompt) for prompt in script.prompts] == [10, 20, 30]
+    assert script.prompts[2][:20] == script.prompts[1] and script.prompts[1][:10] == script.prompts[0]
+
+
+def test_a_request_for_a_whole_answer_differs_in_that_alone() -> None:
+    body = b'{"stream":true,"token_ids":[1]}'
+    request = b"POST / HTTP/1.1\r\nContent-Length: %d\r\nX: y\r\n\r\n" % len(body) + body
+    head, changed = load.not_streamed(request).split(b"\r\n\r\n")
+    assert json.loads(changed) == {"stream": False, "token_ids": [1]}
+    assert head == b"POST / HTTP/1.1\r\nContent-Length: %d\r\nX: y" % len(changed)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "kept"),
+    [
+        (Sampling(max_tokens=1), [0.5, 0.25, 0.15, 0.1]),
+        (Sampling(max_tokens=1, top_k=2), [2 / 3, 1 / 3, 0, 0]),
+        (Sampling(max_tokens=1, top_p=0.7), [2 / 3, 1 / 3, 0, 0]),
+        (Sampling(max_tokens=1, top_k=3, top_p=0.6), [2 / 3, 1 / 3, 0, 0]),
+        (Sampling(max_tokens=1, temperature=0.5, top_k=2), [0.8, 0.2, 0, 0]),
+    ],
+)
+def test_the_shaped_distribution_is_the_one_worked_by_hand(sampling: Sampling, kept: list[float]) -> None:
+    torch = pytest.importorskip("torch")
+    from benchmarks.engine.models import shaped
+
+    logits = torch.tensor([[0.5, 0.25, 0.15, 0.1]]).log()
+    assert shaped(logits, sampling).softmax(dim=-1)[0].tolist() == pytest.approx(kept, abs=1e-6)
+
+
+@pytest.mark.parametrize(("tied", "name"), [(True, "Qwen2"), (False, "Llama"), (True, "Qwen3")])
+def test_random_models_have_logits_spread_as_said(tied: bool, name: str) -> None:
+    pytest.importorskip("torch")
+    from benchmarks.engine import models
+
+    model = models.make(name, models.BY_SIZE["1 MB"], tied=tied)
+    spread = models.logits(model, range(100, 164)).std(dim=-1).mean()
+    assert math.isclose(spread, models.LOGIT_STD, rel_tol=0.2)
+
+
+@pytest.mark.engine
+async def test_the_bare_generator_sends_what_our_client_sends(vllm_server: VLLMServer) -> None:
+    sessions = load.scripts(3, num_turns=2, first_tokens=20, observation_tokens=4, max_tokens=4, vocab_size=300)
+    requests = await asyncio.to_thread(load.record, vllm_server.url, vllm_server.model, sessions)
+    for script in sessions:
+        for name, prompt in zip(script.request_ids(), script.prompts, strict=True):
+            body = json.loads(requests[name].split(b"\r\n\r\n", 1)[1])
+            assert body["token_ids"] == list(prompt) and body["sampling_params"]["max_tokens"] == 4
+    made = await asyncio.to_thread(load.through_sockets, vllm_server.url, requests, sessions)
+    assert made.num_tokens == 24 and len(made.latencies_s) == 6

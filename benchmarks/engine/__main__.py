@@ -10,7 +10,7 @@ from pathlib import Path
 from agentrl import engine_server
 from agentrl.config import EngineConfig
 from benchmarks import reporting
-from benchmarks.engine import gap, kv, parity, prefix, throughput
+from benchmarks.engine import gap, goals, kv, parity, prefix, throughput
 
 REPORT = reporting.ROOT / "benchmarks" / "engine.md"
 SECTIONS = {
@@ -29,7 +29,7 @@ async def measure(names: list[str], *, quick: bool) -> str:
         "engine": " ".join(engine_server.check_version()) + f" on {engine_server.device_of(config)}",
         "sections": ", ".join(names) + (" (--quick)" if quick else ""),
     }
-    text = reporting.header("Engine: what our client and its weight updates cost", settings)
+    text = reporting.header("Engine: what our client and its weight updates cost", settings) + goals.head(names)
     for name in names:
         began = time.monotonic()
         text += await SECTIONS[name](config, quick=quick)

@@ -19,7 +19,7 @@ from agentrl.parity import parity
 from agentrl.run_folder import RunFolder
 from agentrl.types import Completion, Sampling
 from benchmarks import reporting
-from benchmarks.engine import models
+from benchmarks.engine import goals, models
 from benchmarks.engine.publishing import Publication, Sender
 from benchmarks.engine.server import SERVED_NAME, Server, serve
 
@@ -96,7 +96,14 @@ async def measure(config: EngineConfig, *, quick: bool) -> str:
         f"with KV entries of their own. {turn.name.capitalize()}: until the turn's end token, {turn.num_running} "
         f"requests at once; {answer.name}: {answer.max_tokens} tokens, {answer.num_running} at once.\n\n"
     )
-    return intro + reporting.table(columns, rows)
+    misses = [f"{row[0]}: {row[3]}" for row in rows if row[0].startswith("recompute") and not _below(row, 3)]
+    misses += [f"{row[0]}: {row[4]}" for row in rows if row[0].startswith("stale") and not _below(row, 4, than=6)]
+    return intro + reporting.table(columns, rows) + goals.verdict(misses)
+
+
+def _below(row: Sequence[str], at: int, *, than: int | None = None) -> bool:
+    """A cell against another of its row, or against the goal of parity."""
+    return row[1] != "0" and float(row[at]) < (goals.MAX_PARITY if than is None else float(row[than]))
 
 
 async def _train(folder: Path) -> Policies:

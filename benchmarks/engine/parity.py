@@ -17,7 +17,7 @@ from agentrl.engine import VLLMEngine
 from agentrl.parity import Parity, parity
 from agentrl.types import Sampling
 from benchmarks import reporting
-from benchmarks.engine import models
+from benchmarks.engine import goals, models
 from benchmarks.engine.server import SERVED_NAME, serve
 
 DTYPES = ("float32", "bfloat16")
@@ -70,7 +70,14 @@ async def measure(config: EngineConfig, *, quick: bool) -> str:
         "the engine's top_p or top_k kept and the learner's, on its own rounding, would not have; they are left out "
         "of the other columns. The last columns compare with the same weights computed in float32.\n\n"
     )
-    return intro + reporting.table(columns, [row for some in found for row in some])
+    lines = [line for some in found for line in some]
+    wide = [f"{row[0]}, {row[1]}: {row[3]}" for row in lines if _is_exact(row) and float(row[3]) >= goals.MAX_PARITY]
+    return intro + reporting.table(columns, lines) + goals.verdict(wide)
+
+
+def _is_exact(row: Sequence[str]) -> bool:
+    """Whether there is a goal for it."""
+    return row[0].endswith("float32") and row[1] in ("prompt", f"sampled, {next(iter(SAMPLINGS))}")
 
 
 async def _rows(config: EngineConfig, case: Case) -> list[list[str]]:

@@ -15,7 +15,7 @@ from agentrl.config import EngineConfig
 from agentrl.engine import VLLMEngine
 from agentrl.types import Sampling
 from benchmarks import reporting
-from benchmarks.engine import models
+from benchmarks.engine import goals, models
 from benchmarks.engine.server import SERVED_NAME, Server, serve
 
 PROMPT_TOKENS = (512, 2048)
@@ -51,7 +51,12 @@ async def measure(config: EngineConfig, *, quick: bool) -> str:
         f"`{OTHER}`: the same prompt under the salt that our client uses after a weight update. "
         "Median (least to greatest).\n\n"
     )
-    return intro + reporting.table(columns, rows)
+    wrong = [
+        f"{kept} and {cold} tokens computed after a prompt of {first}, not {new} and {second}"
+        for first, second, new, kept, _, cold, *_ in rows
+        if (kept, cold) != (new, second)
+    ]
+    return intro + reporting.table(columns, rows) + goals.verdict(wrong)
 
 
 async def _row(server: Server, num_tokens: int, block_tokens: int, *, repeats: int) -> list[object]:
@@ -72,9 +77,9 @@ async def _row(server: Server, num_tokens: int, block_tokens: int, *, repeats: i
     reusable = (second_tokens - OBSERVATION_TOKENS) // block_tokens * block_tokens
     return [
         *(num_tokens, second_tokens, second_tokens - reusable),
-        *(f"{statistics.median(t.num_asked - t.num_found for t in kept):.0f}",),
-        *(f"{statistics.median(t.num_found for t in kept):.0f}",),
-        *(f"{statistics.median(t.num_asked - t.num_found for t in cold):.0f}",),
+        round(statistics.median(t.num_asked - t.num_found for t in kept)),
+        round(statistics.median(t.num_found for t in kept)),
+        round(statistics.median(t.num_asked - t.num_found for t in cold)),
         *(reporting.spread([1e3 * t.latency_s for t in some]) for some in (kept, cold)),
         reporting.spread([b.latency_s / a.latency_s for a, b in zip(kept, cold, strict=True)]),
     ]

@@ -151,8 +151,12 @@ def engine(config_path: ConfigPath, overrides: Overrides = None, debug: Debug = 
     """Serve the config's model with vLLM, with the flags that in-flight weight updates need."""
     from agentrl import config as configs
     from agentrl.launch import replace_by_engine
+    from agentrl.train import check_model, is_model_folder
 
     config = configs.load(config_path, overrides or [])
+    check_model(config)
+    if config.model.warmstart is not None and not is_model_folder(Path(config.model.path)):
+        raise ConfigError(f"model.path: there is no {config.model.path} yet: run `agentrl warmstart {config_path}` first")
     _guarded(lambda: replace_by_engine(config), debug=debug)
 
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import sys
+import uuid
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ log = logging.getLogger(__name__)
 
 GRACE_S = 8.0
 RESTART_AFTER_S = 1.0
+MARK_VARIABLE = "AGENTRL_PART"  # in the environment of a part's processes: by it they are found again
 
 
 class ChildDied(InfraError):
@@ -31,14 +34,24 @@ class ChildDied(InfraError):
 class Child:
     """A running part: its name, its log, and whether it still lives."""
 
-    def __init__(
-        self, name: str, process: Process, log_path: Path, start: Callable[[], Coroutine[Any, Any, Process]]
-    ) -> None:
+    def __init__(self, name: str, log_path: Path, start: Callable[[str], Coroutine[Any, Any, Process]]) -> None:
         self.name = name
         self.log_path = log_path
-        self.process = process
+        self.process: Process
         self._start = start
+        self._mark = uuid.uuid4().hex
         self._restarts_left = 0
+
+    async def start(self) -> None:
+        """Run the command. Raises InfraError when it cannot be."""
+        self.process = await self._start(self._mark)
+
+    def end_left_over(self) -> None:
+        """End what the guard could not, having been killed itself: whatever carries this part's mark."""
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):
+                if f"{MARK_VARIABLE}={self._mark}".encode() in path.read_bytes().split(b"\0"):
+                    os.kill(int(path.parent.name), signal.SIGKILL)
 
     def allow_restarts(self, number: int) -> None:
         """From now on `watch` starts it again, up to `number` times, when it dies."""
@@ -55,13 +68,14 @@ class Child:
     async def watch(self) -> None:
         """Return when it ended with code 0; otherwise start it again, or raise ChildDied with the end of its log."""
         while code := await self.process.wait():
+            self.end_left_over()
             what = f"the {self.name} process ended with exit code {code}"
             if not self._restarts_left:
                 raise ChildDied(f"{what}. The end of {self.log_path}:\n{self.log_tail()}")
             self._restarts_left -= 1
             log.warning("%s; it is started again (%d more times at most)", what, self._restarts_left)
             await asyncio.sleep(RESTART_AFTER_S)
-            self.process = await self._start()
+            await self.start()
 
     def log_tail(self, num_lines: int = 12, max_bytes: int = 16_384) -> str:
         """The last lines it wrote."""
@@ -95,23 +109,25 @@ async def child(
     log_path.parent.mkdir(parents=True, exist_ok=True)
     guarded = [sys.executable, "-I", "-S", guard.__file__, str(GRACE_S), *command]
 
-    async def start() -> Process:
+    async def start(mark: str) -> Process:
         with log_path.open("ab") as log_file:
             return await asyncio.create_subprocess_exec(
                 *guarded,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=log_file if on_line is None else asyncio.subprocess.PIPE,
                 stderr=log_file,
-                env={**os.environ, **(env or {})},
+                env={**os.environ, **(env or {}), MARK_VARIABLE: mark},
                 start_new_session=True,
             )
 
-    part = Child(name, await start(), log_path, start)
+    part = Child(name, log_path, start)
+    await part.start()
     reader = asyncio.create_task(_read_lines(part.process, on_line), name=f"output of {name}")
     try:
         yield part
     finally:
         await _stop(part.process)
+        part.end_left_over()
         await reader
 
 

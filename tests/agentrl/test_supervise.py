@@ -51,6 +51,26 @@ async def test_a_dead_child_is_named_with_its_last_words(tmp_path: Path) -> None
             await part.watch()
 
 
+async def test_a_part_that_may_be_restarted_is_started_again_and_only_so_often(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    async with child("engine", [sys.executable, "-c", "print('on', flush=True); exit(3)"], log_path=log) as part:
+        part.allow_restarts(1)
+        with pytest.raises(ChildDied, match="exit code 3"):
+            await part.watch()
+    assert log.read_text().count("on") == 2
+
+
+async def test_a_killed_guard_leaves_nothing_behind(tmp_path: Path) -> None:
+    log = tmp_path / "child.log"
+    async with child("part", [sys.executable, "-c", STUBBORN], log_path=log) as part:
+        pids = await pids_in(log)
+        part.process.kill()
+        with pytest.raises(ChildDied, match="exit code -9"):
+            await part.watch()
+        await asyncio.sleep(0.1)
+        assert not any(alive(pid) for pid in pids)
+
+
 async def test_a_clean_exit_is_no_error(tmp_path: Path) -> None:
     async with child("learner", [sys.executable, "-c", ""], log_path=tmp_path / "log") as part:
         await part.watch()

@@ -74,6 +74,8 @@ class Stream:
 
 def joined(parts: Sequence[Completion]) -> Completion:
     """Parts of one generation, each continuing the one before, as one; it ended as the last part did."""
+    if len(parts) == 1:
+        return parts[0]
     spans: list[VersionSpan] = []
     for part in parts:
         start = spans[-1].end if spans else 0

@@ -22,6 +22,7 @@ from agentrl.vllm_wire import Chunk
 from agentrl.weight_keeper import KeeperSettings, WeightKeeper, WeightUpdate
 
 KvOnUpdate = Literal["stale", "recompute"]
+MAX_BREAKS = 5  # of one request, after which a server that seems well is not asked again
 SAME_LOGPROB = 1e-4
 """Logprobs of one token under two temperatures that agree this closely were not computed under two temperatures."""
 
@@ -162,6 +163,8 @@ class VLLMEngine:
             try:
                 parts.append(await self._fill(stream, [*token_ids, *said], left, name))
             except EngineError as error:
+                if len(parts) == MAX_BREAKS:
+                    raise
                 await self._weights.come_back(error)
                 parts.append(stream.salvage(sampling))
                 self._num_salvaged_tokens += len(parts[-1].token_ids)

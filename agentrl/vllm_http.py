@@ -20,6 +20,7 @@ from agentrl.vllm_wire import Chunk, Failure
 T = TypeVar("T")
 
 CONNECT_TIMEOUT_S = 5.0
+KEEPALIVE_S = 2.0  # vLLM's server closes idle connections after 5 s: we should be first
 RETRY_PAUSED_S = 0.05
 MAX_REASON = 500
 EVENT_STREAM = "text/event-stream"
@@ -88,7 +89,7 @@ class VLLMServer:
     async def _events(self, what: str, path: str, content: bytes) -> AsyncGenerator[bytes]:
         """Server-sent events, data only. Raises EngineGone where the stream has no end."""
         while True:
-            async with self._opened().post(path, data=content) as response:
+            async with await self._post(path, content) as response:
                 if response.status == 503:
                     await asyncio.sleep(RETRY_PAUSED_S)
                     continue
@@ -100,11 +101,26 @@ class VLLMServer:
                 async for piece in response.content.iter_any():
                     *events, rest = (rest + piece).split(EVENT_END)
                     for event in events:
-                        yield event.removeprefix(EVENT)
+                        data = event.removeprefix(EVENT)
+                        if data == DONE:
+                            await response.read()  # to the very end: the connection can be used again
+                            return
+                        yield data
                 raise EngineGone(f"{what}: the stream ended before its last token; see the engine's log")
 
+    async def _post(self, path: str, content: bytes) -> aiohttp.ClientResponse:
+        """Once more where the server had closed a connection that was kept: the request was not read then."""
+        try:
+            return await self._opened().post(path, data=content)
+        except aiohttp.ClientConnectorError:
+            raise
+        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+            return await self._opened().post(path, data=content, headers={"connection": "close"})
+
     async def _request(self, method: str, path: str, content: bytes) -> tuple[int, bytes]:
-        async with self._opened().request(method, path, data=content) as response:
+        # Not kept: after a 500 the server closes the connection, and the next call would find that out the hard way.
+        headers = {"connection": "close"}
+        async with self._opened().request(method, path, data=content, headers=headers) as response:
             return response.status, await response.read()
 
     def _opened(self) -> aiohttp.ClientSession:
@@ -113,9 +129,7 @@ class VLLMServer:
             self._session = aiohttp.ClientSession(
                 self.url + "/",
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
-                # No connection is used twice: the server closes idle ones, and all after a 500, and a call on such a
-                # one looks like a dead engine. A new one costs 0.3 ms.
-                connector=aiohttp.TCPConnector(limit=0, force_close=True),
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
                 headers={"content-type": "application/json"},
                 trust_env=False,
             )

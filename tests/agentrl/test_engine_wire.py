@@ -167,9 +167,10 @@ async def test_a_refusal_carries_the_reason_and_the_mend(script: Script, status:
 
 
 async def test_a_stream_that_breaks_off_is_an_engine_that_is_gone(script: Script) -> None:
-    script.generate = lambda: events(GOOD[:1], end=b"")
+    script.generate = lambda: events([{"prompt_token_ids": PROMPT}], end=b"")
     with pytest.raises(EngineGone, match="ended before its last token"):
         await generate(script)
+    assert len([path for path, _ in script.seen if path == "inference/v1/generate"]) == 6
 
 
 async def test_a_stream_that_breaks_off_is_continued_where_the_engine_is_back(script: Script) -> None:

@@ -260,6 +260,7 @@ class StepOutput:
 
     policy_version: int
     metrics: dict[str, float]
+    ess_ratio: float | None = None  # of the batch; None where it could not be measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from agentrl import env as environments
 from agentrl.agent_env import AgentEnv, Endpoint
@@ -134,7 +135,7 @@ async def _in_thread(work: Callable[[], object]) -> None:
             failure = RuntimeError(f"StopIteration: {error}")
         except BaseException as error:
             failure = error
-        if not loop.is_closed():
+        with suppress(RuntimeError):  # the loop has ended, and nobody waits any more
             loop.call_soon_threadsafe(settle, failure)
 
     threading.Thread(target=target, name="agent", daemon=True).start()

@@ -29,10 +29,10 @@ HARMLESS = frozenset(
 )
 """Fields that are obeyed, and labels and hints that change no token."""
 OVERRULED = ("temperature", "top_p", "top_k", "min_p", "seed")
-"""Fields for which the run has rules of its own."""
+"""Fields for which the run has rules of its own: tokens come from the model's own distribution."""
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "n": ((1,), "make n calls with the same messages; each is recorded as a branch"),
-    "tool_choice": (("auto",), "leave it out: the model decides; leave `tools` out where it must not call any"),
+    "tool_choice": (("auto",), "leave `tools` out where the model must not call any"),
     "functions": (([],), "use `tools`"),
     "function_call": ((), "use `tools`"),
     "response_format": (({"type": "text"},), "say in a message what form the answer must have, and parse it"),
@@ -167,18 +167,24 @@ def read_request(body: bytes) -> ChatRequest:
         single_call=request.parallel_tool_calls is False,
         stream=bool(request.stream),
         include_usage=request.stream_options is not None and bool(request.stream_options.include_usage),
-        overruled=tuple(name for name in OVERRULED if fields.get(name) is not None),
+        overruled=tuple(name for name in (*OVERRULED, *_forced(fields)) if fields.get(name) is not None),
     )
+
+
+def _forced(fields: dict[str, Any]) -> tuple[str, ...]:
+    """`tool_choice` where it would force a call: only constrained sampling could, so the model decides."""
+    choice = fields.get("tool_choice")
+    return ("tool_choice",) if choice == "required" or isinstance(choice, dict) else ()
 
 
 def _refuse_unsupported(fields: dict[str, Any]) -> None:
     for name, value in fields.items():
-        if value is None or name in HARMLESS or name in OVERRULED:
+        if value is None or name in HARMLESS or name in OVERRULED or name in _forced(fields):
             continue
         if name not in REFUSED:
             raise ApiError(400, f"unknown field {name!r}: leave it out", code="unknown_parameter", param=name)
         neutral, mend = REFUSED[name]
-        if value not in neutral and not (name == "tool_choice" and value == "none" and not fields.get("tools")):
+        if value not in neutral and not (name == "tool_choice" and not fields.get("tools")):
             shown = json.dumps(value)
             shown = shown if len(shown) <= 80 else shown[:77] + "..."
             raise ApiError(400, f"{name}={shown} is not supported here: {mend}", code="unsupported_value", param=name)

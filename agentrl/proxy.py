@@ -71,8 +71,10 @@ class ChatProxy:
             yield Endpoint(base_url=f"{url}/{name}/v1", api_key=seat.key, model=MODEL)
         finally:
             del self._seats[name]
-            await _cancelled(seat.calls)
-            await self._stop_if_empty()
+            try:
+                await _cancelled(seat.calls)
+            finally:
+                await self._stop_if_empty()
 
     async def _start(self) -> str:
         async with self._gate:
@@ -97,6 +99,7 @@ class ChatProxy:
         async def completions(name: str, request: Request) -> Response:
             seat = self._seat(name, request)
             asked = read_request(await _body(request))
+            self._seat(name, request)  # the session may have ended while the body was on its way
             self._tell(asked)
             answer = await _unless_client_gone(request, asyncio.ensure_future(seat.chat.answer(asked)), seat.calls)
             if answer is None:

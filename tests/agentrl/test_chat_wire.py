@@ -12,6 +12,7 @@ from agentrl.chat_wire import ApiError, ChatAnswer, answer_body, answer_events, 
 from agentrl.types import Message, ToolCall
 
 HELLO = [{"role": "user", "content": "hello"}]
+LOOK = {"type": "function", "function": {"name": "look"}}
 CALLS = (
     ToolCall(id="call_0", name="look", arguments={"at": "é\n", "n": 1}),
     ToolCall(id="c1", name="go", arguments={}),
@@ -40,6 +41,9 @@ def test_messages_and_tools_are_read() -> None:
 def test_what_the_run_rules_over_is_named() -> None:
     asked = read_request(request(temperature=0, top_p=0.9, seed=None, n=1, tool_choice="auto", logit_bias={}))
     assert asked.overruled == ("temperature", "top_p")
+    for choice in ("required", {"type": "function", "function": {"name": "look"}}):
+        assert read_request(request(tools=[LOOK], tool_choice=choice)).overruled == ("tool_choice",)
+    assert read_request(request(tool_choice="none")).overruled == ()
 
 
 @pytest.mark.parametrize(
@@ -48,7 +52,7 @@ def test_what_the_run_rules_over_is_named() -> None:
         ({"n": 2}, "n", "make n calls"),
         ({"logit_bias": {"50256": -100}}, "logit_bias", "own distribution"),
         ({"functions": [{"name": "f"}]}, "functions", "use `tools`"),
-        ({"tool_choice": "required"}, "tool_choice", "the model decides"),
+        ({"tools": [LOOK], "tool_choice": "none"}, "tool_choice", "leave `tools` out"),
         ({"response_format": {"type": "json_object"}}, "response_format", "parse it"),
         ({"frequency_penalty": 0.5}, "frequency_penalty", "own distribution"),
         ({"logprobs": True}, "logprobs", "recorded"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
@@ -291,6 +292,49 @@ async def test_an_engine_that_fails_is_a_500_and_the_end_of_the_session(serve: S
                 await ask(client)
         with pytest.raises(EngineError, match="the script has 1 turns"):
             await chat.failure()
+
+
+async def test_no_token_is_lost_or_told_twice_whatever_agents_do_at_once(
+    session: Callable[..., TokenSession], tokenizer: TurnTokenizer
+) -> None:
+    rng = random.Random(0)
+    returned: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+
+    class Uneven(ScriptedEngine):
+        async def generate(self, token_ids: Sequence[int], sampling: Sampling, *, request_id: str) -> Completion:
+            await asyncio.sleep(rng.choice((0, 0.001, 0.01, 0.03)))
+            completion = await super().generate(token_ids, sampling, request_id=request_id)
+            returned.append((tuple(token_ids), completion.token_ids))
+            return completion
+
+    engine = Uneven(tokenizer=tokenizer, script=lambda prompt: f"{rng.choice(('yes', 'no', 'word ' * 30))}")
+    chat = session(engine=engine, max_calls=10_000)
+
+    async def agent(client: AsyncOpenAI, n: int) -> None:
+        histories: list[list[Any]] = [HELLO]
+        for _ in range(12):
+            history = [*rng.choice(histories), {"role": rng.choice(("user", "tool")), "content": f"{n}"}]
+            if rng.random() < 0.1:
+                history[0] = {"role": "system", "content": "another"}
+            try:
+                async with asyncio.timeout(rng.choice((0.02, 20, 20))):
+                    answer = await ask(client, history, max_tokens=rng.choice((3, 50)), n=rng.choice((1, 1, 1, 2)))
+            except (TimeoutError, openai.BadRequestError):
+                continue
+            histories.append([*history, answer.choices[0].message])
+
+    async with ChatProxy().session(chat) as endpoint, client_of(endpoint) as client:
+        await asyncio.gather(*(agent(client, n % 3) for n in range(8)))
+        await until(lambda: not chat.has_calls_running)
+    recorded = []
+    for segment in chat.store.segments:
+        ids: tuple[int, ...] = ()
+        for turn in segment.turns:
+            ids += turn.observation_ids
+            recorded.append((ids, turn.completion.token_ids))
+            ids += turn.completion.token_ids
+    assert sorted(recorded) == sorted(returned)
+    assert len(recorded) > len(chat.store.segments) > 8
 
 
 async def test_garbage_is_refused_in_openais_format(session: Callable[..., TokenSession]) -> None:

@@ -12,18 +12,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 
+from agentrl.algorithm import AlgorithmConfig, Section
 from agentrl.errors import ConfigError
 
 MIN_TURN_TOKENS = 16
 Port = Annotated[int, Field(ge=0, le=65535)]
-
-
-class Section(BaseModel):
-    """A frozen node of the tree; unknown keys are refused."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
 
 class EnvConfig(Section):
@@ -148,22 +143,6 @@ class SandboxConfig(Section):
     """Permit backend `unsafe`, which isolates nothing: only for code that you trust."""
 
 
-class AlgorithmConfig(Section):
-    """VCPO by default (arXiv 2602.17616); each part can be switched off for comparison."""
-
-    baseline: Literal["opob", "mean", "leave_one_out", "none"] = "opob"
-    truncation: Literal["truncate", "none"] = "truncate"
-    max_weight: PositiveFloat = 8.0
-    """The c of min(w, c)."""
-    step_scale: Literal["ess_sqrt", "ess_linear", "none"] = "ess_sqrt"
-    rho_base: PositiveFloat | Literal["auto"] = 1.0
-    """ESS ratio at which the full learning rate is used; `auto` learns it from the first on-policy steps."""
-    normalize_by_length: bool = True
-    """Divide each trajectory's summed log-probability gradient by its number of action tokens."""
-    normalize_by_std: bool = False
-    """Divide a group's advantages by the standard deviation of its rewards."""
-
-
 class LearnerConfig(Section):
     """DeepSpeed."""
 
@@ -223,8 +202,11 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _checks_across_sections(self) -> Config:
-        if self.algorithm.baseline != "none" and self.rollout.group_size < 2:
-            raise ValueError(f"algorithm.baseline={self.algorithm.baseline} needs rollout.group_size >= 2")
+        if self.algorithm.needs_spread and self.rollout.group_size < 2:
+            raise ValueError(
+                f"algorithm.baseline={self.algorithm.baseline} and normalize_by_std={self.algorithm.normalize_by_std} "
+                "need rollout.group_size >= 2; for single episodes set algorithm.preset: reinforce"
+            )
         if self.rollout.max_turn_tokens >= self.rollout.max_context:
             raise ValueError("rollout.max_turn_tokens must be smaller than rollout.max_context")
         if self.rollout.temperature != 1.0 or self.rollout.top_p != 1.0:

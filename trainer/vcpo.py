@@ -7,14 +7,19 @@ Shapes: _B trajectories of the step (all ranks), _G members of one group. float6
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-StepScale = Literal["ess_sqrt", "ess_linear", "none"]
+from agentrl.presets import StepScale
+
+log = logging.getLogger(__name__)
+
 _EXPONENT: dict[StepScale, float] = {"ess_sqrt": 0.5, "ess_linear": 1.0, "none": 0.0}
 
 NUM_ON_POLICY_STEPS = 5
@@ -52,11 +57,21 @@ def optimal_baseline(log_weight_G: Tensor, score_norm_G: Tensor, reward_G: Tenso
 
     Returns a scalar within [min R, max R], or None when no member has a gradient.
     """
-    if not bool((score_norm_G > 0).any()):
+    log_share_G = 2 * (log_weight_G.double() + score_norm_G.double().log())
+    if not bool((log_share_G > -math.inf).any()):
         return None
-    share_G = torch.softmax(2 * (log_weight_G.double() + score_norm_G.double().log()), dim=0)
     reward_G = reward_G.double()
-    return (share_G * reward_G).sum().clamp(reward_G.min(), reward_G.max())
+    return (torch.softmax(log_share_G, dim=0) * reward_G).sum().clamp(reward_G.min(), reward_G.max())
+
+
+def safe_baseline(log_weight_G: Tensor, score_norm_G: Tensor, reward_G: Tensor) -> Tensor | None:
+    """min(b*, mean R): the optimal baseline, but never above the group's mean (not in the paper).
+
+    Where one successful trajectory owns w^2 n^2, b* runs to its reward and every other member of the group is pushed
+    down at once. Arguments and answer are those of `optimal_baseline`.
+    """
+    optimum = optimal_baseline(log_weight_G, score_norm_G, reward_G)
+    return None if optimum is None else torch.minimum(optimum, reward_G.double().mean())
 
 
 class RhoBase:
@@ -77,7 +92,21 @@ class RhoBase:
         self._seen.append((rho, max_lag))
         on_policy = [rho for rho, lag in self._seen if lag == 0]
         if len(on_policy) >= NUM_ON_POLICY_STEPS:
-            self._fixed = statistics.median(on_policy)
+            self._settle(on_policy, "steps without lag")
         elif len(self._seen) >= NUM_FIRST_STEPS:
-            self._fixed = statistics.median(rho for rho, _ in self._seen)
+            self._settle([rho for rho, _ in self._seen], "first steps")
         return self._fixed or statistics.median(rho for rho, _ in self._seen)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint must hold, as plain numbers."""
+        return {"fixed": self._fixed, "seen": [list(entry) for entry in self._seen]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken. A setting given as a number is kept: the config wins."""
+        if self._fixed is None:
+            self._fixed = state["fixed"]
+            self._seen = [(float(rho), int(lag)) for rho, lag in state["seen"]]
+
+    def _settle(self, rhos: Sequence[float], what: str) -> None:
+        self._fixed = statistics.median(rhos)
+        log.info("rho_base is settled at %.3f, the median of %d %s", self._fixed, len(rhos), what)

@@ -120,5 +120,10 @@ def batch(groups: Sequence[TrajectoryGroup], *, version: int = 0, max_lag: int =
 
 
 def config(model_path: Path, *, dtype: str = "float32", **sections: dict[str, Any]) -> Config:
-    tree = {"name": "test", "env": {"target": "x:Y"}, "model": {"path": str(model_path), "dtype": dtype}}
+    tree = {
+        "name": "test",
+        "env": {"target": "x:Y"},
+        "model": {"path": str(model_path), "dtype": dtype},
+        "algorithm": {"rho_base": 1.0},  # known beforehand, as the plain references need it
+    }
     return parse({**tree, **sections}, source="test")

@@ -1,0 +1,96 @@
+"""The settings of the policy gradient, as one frozen section of a run's config.
+
+Says which combinations exist; knows nothing of how they are carried out (see trainer/family.py).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+
+from agentrl.presets import Baseline, LengthNorm, Preset, Ratio, StepScale, Treatment, refusal, with_preset
+
+
+class Section(BaseModel):
+    """A frozen node of the tree; unknown keys are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class AlgorithmConfig(Section):
+    """The policy gradient as settings over independent axes; docs/algorithms.md has the equations.
+
+    `preset` is one line of settings (agentrl/presets.py); keys that are written out win over it.
+    """
+
+    preset: Preset = "vcpo"
+    ratio: Ratio = "sequence"
+    """What pi/mu is taken of: each token, the whole episode, its geometric mean; none: no correction."""
+    treatment: Treatment = Field(default="truncate", validation_alias=AliasChoices("treatment", "truncation"))
+    """What happens to large ratios: none; truncate (TIS); mask (MIS); clip (PPO); clip_weight (CISPO: the weight is
+    clipped, the gradient kept); second_moment (M2PO); adaptive_clip (BAPO)."""
+    max_weight: PositiveFloat = 8.0
+    """The c of truncate, min(w, c), and the upper end of mask."""
+    min_weight: Annotated[float, Field(ge=0)] = 0.0
+    """The lower end of mask."""
+    clip_low: Annotated[float, Field(ge=0, le=1)] = 0.2
+    """clip and clip_weight: ratios below 1 - clip_low are cut; 1 is no lower bound."""
+    clip_high: Annotated[float, Field(ge=0)] = 0.2
+    """clip and clip_weight: ratios above 1 + clip_high are cut."""
+    second_moment_bound: PositiveFloat = 0.04
+    """second_moment: largest mean of (log ratio)^2 over the tokens that stay."""
+    adaptive_low: tuple[PositiveFloat, PositiveFloat] = (0.6, 0.9)
+    """adaptive_clip: range in which the lower bound of the ratio moves."""
+    adaptive_high: tuple[PositiveFloat, PositiveFloat] = (1.2, 3.0)
+    """adaptive_clip: range in which the upper bound of the ratio moves."""
+    adaptive_step: PositiveFloat = 0.05
+    positive_share: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """adaptive_clip: share of the loss that tokens of positive advantage should have."""
+    baseline: Baseline = "opob"
+    """opob: VCPO's optimal baseline; opob_safe: the same, never above the group's mean; length_weighted: OPO; otb: the
+    optimal token baseline."""
+    step_scale: StepScale = "ess_sqrt"
+    """Learning rate times (rho / rho_base)^p: p = 1/2 for AdamW, 1 (ess_linear) for SGD."""
+    rho_base: PositiveFloat | Literal["auto"] = "auto"
+    """ESS ratio at which the full learning rate is used; `auto` learns it from the first near-on-policy steps."""
+    normalize_by_length: LengthNorm = True
+    """Divide each trajectory's summed log-probability gradient by its number of action tokens; `group`: by the mean
+    number of its group, so that every token of a group counts alike (DAPO, CISPO)."""
+    normalize_by_std: bool = False
+    """Divide a group's advantages by the standard deviation of its rewards."""
+    ess_floor: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Below this ESS ratio for `ess_floor_steps` steps in a row, admission works with one version of lag less, down to
+    0; it comes back by one after ten times as many steps above."""
+    ess_floor_steps: PositiveInt = 3
+    refuse_below: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """A step whose ESS ratio is below this is refused: the weights stay as they are."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_preset(cls, given: Any) -> Any:
+        return with_preset(given) if isinstance(given, dict) else given
+
+    @model_validator(mode="after")
+    def _makes_sense(self) -> AlgorithmConfig:
+        if reason := refusal(ratio=self.ratio, treatment=self.treatment, baseline=self.baseline):
+            raise ValueError(reason)
+        if self.treatment == "mask" and self.min_weight >= self.max_weight:
+            raise ValueError(f"min_weight={self.min_weight:g} must be below max_weight={self.max_weight:g}")
+        for name in ("adaptive_low", "adaptive_high"):
+            low, high = getattr(self, name)
+            if low > high:
+                raise ValueError(f"{name} must rise, got [{low:g}, {high:g}]")
+        if self.refuse_below is not None and self.ess_floor is not None and self.refuse_below >= self.ess_floor:
+            raise ValueError("refuse_below must be below ess_floor: a step is refused only where shrinking is too slow")
+        return self
+
+    @property
+    def needs_spread(self) -> bool:
+        """Whether a group of equal rewards has no gradient."""
+        return self.baseline != "none" or self.normalize_by_std
+
+    @property
+    def truncation(self) -> str:
+        """Former name of `treatment`."""
+        return self.treatment

@@ -1,0 +1,65 @@
+"""What is subtracted from a reward before it weighs a gradient, from rewards, lengths and scores alone. Pure; float64.
+
+Knows nothing of importance ratios beyond the weights it is given. VCPO's own baseline is in vcpo.py.
+Shapes: _G members of one group, _N action tokens of one trajectory, _T the longest trajectory of the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def mean(reward_G: Tensor) -> Tensor:
+    """The group's mean reward, for every member. [G]"""
+    return reward_G.mean().expand_as(reward_G)
+
+
+def leave_one_out(reward_G: Tensor) -> Tensor:
+    """Mean reward of the *other* members (RLOO, arXiv 2402.14740). [G] Raises ValueError for a single member."""
+    if len(reward_G) < 2:
+        raise ValueError("leave-one-out needs at least two members")
+    return (reward_G.sum() - reward_G) / (len(reward_G) - 1)
+
+
+def length_weighted(reward_G: Tensor, num_actions_G: Tensor) -> Tensor:
+    """sum l R / sum l: the optimal baseline if squared score norms grew with length (OPO, arXiv 2505.23585). [G]
+
+    A group that never acted has the mean.
+    """
+    length_G = num_actions_G.double()
+    if not bool((length_G > 0).any()):
+        return mean(reward_G)
+    return ((length_G * reward_G).sum() / length_G.sum()).expand_as(reward_G)
+
+
+def logit_norm2(logprob_N: Tensor, sum_pi2_N: Tensor) -> Tensor:
+    """Squared norm of d log pi_t / d logits = e_a - pi:  1 - 2 pi_t(a) + sum_v pi_t(v)^2. [N]
+
+    The forward-only stand-in for a token's score norm of OTB (arXiv 2602.07078). Never negative.
+    """
+    return (1 - 2 * logprob_N.double().exp() + sum_pi2_N.double()).clamp(min=0)
+
+
+def optimal_token(reward_G: Tensor, weights_G: Sequence[Tensor], logit_norm2_G: Sequence[Tensor]) -> list[Tensor]:
+    """The optimal token baseline of each member's tokens (OTB, arXiv 2602.07078).
+
+        b_t = sum_i W_it R_i / sum_i W_it        W_it = sum_{j <= t} w_ij^2 e_ij
+
+    with e the squared logit-gradient norm and w the weight the estimator uses. A member that has ended by token t has
+    no part in b_t. Where no W is positive there is no gradient to reduce the variance of: the mean reward stands.
+
+    Args:
+        weights_G: weight of each action token, one tensor [N] a member.
+        logit_norm2_G: e of each action token, one tensor [N] a member.
+    """
+    longest = max(len(weight_N) for weight_N in weights_G)
+    energy_GT = reward_G.new_zeros(len(reward_G), longest, dtype=torch.float64)
+    for energy_T, weight_N, norm2_N in zip(energy_GT, weights_G, logit_norm2_G, strict=True):
+        energy_T[: len(weight_N)] = (weight_N.square() * norm2_N).cumsum(0)
+    total_T = energy_GT.sum(0)
+    weighted_T = (energy_GT * reward_G[:, None]).sum(0) / total_T.masked_fill(total_T == 0, 1.0)
+    baseline_T = torch.where(total_T == 0, reward_G.mean(), weighted_T)
+    return [baseline_T[: len(weight_N)] for weight_N in weights_G]

@@ -78,8 +78,9 @@ def evaluate(
         typer.Option(help="MODEL is any OpenAI-compatible chat endpoint (.../v1), and serves this name."),
     ] = None,
     api_key_env: Annotated[
-        str, typer.Option(metavar="NAME", help="Environment variable that holds the endpoint's key.")
-    ] = "OPENAI_API_KEY",
+        str | None,
+        typer.Option(metavar="NAME", help="Environment variable with the endpoint's key; default OPENAI_API_KEY."),
+    ] = None,
     data: Annotated[Path | None, typer.Option(help="JSONL rows {id, problem, answer}.")] = None,
     target: Annotated[str | None, typer.Option("--env", help="Another environment, module:Class.")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="Tokenizer folder, where MODEL is a vLLM's URL.")] = None,
@@ -101,8 +102,8 @@ def evaluate(
         samples=samples,
         limit=limit,
         served_model=served_model,
-        api_key=os.environ.get(api_key_env),
         api_key_env=api_key_env,
+        environ=os.environ,
     )
     _run(measure(request), debug=debug)
 
@@ -156,7 +157,9 @@ def engine(config_path: ConfigPath, overrides: Overrides = None, debug: Debug = 
     config = configs.load(config_path, overrides or [])
     check_model(config)
     if config.model.warmstart is not None and not is_model_folder(Path(config.model.path)):
-        raise ConfigError(f"model.path: there is no {config.model.path} yet: run `agentrl warmstart {config_path}` first")
+        raise ConfigError(
+            f"model.path: there is no {config.model.path} yet: run `agentrl warmstart {config_path}` first"
+        )
     _guarded(lambda: replace_by_engine(config), debug=debug)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -57,15 +57,18 @@ class Request:
         samples: int | None,
         limit: int | None,
         served_model: str | None = None,
-        api_key: str | None = None,
-        api_key_env: str = "OPENAI_API_KEY",
+        api_key_env: str | None = None,
+        environ: Mapping[str, str] | None = None,
     ) -> Request:
         """The command line's options laid over the config. Raises ConfigError."""
         is_url = model is not None and model.startswith(("http://", "https://"))
         if served_model is not None and not is_url:
-            raise ConfigError(
-                "--served-model names what a running server serves: give its URL with --model https://..."
-            )
+            raise ConfigError("--served-model is what a running server serves: give its URL with --model https://...")
+        if served_model is not None and tokenizer is not None:
+            raise ConfigError("a chat endpoint takes messages: leave out --tokenizer, or --served-model")
+        if served_model is None and api_key_env is not None:
+            raise ConfigError("--api-key-env is for a chat endpoint: name its model with --served-model")
+        key_name = api_key_env or "OPENAI_API_KEY"
         tree = config.model_dump(mode="json")
         if model is not None and not is_url:
             tree["model"] |= {"path": model, "warmstart": None}
@@ -83,8 +86,8 @@ class Request:
             config=laid_over,
             url=model if is_url else None,
             served_model=served_model,
-            api_key=api_key,
-            api_key_env=api_key_env,
+            api_key=(environ or {}).get(key_name),
+            api_key_env=key_name,
             tokenizer=tokenizer or laid_over.model.path,
             num_tasks=limit or default_tasks,
         )

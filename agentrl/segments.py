@@ -39,6 +39,7 @@ class Place:
     """Where the answer to a call will be recorded."""
 
     segment: Segment
+    num_tokens: int  # of the segment, up to the call
     observation_ids: tuple[int, ...]  # what the segment does not hold yet
     messages: tuple[Message, ...]  # as they were said, up to the call
     history: tuple[Message, ...]  # the same as the agent tells it
@@ -47,7 +48,7 @@ class Place:
     @property
     def prompt_ids(self) -> list[int]:
         """The tokens to continue. [T]"""
-        return [*self.segment.token_ids, *self.observation_ids]
+        return [*self.segment.token_ids[: self.num_tokens], *self.observation_ids]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +97,7 @@ class SegmentStore:
         segment.is_busy = True
         return Place(
             segment=segment,
+            num_tokens=len(segment.token_ids),
             observation_ids=tuple(ids),
             messages=tuple(said),
             history=tuple(messages),
@@ -105,6 +107,8 @@ class SegmentStore:
     def commit(self, place: Place, completion: Completion, *, said: Message, shown: Message) -> None:
         """Record what was sampled: what it says, and what of that the agent was shown and will tell again."""
         segment = place.segment
+        if len(segment.token_ids) != place.num_tokens:
+            raise AssertionError("a segment grew while a call that continues it was under way")
         if not segment.turns:
             self.segments.append(segment)
         segment.turns.append(Turn(observation_ids=place.observation_ids, completion=completion))

@@ -20,10 +20,12 @@ from agentrl.types import Completion, FinishReason, Message, Sampling, StopReaso
 
 
 class TokenSession(ChatSession):
-    """Args:
-    sampling: temperature, top_p and stop tokens of the run, which rule whatever a call asks for.
-    max_calls: answers the agent may have.
-    name: begins the request ids; unique in a run.
+    """Each call is rendered, generated and recorded; every segment of the record is one conversation.
+
+    Args:
+        sampling: temperature, top_p and stop tokens of the run, which rule whatever a call asks for.
+        max_calls: answers the agent may have.
+        name: begins the request ids; unique in a run.
     """
 
     def __init__(

@@ -6,6 +6,8 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from agentrl.chat_wire import ApiError, ChatAnswer, answer_body, answer_events, message_body, read_request
@@ -94,6 +96,35 @@ def test_what_is_no_request_is_refused(body: bytes) -> None:
     with pytest.raises(ApiError) as caught:
         read_request(body)
     assert caught.value.status == 400
+
+
+NAMES = (
+    *("messages", "role", "content", "tool_calls", "function", "name", "arguments", "id", "type", "text", "tools"),
+    *("max_tokens", "max_completion_tokens", "stop", "stream", "stream_options", "include_usage", "n", "temperature"),
+    *("tool_choice", "response_format", "parallel_tool_calls", "logit_bias", "unknown", "model", "top_logprobs"),
+)
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.sampled_from(["", "user", "function", "{", "assistant"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(NAMES), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(fields=st.dictionaries(st.sampled_from(NAMES), JSON, max_size=6), is_request=st.booleans())
+def test_any_json_is_read_or_refused(fields: dict[str, Any], is_request: bool) -> None:
+    body = json.dumps({**fields, "messages": HELLO} if is_request else fields).encode()
+    try:
+        asked = read_request(body)
+    except ApiError as error:
+        assert error.status == 400
+        json.dumps(error.body())
+    else:
+        assert asked.messages
 
 
 @pytest.mark.parametrize(

@@ -84,12 +84,10 @@ class Checksum:
     def _sum_rows(self, words: Tensor, scratch: Tensor, sums: Tensor) -> None:
         keys, high_keys = self._keys_on(words.device)
         scratch = scratch[: len(words)]
-        torch.mul(words, keys, out=scratch)
-        torch.sum(scratch, dim=1, out=sums[0])
+        sums[0] = _weighted(words, keys, scratch)
         # In the products above the top bits of a word reach only the top bits of the sum, where pairs of them cancel.
         torch.bitwise_right_shift(words, 32, out=scratch)
-        scratch.mul_(high_keys)
-        torch.sum(scratch, dim=1, out=sums[1])
+        sums[1] = _weighted(scratch, high_keys, scratch)
 
     def _keys_on(self, device: torch.device) -> Tensor:
         if device not in self._keys:
@@ -103,6 +101,13 @@ def checksum_of(tensors: Iterable[tuple[str, Tensor]]) -> str:
     for name, tensor in tensors:
         checksum.add(name, tensor)
     return checksum.hexdigest()
+
+
+def _weighted(words: Tensor, keys: Tensor, scratch: Tensor) -> Tensor:
+    """sum_i words[:, i] * keys[i], modulo 2^64. [chunks]"""
+    if len(words) == 1 and words.device.type == "cpu":
+        return torch.dot(words[0], keys)[None]  # a third faster; CUDA has none for integers
+    return torch.mul(words, keys, out=scratch).sum(dim=1)
 
 
 def _words(data: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ class GlooEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):  # type: i
         self._received: dict[str, Tensor] = {}
 
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
-        """Join the sender's group, in place of an earlier one. Raises RuntimeError past the deadline."""
+        """Join the sender's group, in place of an earlier one. Raises GroupError past the deadline."""
         self.shutdown()
         parallel = self.parallel_config
         rank = init_info.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank
@@ -94,8 +94,7 @@ class GlooEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):  # type: i
     def receive_weights(self, update_info: GlooUpdateInfo) -> None:
         """Receive all tensors into host memory.
 
-        Raises ValueError for another model's names or shapes, RuntimeError or TimeoutError when the sender is gone or
-        the deadline passes.
+        Raises ValueError for another model's names or shapes, GroupError when the sender is gone or too slow.
         """
         if self._group is None:
             raise RuntimeError("there is no connection to the learner: call init_weight_transfer_engine first")

@@ -1,7 +1,6 @@
 """A process group of one sender and its receivers over gloo, apart from torch's default group. Used by both ends.
 
-Every wait has a deadline, and `close` ends it, also from another thread. A group that failed is of no further use.
-Knows nothing of weights or of vLLM.
+Every wait has a deadline. A group that failed is of no further use. Knows nothing of weights or of vLLM.
 """
 
 from __future__ import annotations
@@ -37,10 +36,13 @@ def listen(address: str, port: int, *, world_size: int, timeout_s: float) -> Any
 
 
 def meet(address: str, port: int, *, world_size: int, timeout_s: float) -> Any:
-    """The receivers' way to the meeting point. Raises RuntimeError past the deadline."""
-    return _c10d.TCPStore(
-        address, port, world_size, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
-    )
+    """The receivers' way to the meeting point. Raises GroupError past the deadline."""
+    try:
+        return _c10d.TCPStore(
+            address, port, world_size, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
+        )
+    except RuntimeError as error:
+        raise GroupError(f"the learner cannot be reached at {address}:{port}: {_short(error)}") from error
 
 
 def own_address(towards: str, port: int = 9) -> str:
@@ -51,6 +53,10 @@ def own_address(towards: str, port: int = 9) -> str:
         return str(sock.getsockname()[0])
 
 
+class GroupError(RuntimeError):
+    """The other end is gone, or the deadline passed. The group is of no further use."""
+
+
 class Deadline:
     """A moment `timeout_s` from now."""
 
@@ -59,9 +65,9 @@ class Deadline:
         self._at_s = time.monotonic() + timeout_s
 
     def left(self) -> timedelta:
-        """What remains. Raises TimeoutError when nothing does."""
+        """What remains. Raises GroupError when nothing does."""
         if (left_s := self._at_s - time.monotonic()) <= 0:
-            raise TimeoutError(f"the weights were not through within {self._timeout_s:g} s")
+            raise GroupError(f"the weights were not through within {self._timeout_s:g} s")
         return timedelta(seconds=left_s)
 
 
@@ -69,24 +75,39 @@ class Group:
     """Rank 0 sends, all others receive. Opening one waits until all `world_size` are there."""
 
     def __init__(self, store: Any, *, rank: int, world_size: int, address: str, timeout_s: float) -> None:
-        """`address` is this end's own. Raises RuntimeError when not all came within `timeout_s`."""
+        """`address` is this end's own. Raises GroupError when not all came within `timeout_s`."""
         options = _c10d.ProcessGroupGloo._Options()
         options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=address)]
         options._timeout = timedelta(seconds=timeout_s)
-        self._store = store
-        self._gloo = _c10d.ProcessGroupGloo(_c10d.PrefixStore("agentrl_weights", store), rank, world_size, options)
+        try:
+            self._gloo: Any = _c10d.ProcessGroupGloo(
+                _c10d.PrefixStore("agentrl_weights", store), rank, world_size, options
+            )
+        except RuntimeError as error:
+            raise GroupError(f"not all {world_size} ends came within {timeout_s:g} s: {_short(error)}") from error
 
     def broadcast(self, tensor: Tensor, deadline: Deadline) -> None:
         """The sender's `tensor` into everybody's: contiguous, in host memory, of one size.
 
-        Raises RuntimeError when an end is gone or closed, or the deadline passes; TimeoutError when it has passed.
+        Raises GroupError when an end is gone or closed, or the deadline passes.
         """
+        data = tensor.detach().reshape(-1).view(torch.uint8)  # gloo does not know every dtype
+        if len(data) == 0:
+            return
         options = _c10d.BroadcastOptions()
         options.rootRank, options.rootTensor, options.timeout = SENDER, 0, deadline.left()
-        data = tensor.detach().reshape(-1).view(torch.uint8)  # gloo does not know every dtype
-        if len(data):
+        if self._gloo is None:
+            raise GroupError("the group is closed")
+        try:
             self._gloo.broadcast([data], options).wait()
+        except RuntimeError as error:
+            raise GroupError(f"the other end is gone, or too slow: {_short(error)}") from error
 
     def close(self) -> None:
-        """Close the connections: whoever waits for them, here or there, gets an error at once."""
-        self._gloo.abort()
+        """Leave: what waits for this end fails at once. Not while a broadcast waits here: that ends by its deadline."""
+        self._gloo = None  # the connections close with the last reference
+
+
+def _short(error: RuntimeError) -> str:
+    """Without the place in torch's sources."""
+    return str(error).splitlines()[0].removeprefix("[").partition("] ")[2] or str(error)

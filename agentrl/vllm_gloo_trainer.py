@@ -6,8 +6,7 @@ The counterpart of agentrl.vllm_gloo; what travels is said there.
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -15,12 +14,11 @@ from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeight
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
 from agentrl.vllm_gloo import GlooInitInfo, GlooUpdateInfo
-from agentrl.vllm_gloo_group import SENDER, Deadline, Group, listen
+from agentrl.vllm_gloo_group import SENDER, Deadline, Group, GroupError, listen
 
 T = TypeVar("T")
 
 BACKEND = "gloo"
-REASON_WITHIN_S = 5.0  # after a connection broke, an engine says why within this time
 
 
 def register() -> None:
@@ -53,7 +51,7 @@ class GlooTrainerEngine(TrainerWeightTransferEngine[GlooTrainerInitInfo]):  # ty
 
     @classmethod
     def trainer_init(cls, init_info: GlooTrainerInitInfo, *, client: Any, source: Any = None) -> Self:
-        """Wait, on the sender, until all workers have joined. Raises what the client raises, or RuntimeError."""
+        """Wait, on the sender, until all workers have joined. Raises what the client raises, or GroupError."""
         if source is None:
             raise ValueError("backend gloo needs a WeightSource")
         engine = cls(init_info, client=client, source=source)
@@ -72,7 +70,7 @@ class GlooTrainerEngine(TrainerWeightTransferEngine[GlooTrainerInitInfo]):  # ty
             timeout_s=timeout_s,
         )
 
-        def join(_: Future[None]) -> Group:
+        def join() -> Group:
             return Group(store, rank=SENDER, world_size=world_size, address=address, timeout_s=timeout_s)
 
         self._group = _beside(lambda: self.client.init_weight_transfer_engine(asdict(theirs)), join)
@@ -99,20 +97,15 @@ class GlooTrainerEngine(TrainerWeightTransferEngine[GlooTrainerInitInfo]):  # ty
             raise
         self.client.finish_weight_update()
 
-    def _broadcast(self, theirs: Future[None]) -> None:
+    def _broadcast(self) -> None:
         group, deadline = self._group, Deadline(self._timeout_s)
         assert group is not None
-
-        def close_unless_taken(done: Future[None]) -> None:
-            if done.exception() is not None:
-                group.close()  # nobody receives: end the broadcast that may be waiting
-
-        theirs.add_done_callback(close_unless_taken)
         pairs = iter(self.source)
         try:
             for _, tensor in pairs:
                 group.broadcast(tensor.cpu().contiguous(), deadline)
         except BaseException:
+            group.close()
             for _ in pairs:
                 pass  # the other ranks are in the same pass
             raise
@@ -124,26 +117,19 @@ class GlooTrainerEngine(TrainerWeightTransferEngine[GlooTrainerInitInfo]):  # ty
             self._group = None
 
 
-def _beside(theirs: Callable[[], None], ours: Callable[[Future[None]], T]) -> T:
+def _beside(theirs: Callable[[], None], ours: Callable[[], T]) -> T:
     """Run both at the same time, `theirs` in a thread; return ours once both are done.
 
-    Where both fail, theirs is raised: an engine's own words say more than a connection that broke.
+    `theirs` must have a deadline. Where it failed too it is raised in place of a broken connection: an engine's own
+    words say more.
     """
     executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight transfer call")
     call = executor.submit(theirs)
     try:
-        try:
-            result = ours(call)
-        except Exception as error:
-            raise _reason(call) or error from error
-        call.result()  # has the client's own deadline
+        result = ours()
+        call.result()
         return result
+    except GroupError as error:
+        raise call.exception() or error from error
     finally:
         executor.shutdown(wait=False)
-
-
-def _reason(call: Future[None]) -> BaseException | None:
-    try:
-        return call.exception(timeout=REASON_WITHIN_S)
-    except FutureTimeout:
-        return None

@@ -5,7 +5,9 @@ Knows the model's names and shapes. Knows nothing of how tensors arrive.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 from agentrl.checksum import Checksum
 
 SHARDS = "model*.safetensors"
+MAX_UNSUMMED = 4  # tensors kept for the checksum beyond vLLM's own use
 
 
 class LoadingModel:
@@ -26,7 +29,7 @@ class LoadingModel:
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Any:
         """vLLM's own, on the same tensors."""
-        return self._model.load_weights(self.checksum.through(weights))
+        return self._model.load_weights(_summed(self.checksum, weights))
 
 
 class Expected:
@@ -63,6 +66,22 @@ class Expected:
             layer = model.get_submodule(name.rpartition(".")[0])
             if len(names) > 1 and (method := getattr(layer, "quant_method", None)) is not None:
                 method.process_weights_after_loading(layer)
+
+
+def _summed(checksum: Checksum, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The same tensors. Those in host memory are summed in a thread, while vLLM loads them."""
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="checksum") as executor:
+        sums: deque[Future[None]] = deque()
+        for name, tensor in tensors:
+            if tensor.device.type == "cpu":
+                sums.append(executor.submit(checksum.add, name, tensor))
+                if len(sums) > MAX_UNSUMMED:
+                    sums.popleft().result()
+            else:
+                checksum.add(name, tensor)  # on the stream that brought it
+            yield name, tensor
+        for left in sums:
+            left.result()
 
 
 def load(engine: Any, expected: Expected, tensors: Iterable[tuple[str, Tensor]]) -> str:

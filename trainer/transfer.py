@@ -29,6 +29,7 @@ from trainer.weight_source import WeightSource
 T = TypeVar("T")
 
 FOLDER, STREAMED = ("safetensors", "reload"), ("gloo", "nccl", "ipc")
+GRACE_S = 5.0  # after the orchestrator refused, a sender that is not stuck ends within this time
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -177,8 +178,14 @@ class StreamedPublisher:
         return WeightTransferTrainerFactory.trainer_init(init_info, client=self._client, source=self._source)
 
     def _guarded(self, what: str, action: Callable[[], T]) -> T:
+        client = self._client
         with boundary(LearnerError, f"{what} ({self._transfer.backend})"):
-            return within(action, self._transfer.timeout_s)
+            client.refusal = None
+            try:
+                return within(action, self._transfer.timeout_s, over=client.over)
+            except TimeoutError as error:
+                self._engine = None  # a thread hangs in it: not to be touched any more
+                raise LearnerError(f"{what}: {client.refusal or error}") from error
 
 
 class _SyncClient:
@@ -187,16 +194,28 @@ class _SyncClient:
     def __init__(self, link: Link) -> None:
         self._link = link
         self.announced: WeightsRef | None = None
+        self.refusal: BaseException | None = None
+        self.over = threading.Event()
+        """Set with a refusal: nobody will receive what is being sent."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self._link.open_transfer(TransferInit(init_info=init_info))
+        self._ask(lambda: self._link.open_transfer(TransferInit(init_info=init_info)))
+
+    def _ask(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except BaseException as error:
+            self.refusal = error
+            self.over.set()
+            raise
 
     def start_weight_update(self) -> None:
         """The orchestrator's task."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         assert self.announced is not None
-        self._link.publish(replace(self.announced, update_info=json_safe(update_info)))
+        ref = replace(self.announced, update_info=json_safe(update_info))
+        self._ask(lambda: self._link.publish(ref))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """The orchestrator's task."""
@@ -210,10 +229,11 @@ def json_safe(update_info: dict[str, Any]) -> dict[str, Any]:
     return {**rest, "ipc_handles_pickled": base64.b64encode(pickle.dumps(handles)).decode("ascii")}
 
 
-def within(action: Callable[[], T], timeout_s: float) -> T:
-    """`action`'s result, or its error. Raises TimeoutError past the deadline.
+def within(action: Callable[[], T], timeout_s: float, *, over: threading.Event) -> T:
+    """`action`'s result, or its error. Raises TimeoutError past the deadline, or soon after others set `over`.
 
-    It runs in a thread that is then left to itself and does not keep the process: NCCL has no deadline of its own.
+    It runs in a thread that is then left to itself and does not keep the process: NCCL has no deadline of its own, and
+    a sender whose receiver never comes waits for all of its own.
     """
     results: list[T] = []
     errors: list[BaseException] = []
@@ -226,10 +246,14 @@ def within(action: Callable[[], T], timeout_s: float) -> T:
             results.append(action())
         except BaseException as error:
             errors.append(error)
+        finally:
+            over.set()
 
+    over.clear()
     thread = threading.Thread(target=run, daemon=True, name="weight transfer")
     thread.start()
-    thread.join(timeout_s)
+    over.wait(timeout_s)
+    thread.join(GRACE_S)
     if errors:
         raise errors[0]
     if not results:

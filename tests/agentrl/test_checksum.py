@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from agentrl.checksum import CHUNK_WORDS, WORD_BYTES, Checksum, checksum_of
+from agentrl.checksum import CHUNK_WORDS, WORD_BYTES, Checksum, _weighted, checksum_of
 
 CHUNK_FLOATS = CHUNK_WORDS * WORD_BYTES // 4
 
@@ -132,6 +132,13 @@ def test_what_passes_through_is_counted_and_unchanged() -> None:
     assert [name for name, tensor in checksum.through(tensors) if tensor is dict(tensors)[name]] == ["a", "b"]
     assert checksum.hexdigest() == checksum_of(tensors)
     assert checksum.num_bytes == 32
+
+
+def test_many_chunks_at_once_are_weighted_as_one_by_one() -> None:
+    words = noise(3, 2000).view(torch.int64)
+    keys, scratch = noise(2000, seed=3).view(torch.int64), torch.empty_like(words)
+    one_by_one = torch.cat([_weighted(row[None], keys, scratch[:1]) for row in words])
+    assert torch.equal(_weighted(words, keys, scratch), one_by_one)
 
 
 @pytest.mark.gpu

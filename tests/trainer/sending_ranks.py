@@ -1,7 +1,7 @@
 """Run by test_transfer.py as the learner's process: sends the weights of a folder to the orchestrator's engines.
 
 Its one argument is JSON: model_dir, url, backend, weights_dir, timeout_s, stages (one ZeRO stage a version; -1: plain),
-stall_at (stop for ever before the n-th tensor is sent, and say so; -1: never).
+stall_at (stop for stall_s before the n-th tensor is sent, and say so; -1: never).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch import Tensor, distributed
 from transformers import AutoModelForCausalLM
 
 from agentrl.config import EngineConfig
-from agentrl.errors import AgentRLError
+from agentrl.errors import AgentRLError, WeightsWanted
 from agentrl.types import Probe
 from trainer import ranks
 from trainer.serve import Orchestrator
-from trainer.transfer import Transfer, publisher
+from trainer.transfer import Publisher, Transfer, publisher
 from trainer.weight_source import WeightSource
 
 PROBE_IDS = tuple(range(20, 60))
@@ -33,7 +33,7 @@ PROBE_IDS = tuple(range(20, 60))
 class StallingSource(WeightSource):
     """Hangs before its n-th tensor in the pass that sends; the pass before makes the checksum."""
 
-    stall_at = -1
+    stall_at, stall_s = -1, 0.0
     num_passes = 0
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -42,7 +42,7 @@ class StallingSource(WeightSource):
             if self.num_passes == 2 and at == self.stall_at:
                 sys.stdout.write("stalled\n")
                 sys.stdout.flush()
-                time.sleep(600)
+                time.sleep(self.stall_s)
             yield pair
 
 
@@ -54,15 +54,24 @@ def probe_of(model: Any) -> Probe:
     return Probe(token_ids=PROBE_IDS, logprobs=tuple(logprobs))
 
 
+def send(sender: Publisher, version: int, probe: Probe) -> None:
+    while True:
+        try:
+            sender.publish(policy_version=version, probe=probe)
+            return
+        except WeightsWanted:
+            sender.reopen()
+
+
 def main(task: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     ranks.join(timeout_s=60)
-    link = Orchestrator(task["url"], token="secret", publish_timeout_s=60, gone_after_s=2)
+    link = Orchestrator(task["url"], token="secret", publish_timeout_s=150, gone_after_s=2)
     transfer = Transfer(
         backend=task["backend"],
         rank=distributed.get_rank(),
         weights_dir=Path(task["weights_dir"]),
-        timeout_s=90,
+        timeout_s=150,
     )
     settings = EngineConfig(update_timeout_s=task["timeout_s"])
     for version, stage in enumerate(task["stages"], start=1):
@@ -70,10 +79,10 @@ def main(task: dict[str, Any]) -> None:
         if stage >= 0:
             model = under_zero(model, stage).module
         source = StallingSource(model, dtype=torch.float32)
-        source.stall_at = task["stall_at"]
+        source.stall_at, source.stall_s = task["stall_at"], task["stall_s"]
         sender = publisher(transfer, settings, source=source, link=link)
         try:
-            sender.publish(policy_version=version, probe=probe_of(model))
+            send(sender, version, probe_of(model))
         finally:
             sender.close()
     distributed.destroy_process_group()

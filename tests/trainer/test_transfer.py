@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -27,9 +28,10 @@ from agentrl.config import EngineConfig
 from agentrl.engine import VLLMEngine
 from agentrl.errors import ConfigError, EngineError, LearnerError, WeightSyncError
 from agentrl.types import Batch, Probe, StepOutput, TransferInit, WeightsRef
+from agentrl.vllm_gloo_group import Group, meet
 from tests.conftest import VLLMServer
 from trainer import weights
-from trainer.transfer import Transfer, json_safe, publisher, within
+from trainer.transfer import Transfer, _init_info, json_safe, publisher, within
 from trainer.weight_source import WeightSource
 
 TEXT = list(range(100, 180))
@@ -61,11 +63,11 @@ class Engines:
             raise
 
 
-def start_server(model_dir: Path, log_path: Path, backend: str) -> tuple[subprocess.Popen[bytes], str]:
+def start_server(model_dir: Path, log_path: Path, backend: str, port: int = 0) -> tuple[subprocess.Popen[bytes], str]:
     from agentrl import engine_server
     from agentrl.launch import port_of
 
-    port = port_of("127.0.0.1", 0, key="port")
+    port = port_of("127.0.0.1", port, key="port")
     argv, env = engine_server.command(
         model_path=str(model_dir),
         served_name="policy",
@@ -79,9 +81,7 @@ def start_server(model_dir: Path, log_path: Path, backend: str) -> tuple[subproc
     with log_path.open("wb") as log:
         process = subprocess.Popen(argv, env={**os.environ, **env}, stdout=log, stderr=log, start_new_session=True)
     url = f"http://127.0.0.1:{port}"
-    waiting = engine_server.wait_ready(
-        url, poll=process.poll, log_tail=lambda: log_path.read_text()[-3000:], timeout_s=170
-    )
+    waiting = engine_server.wait_ready(url, poll=process.poll, log=lambda: log_path.read_text()[-3000:], timeout_s=170)
     try:
         asyncio.run(waiting)
     except BaseException:
@@ -137,7 +137,7 @@ async def learner(
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"):
         env.pop(name, None)
     async with serving(create_app(engines, token="secret"), host="127.0.0.1", port=0) as url:
-        defaults = {"backend": "gloo", "timeout_s": 60.0, "stages": [-1], "stall_at": -1}
+        defaults = {"backend": "gloo", "timeout_s": 60.0, "stages": [-1], "stall_at": -1, "stall_s": 600.0}
         settings = {"model_dir": str(model_dir), "weights_dir": str(tmp_path / "weights"), "url": url}
         process = await asyncio.create_subprocess_exec(
             *launcher,
@@ -231,6 +231,33 @@ async def test_a_learner_that_hangs_while_it_sends_meets_the_deadline(
             assert time.monotonic() - stalled_s < 10
             await asyncio.sleep(0.05)
     assert await distance(engines.engine, old) < 1e-4
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(400)
+async def test_an_engine_that_dies_while_it_receives_gets_the_weights_when_it_is_back(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    model = new_model(tiny_model_dir, tmp_path / "new", seed=11)
+    server, url = await asyncio.to_thread(start_server, tiny_model_dir, tmp_path / "first.log", "gloo")
+    try:
+        async with VLLMEngine(url, model="policy", return_timeout_s=120) as engine:
+            engines = Engines(engine)
+            async with learner(engines, tmp_path / "new", tmp_path, stall_at=7, stall_s=1.0) as process:
+                assert process.stdout is not None
+                assert await asyncio.wait_for(process.stdout.readline(), 60) == b"stalled\n"
+                os.killpg(server.pid, signal.SIGKILL)
+                server.wait(timeout=10)
+                port = int(url.rpartition(":")[2])
+                server, _ = await asyncio.to_thread(start_server, tiny_model_dir, tmp_path / "second.log", "gloo", port)
+                errors = await said(process)
+            assert process.returncode == 0, errors
+            assert [ref.policy_version for ref in engines.refs] == [1, 1]
+            assert await distance(engine, model) < 1e-4
+            assert await engine.version() == 1
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait(timeout=10)
 
 
 @pytest.mark.engine
@@ -342,6 +369,37 @@ def test_engines_that_never_join_end_the_publication(tiny_model: Any) -> None:
     assert time.monotonic() - started_s < 15  # an import of vLLM included
 
 
+class Refusing(Silent):
+    """An orchestrator whose engine joins, and then is never told to receive."""
+
+    group: Group | None = None
+
+    def open_transfer(self, init: TransferInit) -> None:
+        info = init.init_info
+        store = meet(info["master_address"], info["master_port"], world_size=2, timeout_s=10)
+        self.group = Group(store, rank=1, world_size=2, address="127.0.0.1", timeout_s=10)
+
+    def publish(self, ref: WeightsRef) -> None:
+        raise LearnerError("the orchestrator answered 503: paused by others")
+
+
+def test_a_refusal_ends_a_broadcast_that_nobody_receives() -> None:
+    large = torch.nn.Linear(4096, 4096)  # more than the connection's own buffers hold
+    sender = publisher(
+        transfer("gloo", timeout_s=100),
+        EngineConfig(update_timeout_s=30),
+        source=WeightSource(large, dtype=torch.float32),
+        link=(link := Refusing()),
+    )
+    started_s = time.monotonic()
+    with pytest.raises(LearnerError, match="503: paused by others"):
+        sender.publish(policy_version=0, probe=Probe(token_ids=(), logprobs=()))
+    assert time.monotonic() - started_s < 25  # an import of vLLM included
+    sender.close()
+    assert link.group is not None
+    link.group.close()
+
+
 def test_a_folder_that_cannot_be_written_is_the_learners_failure(tiny_model: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     blocked = replace(transfer("safetensors"), weights_dir=tmp_path / "file")
@@ -382,11 +440,23 @@ def test_ipc_handles_travel_in_vllms_own_format() -> None:
     assert json_safe(whole) == json.loads(json.dumps(json_safe(whole))) == theirs
 
 
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_the_group_is_the_sender_and_every_worker(backend: str) -> None:
+    info = _init_info(transfer(backend), EngineConfig(tensor_parallel=4, url="http://localhost:1"))
+    assert (info.backend, info.master_address, info.world_size, info.rank) == (backend, "127.0.0.1", 5, 0)
+    assert info.is_sender
+
+
+def test_ipc_needs_no_group() -> None:
+    info = _init_info(replace(transfer("ipc"), rank=1), EngineConfig())
+    assert (info.backend, info.packed, info.is_sender) == ("ipc", False, False)
+
+
 def test_an_action_that_never_ends_is_left_alone() -> None:
     with pytest.raises(TimeoutError, match=r"0\.1 s"):
-        within(lambda: time.sleep(20), 0.1)
+        within(lambda: time.sleep(20), 0.1, over=Event())
 
 
 def test_an_actions_own_error_is_raised() -> None:
     with pytest.raises(ZeroDivisionError):
-        within(lambda: 1 // 0, 5)
+        within(lambda: 1 // 0, 5, over=Event())

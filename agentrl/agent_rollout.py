@@ -50,11 +50,7 @@ async def run_agent_episode(
         async with proxy.session(session) as endpoint:
             stop_reason = await _play(env, task, endpoint, session, timeout_s)
         episode = _episode(session, task, stop_reason, wall_s=time.monotonic() - started)
-        try:
-            async with asyncio.timeout(timeout_s):
-                episode = await environments.scored(env, episode)
-        except TimeoutError as error:
-            raise EnvError(f"scoring task {task.id} took more than {timeout_s:g} s") from error
+        episode = await environments.scored(env, episode, timeout_s=timeout_s)
     finally:
         await environments.close(env)
     return _trajectories(session, episode_id, episode)

@@ -76,11 +76,7 @@ async def play_chat_episode(
     try:
         stop_reason = await talk.play(task, attempt.seed)
         episode = talk.episode(task, stop_reason, wall_s=time.monotonic() - started)
-        try:
-            async with asyncio.timeout(timeout_s):
-                episode = await environments.scored(env, episode)
-        except TimeoutError as error:
-            raise EnvError(f"scoring task {task.id} took more than {timeout_s:g} s") from error
+        episode = await environments.scored(env, episode, timeout_s=timeout_s)
     finally:
         await environments.close(env)
     return Trajectory(

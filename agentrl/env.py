@@ -249,14 +249,18 @@ async def advance(env: Env, action: Action) -> StepResult:
     return result
 
 
-async def scored(env: Env, episode: Episode) -> Episode:
+async def scored(env: Env, episode: Episode, *, timeout_s: float | None = None) -> Episode:
     """The episode with its named rewards and their weighted sum.
 
-    Raises EnvError when a name is unknown to `reward_weights`, is missing, or its value is not finite.
+    Raises EnvError when it takes too long, a name is unknown to `reward_weights` or missing, or a value is not finite.
     """
     name = type(env).__name__
-    with attributed(f"{name}.score of task {episode.task.id}"):
-        rewards = dict(await env.score(episode))
+    try:
+        async with asyncio.timeout(timeout_s):
+            with attributed(f"{name}.score of task {episode.task.id}"):
+                rewards = dict(await env.score(episode))
+    except TimeoutError as error:
+        raise EnvError(f"scoring task {episode.task.id} took more than {timeout_s:g} s") from error
     weights = dict(env.reward_weights)
     if episode.step_reward:
         rewards[STEP_REWARD] = episode.step_reward

@@ -145,7 +145,7 @@ async def run_episode(
         await player.begin(task, seed)
         stop_reason = await player.play()
         episode = player.episode(task, stop_reason, wall_s=time.monotonic() - started)
-        episode = await _score(env, episode, limits.episode_timeout_s)
+        episode = await environments.scored(env, episode, timeout_s=limits.episode_timeout_s)
     finally:
         await environments.close(env)
     return Trajectory(
@@ -303,11 +303,3 @@ def _check_completion(completion: Completion, max_tokens: int, stop_token_ids: S
         raise EngineError(f"the engine returned {len(ids)} tokens, {max_tokens} were allowed")
     if completion.finish_reason is FinishReason.STOP and ids[-1] not in stop_token_ids:
         raise EngineError(f"the engine stopped at token {ids[-1]}, which is none of {tuple(stop_token_ids)}")
-
-
-async def _score(env: Env, episode: Episode, timeout_s: float) -> Episode:
-    try:
-        async with asyncio.timeout(timeout_s):
-            return await environments.scored(env, episode)
-    except TimeoutError as error:
-        raise EnvError(f"scoring task {episode.task.id} took more than {timeout_s} s") from error

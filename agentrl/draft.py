@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from agentrl.types import Completion, FinishReason, Sampling, VersionSpan
 from agentrl.vllm_wire import Delta
 
+INITIAL_LABEL = "default"  # vLLM's version label until somebody sets one
 LOGPROB_UNKNOWN = -9999.0  # what vLLM sends for NaN, -inf, or a token it has no entry for
 
 
@@ -43,9 +44,12 @@ class Stream:
             self._end = delta
 
     def completion(self) -> Completion:
-        """The whole answer. Raises ValueError when it did not end or cannot be true."""
+        """The whole answer. Raises ValueError when it did not end or cannot be true, Unlabelled as it says."""
         if self._end is None:
             raise ValueError("the answer has no end")
+        if any(span.version == INITIAL_LABEL for span in self._end.weight_versions or ()):
+            self._num_certain = 0
+            raise Unlabelled
         return Completion(
             token_ids=tuple(self._token_ids),
             behavior_logprobs=tuple(self._logprobs),
@@ -90,6 +94,10 @@ def joined(parts: Sequence[Completion]) -> Completion:
         version_spans=tuple(spans),
         finish_reason=parts[-1].finish_reason,
     )
+
+
+class Unlabelled(Exception):
+    """The server does not know the version of its weights: it has just been started."""
 
 
 def version_of(label: str) -> int:

@@ -6,15 +6,16 @@ weight_keeper.py's business. Knows nothing of episodes, rewards or processes.
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
 
-from agentrl.draft import Stream, joined
-from agentrl.errors import EngineError, boundary
+from agentrl.draft import Stream, Unlabelled, joined
+from agentrl.errors import EngineError, EngineGone, boundary
 from agentrl.types import Completion, FinishReason, Sampling, TransferInit, WeightsRef
 from agentrl.vllm_control import VLLMControl
 from agentrl.vllm_http import VLLMServer
@@ -23,6 +24,8 @@ from agentrl.weight_keeper import KeeperSettings, WeightKeeper, WeightUpdate
 
 KvOnUpdate = Literal["stale", "recompute"]
 MAX_BREAKS = 5  # of one request, after which a server that seems well is not asked again
+UNCERTAIN = 0.01
+"""A token less certain than by this logprob is another's at another temperature."""
 SAME_LOGPROB = 1e-4
 """Logprobs of one token under two temperatures that agree this closely were not computed under two temperatures."""
 
@@ -76,6 +79,7 @@ class VLLMEngine:
         by_folder: weights are loaded by `reload_weights` from the folder instead of vLLM's weight transfer.
         parity_bound: largest allowed |engine - learner| logprob on the probe.
         parity_every: probe the first update and every n-th after it.
+        num_starts: how often the server was started, for whoever started it.
 
     Raises on entering:
         EngineError: no server, not in RL mode, paused, or with a version label that is no version.
@@ -93,10 +97,12 @@ class VLLMEngine:
         by_folder: bool = False,
         parity_bound: float = 1e-3,
         parity_every: int = 1,
+        num_starts: Callable[[], int] = lambda: 1,
     ) -> None:
         self._server = VLLMServer(url, timeout_s=request_timeout_s)
         self._model = model or ""
         self._streams: set[Stream] = set()
+        self._checking = asyncio.Lock()
         self._logprobs_checked = False
         self._num_salvaged_tokens = 0
         self.control = VLLMControl(self._server)
@@ -113,6 +119,7 @@ class VLLMEngine:
             ),
             url=self.url,
             weights_change=self._weights_change,
+            num_starts=num_starts,
         )
 
     async def __aenter__(self) -> Self:
@@ -220,7 +227,10 @@ class VLLMEngine:
                             stream.extend(delta)
                 if not prompt_seen:
                     raise ValueError("the answer does not repeat the prompt")
-                return stream.completion()
+                try:
+                    return stream.completion()
+                except Unlabelled as error:
+                    raise EngineGone(f"engine at {self.url} was restarted: its weights have no version") from error
         finally:
             self._streams.discard(stream)
 
@@ -232,13 +242,15 @@ class VLLMEngine:
         """Raises EngineError where temperature, top_p or top_k would make the server's logprobs wrong."""
         if self._logprobs_checked or sampling.is_unmodified or sampling.temperature == 0:
             return
-        await self._weights.trusted()
-        hot = Sampling(max_tokens=8, temperature=2.0)
-        drawn = await self._fill(
-            Stream(self._weights.version), [0], hot, f"logprobs-mode-{id(sampling)}-{time.monotonic_ns()}"
-        )
-        raw = await self.score([0, *drawn.token_ids])
-        if all(abs(a - b) < SAME_LOGPROB for a, b in zip(drawn.behavior_logprobs, raw, strict=True)):
+        async with self._checking:
+            await self._weights.trusted()
+            hot = Sampling(max_tokens=8, temperature=2.0)
+            drawn = await self._fill(Stream(self._weights.version), [0], hot, f"logprobs-mode-{time.monotonic_ns()}")
+            raw = await self.score([0, *drawn.token_ids])
+        pairs = [(a, b) for a, b in zip(drawn.behavior_logprobs, raw, strict=True) if b < -UNCERTAIN]
+        if not pairs:  # a model so sure of itself that temperature changes nothing
+            return
+        if all(abs(a - b) < SAME_LOGPROB for a, b in pairs):
             raise EngineError(
                 f"engine at {self.url} reports logprobs as if temperature, top_p and top_k were not set: with "
                 f"temperature={sampling.temperature:g} top_p={sampling.top_p:g} top_k={sampling.top_k} they would be "

@@ -155,6 +155,7 @@ def engine_client(url: str, config: Config, parts: Sequence[Child]) -> VLLMEngin
         by_folder=engine_server.transfer_of(settings) == "reload",
         parity_bound=PARITY_BOUNDS[config.model.dtype] if bound == "auto" else bound,
         parity_every=settings.parity_every,
+        num_starts=lambda: sum(part.num_starts for part in parts),
     )
 
 

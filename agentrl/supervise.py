@@ -41,9 +41,12 @@ class Child:
         self._start = start
         self._mark = uuid.uuid4().hex
         self._restarts_left = 0
+        self.num_starts = 0
+        """How often it was started."""
 
     async def start(self) -> None:
         """Run the command. Raises InfraError when it cannot be."""
+        self.num_starts += 1
         self.process = await self._start(self._mark)
 
     def end_left_over(self) -> None:

@@ -14,7 +14,6 @@ from agentrl.vllm_wire import Anything, Models, Paused, Results, Scored, WeightI
 log = logging.getLogger(__name__)
 
 ALREADY_STARTED = "already active"  # in what vLLM says to a second /start_weight_update
-INITIAL_LABEL = "default"  # vLLM's version label until somebody sets one
 HEALTH_TIMEOUT_S = 5.0
 
 

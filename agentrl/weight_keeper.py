@@ -11,10 +11,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from agentrl.draft import INITIAL_LABEL
 from agentrl.errors import EngineError, EngineGone, WeightsWanted, WeightSyncError
 from agentrl.parity import Parity, parity
 from agentrl.types import WeightsRef
-from agentrl.vllm_control import INITIAL_LABEL, VLLMControl
+from agentrl.vllm_control import VLLMControl
 
 log = logging.getLogger(__name__)
 
@@ -54,15 +55,29 @@ class KeeperSettings:
 
 
 class WeightKeeper:
-    """One server's weights. `weights_change` is called when an update begins, before the server hears of it."""
+    """One server's weights.
+
+    Args:
+        weights_change: called when an update begins, before the server hears of it.
+        num_starts: how often the server was started, where that is known: a server that died and came back between
+            two requests holds other weights than it should, and shows no sign of it.
+    """
 
     def __init__(
-        self, control: VLLMControl, settings: KeeperSettings, *, url: str, weights_change: Callable[[], None]
+        self,
+        control: VLLMControl,
+        settings: KeeperSettings,
+        *,
+        url: str,
+        weights_change: Callable[[], None],
+        num_starts: Callable[[], int],
     ) -> None:
         self._control = control
         self._settings = settings
         self._url = url
         self._weights_change = weights_change
+        self._num_starts = num_starts
+        self._seen_starts = num_starts()
         self._model = ""
         self._changing = asyncio.Lock()  # one update, or one return, at a time
         self._open = asyncio.Event()  # closed while weights change: nothing starts, and nothing is handed out
@@ -94,9 +109,12 @@ class WeightKeeper:
 
     async def trusted(self) -> None:
         """Wait while weights change. Raises WeightSyncError once the engine's weights are not known any more."""
-        await self._open.wait()  # ends with `update`, each call of which has its deadline
+        await self._open.wait()  # ends with `update` or `come_back`, which have their deadlines
         if self._distrust is not None:
             raise self._distrust
+        if self._num_starts() != self._seen_starts:
+            await self.come_back(EngineGone(f"engine at {self._url} was restarted"))
+            await self.trusted()
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Log p(token[t+1] | token[:t+1]) under the weights it holds now. [T] -> [T-1]. Raises EngineError."""
@@ -130,10 +148,19 @@ class WeightKeeper:
         async with self._changing:
             if not isinstance(error, EngineGone) and not await self._is_gone():
                 raise error
-            await self._wait_until_back(error)
-            if self._distrust is not None or await self._control.label() != INITIAL_LABEL:
-                return  # the connection broke, and no more; or another call was here before
-            await self._renew(error)
+            self._open.clear()  # nothing starts on a server that may hold other weights
+            try:
+                await self._wait_until_back(error)
+                self._seen_starts = self._num_starts()
+                # Otherwise the connection broke, and no more; or another call was here before.
+                if self._distrust is None and await self._control.label() == INITIAL_LABEL:
+                    await self._renew(error)
+            except WeightSyncError as sync_error:
+                self._distrust = sync_error
+                raise
+            finally:
+                if not self.wants_weights:
+                    self._open.set()
 
     async def _taken_or_restored(self, ref: WeightsRef, what: str) -> WeightUpdate:
         """The update; after a restart in its middle, the update again; after a failure, the weights of before.
@@ -156,6 +183,7 @@ class WeightKeeper:
 
     async def _take(self, ref: WeightsRef) -> WeightUpdate:
         """Load, label, go on, prove. Raises WeightSyncError from the proof, another EngineError before."""
+        starts = self._num_starts()
         try:
             async with asyncio.timeout(self._settings.update_timeout_s):
                 gap_s = await self._swap(ref)
@@ -164,6 +192,7 @@ class WeightKeeper:
             raise EngineError(
                 f"the update was not done within {self._settings.update_timeout_s:g} s (engine.update_timeout_s)"
             ) from error
+        self._seen_starts = starts
         return WeightUpdate(gap_s=gap_s, num_bytes=ref.num_bytes, parity=proof)
 
     async def _swap(self, ref: WeightsRef) -> float:
@@ -248,7 +277,6 @@ class WeightKeeper:
             raise EngineError(f"{error}; it came back without version {self.version}, which was not made here")
         elif self._ref.path is None:
             log.warning("the engine at %s was restarted and waits for the learner's weights", self._url)
-            self._open.clear()
             self.wants_weights = True
         else:
             self._num_updates = 0  # probe

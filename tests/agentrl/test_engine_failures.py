@@ -19,7 +19,7 @@ from agentrl import config as configs
 from agentrl import launch
 from agentrl.config import Config
 from agentrl.engine import VLLMEngine
-from agentrl.errors import EngineError
+from agentrl.errors import EngineError, EngineGone
 from agentrl.supervise import Child, ChildDied
 from agentrl.types import Completion, Sampling
 from tests.agentrl.judge import PROMPT, Judge, worst
@@ -79,12 +79,29 @@ async def test_a_server_that_dies_comes_back_with_its_weights_and_goes_on_where_
     tiny_model_dir: Path, judge: Judge, tmp_path: Path
 ) -> None:
     with pytest.raises(ChildDied, match="exit code 137"):
-        async with serving(config_for(tiny_model_dir, max_restarts=2), tmp_path) as (engine, part):
+        async with serving(config_for(tiny_model_dir, max_restarts=3), tmp_path) as (engine, part):
             await engine.update_weights(judge.ref(1, 1))
+            await while_nobody_asks(engine, part, judge)
             await in_mid_generation(engine, part, judge)
             await in_mid_update(engine, part, judge)
             await hanging_for_a_while(engine, part, judge)
             await once_more_than_allowed(engine, part)
+
+
+async def while_nobody_asks(engine: VLLMEngine, part: Child, judge: Judge) -> None:
+    os.killpg(server_of(part), signal.SIGKILL)
+    async with asyncio.timeout(120):
+        while part.num_starts == 1:
+            await asyncio.sleep(0.1)
+        while True:
+            try:
+                await engine.health()
+                break
+            except EngineGone:
+                await asyncio.sleep(0.2)
+    completion = await engine.generate(PROMPT, Sampling(max_tokens=16), request_id=unique())
+    assert set(completion.policy_versions()) == {1}
+    assert worst(completion, PROMPT, judge, 0) < BOUND
 
 
 async def in_mid_generation(engine: VLLMEngine, part: Child, judge: Judge) -> None:
@@ -92,7 +109,7 @@ async def in_mid_generation(engine: VLLMEngine, part: Child, judge: Judge) -> No
     await until_streaming(engine, 200)
     os.killpg(server_of(part), signal.SIGKILL)
     completions = await asyncio.gather(*running)
-    assert engine.metrics()["engine/restarts"] == 1
+    assert engine.metrics()["engine/restarts"] == 2
     assert engine.metrics()["engine/salvaged_tokens"] >= 200
     for i, completion in enumerate(completions):
         assert set(completion.policy_versions()) == {1}  # not the weights it was restarted from
@@ -105,7 +122,7 @@ async def in_mid_update(engine: VLLMEngine, part: Child, judge: Judge) -> None:
     with dying_before(engine, "load", lambda: os.killpg(server_of(part), signal.SIGKILL)):
         update = await engine.update_weights(judge.ref(2, 0))
     assert update.parity is not None and update.parity.max_abs < BOUND
-    assert engine.metrics()["engine/restarts"] == 2
+    assert engine.metrics()["engine/restarts"] == 3
     for i, completion in enumerate(await asyncio.gather(*running)):
         assert set(completion.policy_versions()) <= {1, 2}
         assert worst(completion, [*PROMPT, 5 + i], judge, 0) < BOUND

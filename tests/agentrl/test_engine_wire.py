@@ -98,6 +98,11 @@ def script() -> Iterator[Script]:
     thread.join(timeout=10)
 
 
+def asked(script: Script) -> list[dict[str, Any]]:
+    """Bodies of the generations so far."""
+    return [body for path, body in script.seen if path == "inference/v1/generate"]
+
+
 def altered(change: Callable[[dict[str, Any], dict[str, Any]], Any]) -> list[dict[str, Any]]:
     """`change` is given the first event and the last one's choice."""
     reply = copy.deepcopy(GOOD)
@@ -131,7 +136,7 @@ BAD: dict[str, Callable[[dict[str, Any], dict[str, Any]], Any]] = {
     "null spans": lambda first, last: last.update(weight_versions=None),
     "short spans": lambda first, last: last["weight_versions"][0].update(end=1),
     "a gap between spans": lambda first, last: last["weight_versions"][0].update(start=1),
-    "a label that is no version": lambda first, last: last["weight_versions"][0].update(version="default"),
+    "a label that is no version": lambda first, last: last["weight_versions"][0].update(version="mine"),
     "no logprobs": lambda first, last: last.update(logprobs=None),
     "a logprob too few": lambda first, last: last["logprobs"]["content"].pop(),
     "a logprob of another token": lambda first, last: last["logprobs"]["content"][0].update(token_id=1),
@@ -170,7 +175,7 @@ async def test_a_stream_that_breaks_off_is_an_engine_that_is_gone(script: Script
     script.generate = lambda: events([{"prompt_token_ids": PROMPT}], end=b"")
     with pytest.raises(EngineGone, match="ended before its last token"):
         await generate(script)
-    assert len([path for path, _ in script.seen if path == "inference/v1/generate"]) == 6
+    assert len(asked(script)) == 6
 
 
 async def test_a_stream_that_breaks_off_is_continued_where_the_engine_is_back(script: Script) -> None:
@@ -182,9 +187,41 @@ async def test_a_stream_that_breaks_off_is_continued_where_the_engine_is_back(sc
     assert completion.token_ids == (8, 9)
     assert completion.behavior_logprobs == (-0.5, -1.5)
     assert list(completion.policy_versions()) == [0, 0]
-    asked = [body for path, body in script.seen if path == "inference/v1/generate"]
-    assert [body["token_ids"] for body in asked] == [[5, 6, 7], [5, 6, 7, 8]]
-    assert [body["sampling_params"]["max_tokens"] for body in asked] == [2, 1]
+    assert [body["token_ids"] for body in asked(script)] == [[5, 6, 7], [5, 6, 7, 8]]
+    assert [body["sampling_params"]["max_tokens"] for body in asked(script)] == [2, 1]
+
+
+async def test_a_server_that_forgot_its_version_was_restarted_and_gets_it_again(script: Script) -> None:
+    fresh = altered(lambda first, last: last["weight_versions"][0].update(version="default"))
+
+    def answer() -> list[dict[str, Any]]:
+        return GOOD if len(asked(script)) > 1 else fresh
+
+    script.generate = answer
+    async with VLLMEngine(script.url, return_timeout_s=5) as engine:
+        script.label = "default"
+        completion = await engine.generate(PROMPT, SAMPLING, request_id="r")
+    assert list(completion.policy_versions()) == [0, 0]
+    assert [body["token_ids"] for body in asked(script)] == [PROMPT, PROMPT]
+    assert script.label == "0"
+
+
+async def test_raw_logprobs_are_found_out_where_they_would_be_wrong(script: Script) -> None:
+    def answer() -> Any:
+        body = script.seen[-1][1]
+        if "prompt_logprobs" in body["sampling_params"]:
+            entries = [None, *({str(token): {"logprob": -0.5}} for token in body["token_ids"][1:])]
+            return {"usage": {"prompt_tokens": len(body["token_ids"])}, "prompt_logprobs": entries}
+        reply = altered(lambda first, last: last["logprobs"]["content"][0].update(logprob=-0.5))
+        reply[0]["prompt_token_ids"] = body["token_ids"]
+        return reply
+
+    script.generate = answer
+    hot = Sampling(max_tokens=2, temperature=0.7, top_k=20)
+    async with VLLMEngine(script.url) as engine:
+        with pytest.raises(EngineError, match=r"temperature=0\.7.*top_k=20.*--logprobs-mode processed_logprobs"):
+            await engine.generate(PROMPT, hot, request_id="r")
+        await engine.generate(PROMPT, SAMPLING, request_id="s")  # nothing is modified: every mode is right
 
 
 async def test_an_html_answer_is_an_engine_error(script: Script) -> None:

@@ -150,7 +150,10 @@ class LearnerConfig(Section):
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
     grad_clip: PositiveFloat = 1.0
-    zero_stage: Literal[0, 1, 2] = 1
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    """What DeepSpeed splits over the ranks: nothing, optimizer states, gradients too, parameters too."""
+    gradient_checkpointing: bool = False
+    """Keep no activations and compute them again in the backward pass: less memory, a third more time."""
     pack_tokens: PositiveInt = 8192
     """Tokens of one micro-batch, in which trajectories lie side by side; a longer one has a micro-batch to itself."""
     num_ranks: PositiveInt = 1

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import time
+from functools import partial
+from importlib import metadata
 from pathlib import Path
 
 from agentrl import engine_server
@@ -22,17 +24,20 @@ SECTIONS = {
 }
 
 
-async def measure(names: list[str], *, quick: bool) -> str:
-    """The report, as Markdown."""
+async def measure(names: list[str], out: Path, *, quick: bool, large: bool) -> str:
+    """The report, as Markdown; it lies in `out` after each section, whatever becomes of the next."""
     config = EngineConfig()
     settings = {
         "engine": " ".join(engine_server.check_version()) + f" on {engine_server.device_of(config)}",
+        "versions": ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "transformers", "aiohttp")),
         "sections": ", ".join(names) + (" (--quick)" if quick else ""),
     }
     text = reporting.header("Engine: what our client and its weight updates cost", settings) + goals.head(names)
+    sections = SECTIONS | {"gap": partial(gap.measure, large=large)}
     for name in names:
         began = time.monotonic()
-        text += await SECTIONS[name](config, quick=quick)
+        text += await sections[name](config, quick=quick)
+        out.write_text(text)
         print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
     return text
 
@@ -42,13 +47,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default=",".join(SECTIONS), help="sections, separated by commas")
     parser.add_argument("--quick", action="store_true", help="fewer rounds, smaller models: to see that it works")
+    parser.add_argument("--large", action="store_true", help="the update gap of a model of 2 GB, too")
     parser.add_argument("--out", type=Path, default=REPORT)
     options = parser.parse_args()
     names = options.only.split(",")
     if unknown := set(names) - SECTIONS.keys():
         parser.error(f"unknown sections {sorted(unknown)}; there are {', '.join(SECTIONS)}")
-    report = asyncio.run(measure(names, quick=options.quick))
-    options.out.write_text(report)
+    report = asyncio.run(measure(names, options.out, quick=options.quick, large=options.large))
     print(report)
 
 

@@ -1,4 +1,4 @@
-"""What should be seen, and by how much: written down before anything was measured, and judged by the numbers alone."""
+"""What should be seen, and by how much: it stands before the numbers of a report, which alone judge it."""
 
 from __future__ import annotations
 

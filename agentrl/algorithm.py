@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
-from agentrl.presets import Baseline, LengthNorm, Preset, Ratio, StepScale, Treatment, refusal, with_preset
+from agentrl.presets import OPTIMAL, Baseline, LengthNorm, Preset, Ratio, StepScale, Treatment, refusal, with_preset
 
 
 class Section(BaseModel):
@@ -50,6 +50,8 @@ class AlgorithmConfig(Section):
     baseline: Baseline = "opob"
     """opob: VCPO's optimal baseline; opob_safe: the same, never above the group's mean; length_weighted: OPO; otb: the
     optimal token baseline."""
+    baseline_norms: Literal["exact", "proxy"] = "exact"
+    """opob and opob_safe: each trajectory's own gradient norm, or a cheap stand-in where exactness costs too much."""
     step_scale: StepScale = "ess_sqrt"
     """Learning rate times (rho / rho_base)^p: p = 1/2 for AdamW, 1 (ess_linear) for SGD."""
     rho_base: PositiveFloat | Literal["auto"] = "auto"
@@ -75,6 +77,8 @@ class AlgorithmConfig(Section):
     def _makes_sense(self) -> AlgorithmConfig:
         if reason := refusal(ratio=self.ratio, treatment=self.treatment, baseline=self.baseline):
             raise ValueError(reason)
+        if self.baseline_norms == "proxy" and self.baseline not in OPTIMAL:
+            raise ValueError(f"baseline={self.baseline} uses no norms; leave baseline_norms out")
         if self.treatment == "mask" and self.min_weight >= self.max_weight:
             raise ValueError(f"min_weight={self.min_weight:g} must be below max_weight={self.max_weight:g}")
         for name in ("adaptive_low", "adaptive_high"):

@@ -4,7 +4,8 @@ A group holds a slot from admission until the engines hold the weights that its 
 `(max_lag + 1) * groups_per_step` slots, derived and not tuned: consumed oldest first, everything outstanding when a
 group is admitted is used up within `max_lag` further steps, so a group that finishes in turn is never born stale. One
 that is overtaken while it still runs can become stale; `on_stale` says what happens then. max_lag = 0 is exactly
-synchronous.
+synchronous. `set_lag` makes admission work with less lag for a while: what was admitted before stays, and is consumed
+under the bound that it was admitted with.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ class TrajectoryBuffer:
         requeue: Callable[[Task], None] = lambda task: None,
     ) -> None:
         self.num_slots = (max_lag + 1) * groups_per_step
+        """Groups that may be outstanding for another one to be admitted."""
         self._groups_per_step = groups_per_step
         self._max_lag = max_lag
         self._on_stale = on_stale
@@ -144,6 +146,14 @@ class TrajectoryBuffer:
                 del self._training[group_id]
                 self._close(group_id, GroupState.TRAINED)
             self._drop_stale()
+            self._changed.notify_all()
+
+    async def set_lag(self, lag: int) -> None:
+        """Admit from now on as if max_lag were `lag`. Raises ValueError outside [0, max_lag]."""
+        if not 0 <= lag <= self._max_lag:
+            raise ValueError(f"lag {lag} is outside [0, {self._max_lag}]")
+        async with self._changed:
+            self.num_slots = (lag + 1) * self._groups_per_step
             self._changed.notify_all()
 
     @property

@@ -24,6 +24,7 @@ from agentrl.buffer import TrajectoryBuffer
 from agentrl.config import Config
 from agentrl.engine import Engine, TrainableEngine
 from agentrl.errors import InfraError, NoLearningSignal
+from agentrl.ess_guard import EssGuard
 from agentrl.evaluate import evaluate
 from agentrl.journal import GroupState, Journal
 from agentrl.learner_seat import LearnerSeat
@@ -105,8 +106,13 @@ class Orchestrator:
             max_lag=config.rollout.max_lag,
             on_stale=config.rollout.on_stale,
             journal=self._journal,
-            drop_zero_variance=config.algorithm.baseline != "none",
+            drop_zero_variance=config.algorithm.needs_spread,
             requeue=source.give_back,
+        )
+        self._ess_guard = EssGuard(
+            max_lag=config.rollout.max_lag,
+            floor=config.algorithm.ess_floor,
+            num_steps=config.algorithm.ess_floor_steps,
         )
         self._breaker = ErrorBreaker(config.rollout.max_infra_error_rate)
         self._learner = LearnerSeat(self._engine)
@@ -158,6 +164,7 @@ class Orchestrator:
             output = await self._learner.train(batch, within_s=self._config.learner.step_timeout_s)
             ref = await self._learner.weights(within_s=self._config.learner.step_timeout_s)
             await self._buffer.commit(ref.policy_version)
+            await self._act_on_ess(output)
             seconds = time.monotonic() - step_started
             timing = {
                 "engine/tokens_per_s": (self._engine.num_tokens - tokens) / seconds,
@@ -169,6 +176,15 @@ class Orchestrator:
             if self._config.eval.every and step % self._config.eval.every == 0 and step < limits.steps:
                 self._latest = await self._evaluate(step)
         return ""
+
+    async def _act_on_ess(self, output: StepOutput) -> None:
+        """Admit with less lag while the effective sample size is low, with more when it has recovered."""
+        before, lag = self._ess_guard.lag, self._ess_guard.observe(output.ess_ratio)
+        if lag == before:
+            return
+        floor = self._config.algorithm.ess_floor
+        log.warning("ESS ratio %s, ess_floor %s: admission works with lag %d now", output.ess_ratio, floor, lag)
+        await self._buffer.set_lag(lag)
 
     async def _next_batch(self, rollouts: asyncio.Task[None]) -> Batch:
         """A full batch. Raises what ended the rollouts, or InfraError when none comes together."""
@@ -228,6 +244,7 @@ class Orchestrator:
             **{f"ledger/{name}": float(getattr(ledger, name)) for name in ledger.__slots__},
             "buffer/ready_groups": float(ledger.ready),
             "buffer/in_flight_groups": float(ledger.in_flight),
+            "buffer/admission_lag": float(self._ess_guard.lag),
             **self._engine.metrics(),
             **(self._learner.last_update.metrics() if self._learner.last_update else {}),
             "wait/learner_for_batch_s": output.metrics["learner/wait_batch_s"],

@@ -203,6 +203,67 @@ def test_lag_bound_and_ledger_hold_under_any_interleaving(
     asyncio.run(scenario())
 
 
+async def test_less_lag_stops_admission_and_more_lets_it_go_on() -> None:
+    buffer = make_buffer(groups_per_step=2, max_lag=1)
+    await buffer.set_lag(0)
+    for _ in range(2):
+        await buffer.admit(TASK)
+    waiting = asyncio.create_task(buffer.admit(TASK))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    await buffer.set_lag(1)
+    assert await asyncio.wait_for(waiting, 1) == 2
+
+
+@pytest.mark.parametrize("lag", [-1, 2])
+async def test_lag_outside_what_the_buffer_was_made_for_is_refused(lag: int) -> None:
+    with pytest.raises(ValueError, match="outside"):
+        await make_buffer(max_lag=1).set_lag(lag)
+
+
+async def test_groups_admitted_before_the_lag_shrank_are_still_trained() -> None:
+    buffer = make_buffer(max_lag=2)
+    ids = [await buffer.admit(TASK) for _ in range(3)]
+    await buffer.set_lag(0)
+    for group_id in ids:
+        await buffer.finish(make_group(group_id, version=0))
+        assert [group.group_id for group in (await buffer.take()).groups] == [group_id]
+        await buffer.commit(buffer.version + 1)
+    assert buffer.ledger().trained == 3
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), max_lag=st.integers(0, 3), groups_per_step=st.integers(1, 3))
+def test_the_bounds_hold_while_the_lag_changes(data: st.DataObject, max_lag: int, groups_per_step: int) -> None:
+    """In order of admission, every group is consumed within the lag that admission worked with when it came in."""
+
+    async def scenario() -> None:
+        buffer = make_buffer(groups_per_step=groups_per_step, max_lag=max_lag)
+        lag, promised, flying = max_lag, {}, []
+        for _ in range(60):
+            action = data.draw(st.sampled_from(("admit", "finish", "step", "lag")))
+            outstanding = buffer.ledger().issued - _closed(buffer)
+            assert buffer.num_slots == (lag + 1) * groups_per_step
+            if action == "lag":
+                lag = data.draw(st.integers(0, max_lag))
+                await buffer.set_lag(lag)
+            elif action == "admit" and outstanding < buffer.num_slots:
+                group_id = await asyncio.wait_for(buffer.admit(TASK), 1)
+                promised[group_id] = lag
+                flying.append((group_id, buffer.version))
+            elif action == "finish" and flying:
+                group_id, version = flying.pop(0)
+                await buffer.finish(make_group(group_id, version=version))
+            elif action == "step" and buffer.ledger().ready >= groups_per_step:
+                for group in (await asyncio.wait_for(buffer.take(), 1)).groups:
+                    assert buffer.version - group.policy_version <= promised[group.group_id]
+                await buffer.commit(buffer.version + 1)
+            assert buffer.ledger().balanced()
+        assert buffer.ledger().dropped_stale == 0
+
+    asyncio.run(scenario())
+
+
 def _closed(buffer: TrajectoryBuffer) -> int:
     ledger = buffer.ledger()
     return ledger.issued - ledger.in_flight - ledger.ready - ledger.training

@@ -113,7 +113,9 @@ async def orchestrating(
             yield orchestrator, url
 
 
-async def obedient_learner(url: str, seen: list[Batch], *, repeat: bool = False) -> None:
+async def obedient_learner(
+    url: str, seen: list[Batch], *, repeat: bool = False, ess_ratio: float | None = None
+) -> None:
     """Speaks the wire protocol and trains nothing."""
     headers = {"Authorization": f"Bearer {TOKEN}"}
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=30) as http:
@@ -134,7 +136,7 @@ async def obedient_learner(url: str, seen: list[Batch], *, repeat: bool = False)
                 assert again.content == reply.content
             seen.append(wire.decode(reply.content, Batch))
             version += 1
-            output = StepOutput(policy_version=version, metrics={"learner/wait_batch_s": 0.0})
+            output = StepOutput(policy_version=version, metrics={"learner/wait_batch_s": 0.0}, ess_ratio=ess_ratio)
             for _ in range(2 if repeat else 1):
                 (await http.post(wire.STEP, content=wire.encode(output))).raise_for_status()
 
@@ -180,6 +182,17 @@ async def test_no_group_is_trained_twice(tmp_path: Path, tokenizer: TurnTokenize
     _, seen = await run_with(make_config(tmp_path), YesAndNo(tokenizer), tokenizer, repeat=True)
     ids = [group.group_id for batch in seen for group in batch.groups]
     assert len(ids) == len(set(ids)) == 8
+
+
+@pytest.mark.parametrize(("ess_ratio", "lags"), [(0.1, [2, 1, 1, 0]), (0.9, [2, 2, 2, 2])])
+async def test_low_ess_makes_admission_work_with_less_lag(
+    tmp_path: Path, tokenizer: TurnTokenizer, ess_ratio: float, lags: list[float]
+) -> None:
+    settings = make_config(tmp_path, max_lag=2).model_dump()
+    settings["algorithm"] |= {"ess_floor": 0.3, "ess_floor_steps": 2}
+    await run_with(parse(settings, source="test"), YesAndNo(tokenizer), tokenizer, ess_ratio=ess_ratio)
+    steps = [line for line in read(tmp_path / "t" / "metrics.jsonl") if line.kind == "step"]
+    assert [step.values["buffer/admission_lag"] for step in steps] == lags
 
 
 async def test_wrong_weights_end_the_run_as_themselves(tmp_path: Path, tokenizer: TurnTokenizer) -> None:

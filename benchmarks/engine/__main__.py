@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import time
+from collections.abc import Callable
 from functools import partial
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from agentrl import engine_server
 from agentrl.config import EngineConfig
@@ -24,8 +26,8 @@ SECTIONS = {
 }
 
 
-async def measure(names: list[str], out: Path, *, quick: bool, large: bool) -> str:
-    """The report, as Markdown; it lies in `out` after each section, whatever becomes of the next."""
+async def measure(names: list[str], grown: Callable[[str], Any], *, quick: bool, large: bool) -> str:
+    """The report, as Markdown. `grown` is given it after each section, whatever becomes of the next."""
     config = EngineConfig()
     settings = {
         "engine": " ".join(engine_server.check_version()) + f" on {engine_server.device_of(config)}",
@@ -37,7 +39,7 @@ async def measure(names: list[str], out: Path, *, quick: bool, large: bool) -> s
     for name in names:
         began = time.monotonic()
         text += await sections[name](config, quick=quick)
-        out.write_text(text)
+        grown(text)
         print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
     return text
 
@@ -53,7 +55,7 @@ def main() -> None:
     names = options.only.split(",")
     if unknown := set(names) - SECTIONS.keys():
         parser.error(f"unknown sections {sorted(unknown)}; there are {', '.join(SECTIONS)}")
-    report = asyncio.run(measure(names, options.out, quick=options.quick, large=options.large))
+    report = asyncio.run(measure(names, options.out.write_text, quick=options.quick, large=options.large))
     print(report)
 
 

@@ -19,7 +19,7 @@ import torch
 from agentrl.config import EngineConfig
 from agentrl.engine import KvOnUpdate, VLLMEngine, sampling_body
 from agentrl.engine_server import BACKENDS
-from agentrl.types import Sampling
+from agentrl.types import Probe, Sampling
 from agentrl.vllm_http import VLLMServer
 from benchmarks import reporting
 from benchmarks.engine import goals, models
@@ -156,10 +156,16 @@ def _client(server: Server, config: EngineConfig, kv: KvOnUpdate) -> VLLMEngine:
 
 
 async def _next_version(model: Any, sender: Sender, engine: VLLMEngine) -> Publication:
+    probe = await asyncio.to_thread(_changed, model)
+    return await sender.publish(engine, await engine.version() + 1, probe)
+
+
+def _changed(model: Any) -> Probe:
+    """Other weights, and what they say."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(STEP_OF_WEIGHTS)
-    return await sender.publish(engine, await engine.version() + 1)
+    return models.probe(model)
 
 
 async def _under_load(

@@ -17,7 +17,7 @@ from agentrl.config import EngineConfig
 from agentrl.engine import KvOnUpdate, VLLMEngine
 from agentrl.parity import parity
 from agentrl.run_folder import RunFolder
-from agentrl.types import Completion, Sampling
+from agentrl.types import Completion, Probe, Sampling
 from benchmarks import reporting
 from benchmarks.engine import goals, models
 from benchmarks.engine.publishing import Publication, Sender
@@ -46,7 +46,7 @@ class Kind:
 
 KINDS = (
     Kind(name="the rest of a turn", num_running=12, max_tokens=96, update_after_s=0.0, repeats=4),
-    Kind(name="a long answer", num_running=16, max_tokens=256, update_after_s=0.5, repeats=1),
+    Kind(name="a long answer", num_running=16, max_tokens=320, update_after_s=0.3, repeats=1),
 )
 
 
@@ -154,7 +154,8 @@ async def _both(
     for _ in range(kind.repeats):
         for kv, crossed in found.items():
             async with VLLMEngine(server.url, model=SERVED_NAME, kv_on_update=kv) as engine:
-                await _publish(engine, config, policies.versions[0])
+                first = policies.versions[0]
+                await _publish(engine, config, first, await asyncio.to_thread(models.probe, first))
                 for at in range(0, NUM_STEPS, jump):
                     await _cross(crossed, engine, server, config, policies, kind, at=at, then=at + jump)
     return found
@@ -172,6 +173,8 @@ async def _cross(
     then: int,
 ) -> None:
     """Bring version `then` while requests run under `at`, and note what became of them."""
+    new = policies.versions[then]
+    probe = await asyncio.to_thread(models.probe, new)  # now: the requests do not wait for it
     prompts = random.Random(crossed.num_requests + at).sample(policies.prompts, kind.num_running)
     stop = (policies.turn_end,) if kind is KINDS[0] else ()
     sampling = Sampling(max_tokens=kind.max_tokens, stop_token_ids=stop)
@@ -182,16 +185,15 @@ async def _cross(
     while await server.counter("vllm:num_requests_running") < kind.num_running and not any(t.done() for t in running):
         await asyncio.sleep(RUNNING_POLL_S)
     await asyncio.sleep(kind.update_after_s)
-    new = policies.versions[then]
-    crossed.gaps_s.append((await _publish(engine, config, new)).update.gap_s)
+    crossed.gaps_s.append((await _publish(engine, config, new, probe)).update.gap_s)
     for prompt, completion in zip(prompts, await asyncio.gather(*running), strict=True):
         await asyncio.to_thread(_note, crossed, prompt, completion, policies.versions[at], new)
 
 
-async def _publish(engine: VLLMEngine, config: EngineConfig, model: Any) -> Publication:
+async def _publish(engine: VLLMEngine, config: EngineConfig, model: Any, probe: Probe) -> Publication:
     with tempfile.TemporaryDirectory() as folder:
         sender = Sender(model, mode="safetensors", config=config, folder=Path(folder))
-        return await sender.publish(engine, await engine.version() + 1)
+        return await sender.publish(engine, await engine.version() + 1, probe)
 
 
 def _note(crossed: Crossed, prompt: Sequence[int], completion: Completion, old: Any, new: Any) -> None:

@@ -12,9 +12,8 @@ from typing import Any, TypeVar
 from agentrl import engine_server
 from agentrl.config import EngineConfig
 from agentrl.engine import VLLMEngine
-from agentrl.types import TransferInit, WeightsRef
+from agentrl.types import Probe, TransferInit, WeightsRef
 from agentrl.weight_keeper import WeightUpdate
-from benchmarks.engine import models
 from trainer.transfer import Transfer, publisher
 from trainer.weight_source import WeightSource
 
@@ -63,7 +62,6 @@ class Sender:
     """The publisher of one mode for `model`."""
 
     def __init__(self, model: Any, *, mode: str, config: EngineConfig, folder: Path) -> None:
-        self._model = model
         self._link = _Link()
         self._publisher = publisher(
             Transfer(backend=mode, rank=0, weights_dir=folder, timeout_s=DEADLINE_S),
@@ -72,10 +70,9 @@ class Sender:
             link=self._link,
         )
 
-    async def publish(self, engine: VLLMEngine, policy_version: int) -> Publication:
+    async def publish(self, engine: VLLMEngine, policy_version: int, probe: Probe) -> Publication:
         """Give `engine` the model's present weights as `policy_version`. Raises LearnerError, WeightSyncError."""
         self._link.engine = engine
-        probe = models.probe(self._model)
         began = time.perf_counter()
         await asyncio.to_thread(self._publisher.publish, policy_version=policy_version, probe=probe)
         return Publication(total_s=time.perf_counter() - began, update=self._link.update)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import multiprocessing
 import statistics
 import tempfile
@@ -21,7 +22,7 @@ from benchmarks.engine.server import SERVED_NAME, Server, serve
 
 T = TypeVar("T")
 
-NUM_ROUNDS = {1: 8, 16: 8, 64: 5, 256: 3}  # by sessions at once
+NUM_ROUNDS = {1: 12, 16: 16, 64: 8, 256: 3}  # by sessions at once
 FIRST_TOKENS, OBSERVATION_TOKENS, MAX_TOKENS, NUM_TURNS = 160, 32, 32, 3
 OURS, BARE, WHOLE = "our client", "bare sockets", "bare, not streamed"
 MAX_CONTEXT = 4096
@@ -100,28 +101,32 @@ async def _compare(
     server: Server, ways: Any, sessions: Sequence[Script], *, num_rounds: int
 ) -> tuple[float, list[str]]:
     """Median share of the bare generator's rate, and the cells of a row."""
-    loads: dict[str, list[Load]] = defaultdict(list)
+    loads: dict[str, dict[int, Load]] = defaultdict(dict)  # by round
     server_cores: list[float] = []
     for number in range(num_rounds):
         order = list(ways.items())
         for way, run in order[number % len(order) :] + order[: number % len(order)]:
+            if way == WHOLE and number % 2:  # half as often: it is no goal
+                continue
             await server.forget_prefixes()
             cpu_began = server.cpu_s()
-            loads[way].append(made := await run(sessions))
+            loads[way][number] = made = await run(sessions)
             server_cores.append((server.cpu_s() - cpu_began) / made.wall_s)
-    rates = {way: [one.tokens_per_s for one in found] for way, found in loads.items()}
-    shares = {way: [a / b for a, b in zip(rates[OURS], rates[way], strict=True)] for way in (BARE, WHOLE)}
-    cpu = [f"{statistics.median(one.cpu_ms_a_call for one in found):.2f}" for found in (loads[way] for way in ways)]
-    share_of_core = statistics.median(one.cpu_s / one.wall_s for one in loads[OURS])
-    cells = [reporting.spread(rates[way], 0) for way in ways]
+    shares = {
+        way: [loads[OURS][number].tokens_per_s / one.tokens_per_s for number, one in loads[way].items()]
+        for way in (BARE, WHOLE)
+    }
+    cells = [reporting.spread([one.tokens_per_s for one in loads[way].values()], 0) for way in ways]
     cells += [reporting.spread(shares[way], 3) for way in (BARE, WHOLE)]
-    cells += [*cpu, f"{share_of_core:.1%}", f"{statistics.median(server_cores):.2f}"]
+    cells += [f"{statistics.median(one.cpu_ms_a_call for one in loads[way].values()):.2f}" for way in ways]
+    share_of_core = statistics.median(one.cpu_s / one.wall_s for one in loads[OURS].values())
+    cells += [f"{share_of_core:.1%}", f"{statistics.median(server_cores):.2f}"]
     return statistics.median(shares[BARE]), cells
 
 
 async def _added_latency(server: Server, generator: Generator, *, quick: bool) -> tuple[str, list[str]]:
     rows, misses = [], []
-    for max_tokens, num_calls in ((1, 100 if quick else 300), (MAX_TOKENS, 10 if quick else 40)):
+    for max_tokens, num_calls in ((1, 100 if quick else 300), (MAX_TOKENS, 10 if quick else 60)):
         sessions = load.scripts(
             num_calls,
             num_turns=1,
@@ -132,10 +137,10 @@ async def _added_latency(server: Server, generator: Generator, *, quick: bool) -
         )
         requests = await generator.run(load.record, server.url, SERVED_NAME, sessions)
         paired = await generator.run(load.in_turns, server.url, SERVED_NAME, requests, sessions)
-        added_ms, cells = _latencies(paired)
+        least_ms, cells = _latencies(paired)
         rows.append([max_tokens, num_calls, *cells])
-        if added_ms >= goals.MAX_ADDED_MS:
-            misses.append(f"{added_ms:.2f} ms added to a call of {max_tokens} tokens")
+        if least_ms >= goals.MAX_ADDED_MS:
+            misses.append(f"at least {least_ms:.2f} ms added to a call of {max_tokens} tokens")
     columns = [
         "tokens a call",
         "calls each way",
@@ -145,13 +150,24 @@ async def _added_latency(server: Server, generator: Generator, *, quick: bool) -
         "ours p99",
         "bare p99",
     ]
-    text = "\nLatency, one call at a time, ours and bare in turns. Added: the median of the differences.\n\n"
+    text = (
+        "\nLatency, one call at a time, ours and bare in turns. Added: the median of the differences, and where it "
+        "lies with 95 % confidence.\n\n"
+    )
     return text + reporting.table(columns, rows), misses
 
 
 def _latencies(paired: Paired) -> tuple[float, list[str]]:
+    """The least that may have been added, and the cells of a row."""
     ours_ms, bare_ms = ([1e3 * value for value in values] for values in (paired.ours_s, paired.bare_s))
-    added_ms = statistics.median(a - b for a, b in zip(ours_ms, bare_ms, strict=True))
-    tails = [reporting.percentile(values, 0.99) for values in (ours_ms, bare_ms)]
-    numbers = (statistics.median(ours_ms), statistics.median(bare_ms), added_ms, *tails)
-    return added_ms, [f"{value:.2f}" for value in numbers]
+    low, middle, high = median_interval([a - b for a, b in zip(ours_ms, bare_ms, strict=True)])
+    tails = [f"{reporting.percentile(values, 0.99):.2f}" for values in (ours_ms, bare_ms)]
+    medians = [f"{statistics.median(values):.2f}" for values in (ours_ms, bare_ms)]
+    return low, [*medians, f"{middle:.2f} ({low:.2f} to {high:.2f})", *tails]
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """The median between the order statistics that hold the true one with 95 % confidence (normal approximation)."""
+    ordered, half = sorted(values), 0.98 * len(values) ** 0.5
+    low, high = int(len(ordered) / 2 - half), math.ceil(len(ordered) / 2 + half)
+    return ordered[max(low, 0)], statistics.median(ordered), ordered[min(high, len(ordered) - 1)]

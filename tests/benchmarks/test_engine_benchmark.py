@@ -10,6 +10,7 @@ import pytest
 
 from agentrl.types import Sampling
 from benchmarks.engine import load
+from benchmarks.engine.throughput import median_interval
 from tests.conftest import VLLMServer
 
 STREAM = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n5\r\ndata:\r\n0\r\n\r\n"
@@ -115,3 +116,8 @@ async def test_the_bare_generator_sends_what_our_client_sends(vllm_server: VLLMS
             assert body["token_ids"] == list(prompt) and body["sampling_params"]["max_tokens"] == 4
     made = await asyncio.to_thread(load.through_sockets, vllm_server.url, requests, sessions)
     assert made.num_tokens == 24 and len(made.latencies_s) == 6
+
+
+def test_the_interval_of_a_median_is_that_of_the_order_statistics() -> None:
+    # n = 100: ranks 50 -+ 9.8, so the 41st to the 61st smallest
+    assert median_interval([float(value) for value in reversed(range(100))]) == (40.0, 49.5, 60.0)

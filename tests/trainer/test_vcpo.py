@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import math
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.vcpo import RhoBase, ess_ratio, optimal_baseline, step_scale
+from trainer.vcpo import RhoBase, ess_ratio, optimal_baseline, safe_baseline, step_scale
 
 LOG_WEIGHTS = st.lists(st.floats(-1e4, 1e4), min_size=1, max_size=40)
 
@@ -110,6 +112,29 @@ def test_no_gradient_anywhere_has_no_baseline() -> None:
     assert optimal_baseline(f64(0.0, 0.0), f64(0.0, 0.0), f64(1.0, 0.0)) is None
 
 
+def test_masked_trajectories_have_no_say_and_a_group_of_them_no_baseline() -> None:
+    b = optimal_baseline(f64(-math.inf, 0.0, 0.0), f64(9.0, 1.0, 1.0), f64(1.0, 0.0, 0.5))
+    assert b is not None and b.item() == pytest.approx(0.25)
+    assert optimal_baseline(f64(-math.inf, -math.inf), f64(1.0, 1.0), f64(1.0, 0.0)) is None
+
+
+def test_a_success_that_owns_the_norms_takes_the_optimum_with_it_but_not_the_safe_baseline() -> None:
+    log_weight, norm, reward = f64(math.log(8), 0.0, 0.0, 0.0), f64(10.0, 1.0, 1.0, 1.0), f64(1.0, 0.0, 0.0, 0.0)
+    optimum, safe = optimal_baseline(log_weight, norm, reward), safe_baseline(log_weight, norm, reward)
+    assert optimum is not None and optimum.item() == pytest.approx(6400 / 6403)
+    assert safe is not None and safe.item() == 0.25
+
+
+@given(st.lists(st.tuples(st.floats(-1e4, 1e4), st.floats(1e-3, 1e3), st.floats(-10, 10)), min_size=1, max_size=12))
+def test_the_safe_baseline_is_the_optimum_or_the_mean_whichever_is_lower(
+    rows: list[tuple[float, float, float]],
+) -> None:
+    columns = [f64(*column) for column in zip(*rows, strict=True)]
+    safe, optimum = safe_baseline(*columns), optimal_baseline(*columns)
+    assert safe is not None and optimum is not None
+    assert safe == min(optimum, columns[2].mean())
+
+
 def _bandit() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Four arms: behaviour mu, weights w = pi/mu, scores grad log pi(a) = e_a - pi, rewards."""
     pi, mu = f64(0.5, 0.2, 0.2, 0.1), f64(0.1, 0.3, 0.2, 0.4)
@@ -159,3 +184,33 @@ def test_auto_rho_base_settles_after_ten_steps_under_lag() -> None:
         settled = base.observe(rho, max_lag=2)
     assert settled == pytest.approx(0.55)
     assert base.observe(0.01, max_lag=0) == settled
+
+
+def test_rho_base_goes_on_after_a_restart_where_it_was() -> None:
+    whole, first, second = RhoBase("auto"), RhoBase("auto"), RhoBase("auto")
+    rhos = (0.9, 0.8, 0.7, 0.95, 0.85, 0.1)
+    seen = [whole.observe(rho, max_lag=0) for rho in rhos]
+    assert [first.observe(rho, max_lag=0) for rho in rhos[:3]] == seen[:3]
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert [second.observe(rho, max_lag=0) for rho in rhos[3:]] == seen[3:]
+
+
+def test_a_settled_rho_base_survives_a_restart_and_a_number_in_the_config_wins() -> None:
+    settled = RhoBase("auto")
+    for _ in range(5):
+        settled.observe(0.6, max_lag=0)
+    again, given_by_hand = RhoBase("auto"), RhoBase(0.9)
+    again.load_state_dict(settled.state_dict())
+    given_by_hand.load_state_dict(settled.state_dict())
+    assert again.observe(0.1, max_lag=0) == 0.6
+    assert given_by_hand.observe(0.1, max_lag=0) == 0.9
+
+
+def test_rho_base_is_told_once_it_is_settled(caplog: pytest.LogCaptureFixture) -> None:
+    base = RhoBase("auto")
+    with caplog.at_level(logging.INFO):
+        for _ in range(8):
+            base.observe(0.6, max_lag=0)
+    assert [record.message for record in caplog.records] == [
+        "rho_base is settled at 0.600, the median of 5 steps without lag"
+    ]

@@ -21,6 +21,20 @@ class Chart:
     stacked: bool = False
 
 
+LAGS = {"0": "lag_0", "1 to 2": "lag_1_2", "3 to 8": "lag_3_8", "9 and more": "lag_9_up"}
+LENGTHS = {
+    "up to 128": "length_to_128",
+    "up to 512": "length_to_512",
+    "up to 2048": "length_to_2048",
+    "longer": "length_above",
+}
+
+
+def _by(buckets: Mapping[str, str], what: str) -> dict[str, str]:
+    """One curve a bucket."""
+    return {legend: f"vitals/{bucket}_{what}" for legend, bucket in buckets.items()}
+
+
 CHARTS = (
     Chart(
         title="Reward of finished groups",
@@ -49,7 +63,82 @@ CHARTS = (
     Chart(
         title="Clipped weights",
         curves={"clip fraction": "learner/clip_fraction"},
-        note="Share of trajectories whose importance weight was truncated.",
+        note="Share of the importance weights that were cut, masked or clipped: of trajectories, or of tokens where "
+        "each has its own.",
+    ),
+    Chart(
+        title="Baselines against the mean reward",
+        curves={
+            "mean": "learner/baseline_minus_mean",
+            "lowest": "learner/baseline_minus_mean_min",
+            "highest": "learner/baseline_minus_mean_max",
+        },
+        note="Of the step's groups. Far above 0: one success owns its group and pushes every other member down.",
+    ),
+    Chart(
+        title="Variance of the gradient",
+        curves={
+            "in use": "vitals/variance",
+            "no baseline": "vitals/variance_none",
+            "mean": "vitals/variance_mean",
+            "leave one out": "vitals/variance_leave_one_out",
+            "length-weighted": "vitals/variance_length_weighted",
+            "optimal": "vitals/variance_opob",
+            "optimal, safe": "vitals/variance_opob_safe",
+        },
+        note="Trace of its covariance in this step, and what it would be under other baselines.",
+    ),
+    Chart(
+        title="Effective sample size by lag",
+        curves=_by(LAGS, "ess_ratio"),
+        note="ESS ratio among the trajectories of one age. Where it falls first, data is too old.",
+    ),
+    Chart(
+        title="Largest weight by lag",
+        curves=_by(LAGS, "max_weight"),
+        note="Before truncation.",
+    ),
+    Chart(
+        title="Clipped weights by lag",
+        curves=_by(LAGS, "clip_fraction"),
+        note="Share of the weights of one age that were cut, masked or clipped.",
+    ),
+    Chart(
+        title="KL by lag",
+        curves=_by(LAGS, "kl"),
+        note="Nats a token between the weights that sampled and the policy now.",
+    ),
+    Chart(
+        title="Gradient by lag",
+        curves=_by(LAGS, "gradient_share"),
+        note="Share of each age in the squared gradient norm, taking trajectories for orthogonal.",
+        stacked=True,
+    ),
+    Chart(
+        title="Effective sample size by length",
+        curves=_by(LENGTHS, "ess_ratio"),
+        note="Action tokens of a trajectory. Long ones lose theirs first: their log-ratios add up.",
+    ),
+    Chart(
+        title="Largest weight by length",
+        curves=_by(LENGTHS, "max_weight"),
+        note="Before truncation.",
+    ),
+    Chart(
+        title="Clipped weights by length",
+        curves=_by(LENGTHS, "clip_fraction"),
+        note="Share of the weights of one length that were cut, masked or clipped.",
+    ),
+    Chart(
+        title="KL by length",
+        curves=_by(LENGTHS, "kl"),
+        note="Nats a token between the weights that sampled and the policy now.",
+    ),
+    Chart(
+        title="Gradient by length",
+        curves=_by(LENGTHS, "gradient_share"),
+        note="Share of each length in the squared gradient norm, taking trajectories for orthogonal.",
+        stacked=True,
     ),
     Chart(
         title="KL(behaviour, policy)",
@@ -63,8 +152,9 @@ CHARTS = (
     ),
     Chart(
         title="Lag",
-        curves={"mean": "learner/lag_mean", "max": "learner/lag_max"},
-        note="Learner version minus the oldest version in a trajectory, checked when it is consumed.",
+        curves={"mean": "learner/lag_mean", "max": "learner/lag_max", "admission": "buffer/admission_lag"},
+        note="Learner version minus the oldest version in a trajectory, checked when it is consumed; and the lag that "
+        "admission works with, which falls while the effective sample size is too low.",
     ),
     Chart(
         title="Tokens per second",

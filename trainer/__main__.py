@@ -11,12 +11,13 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import get_args
 
 from agentrl import config as config_module
+from agentrl.engine_server import Transfer
 from agentrl.errors import AgentRLError, ConfigError
 
 TOKEN_VARIABLE = "AGENTRL_TOKEN"
-WEIGHT_TRANSFERS = ("safetensors", "reload", "gloo", "nccl", "ipc")
 
 
 def main() -> int:
@@ -67,7 +68,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--run-dir", type=Path, required=True, help="the run's folder; checkpoints go there")
     parser.add_argument(
         "--weight-transfer",
-        choices=WEIGHT_TRANSFERS,
+        choices=get_args(Transfer),
         default="safetensors",
         help="how weights reach the engine; that of engine.weight_transfer, resolved",
     )

@@ -119,6 +119,7 @@ def run(
     """Train until the orchestrator says that the run is over, then leave `run_dir/checkpoints/final`.
 
     `learner/publish_s` is the time the publication *before* this step took: a step is reported before its weights.
+    `weight_transfer` is how versions reach the engines: one of engine_server.Transfer.
     Raises LearnerError, StaleTrajectoryError or ConfigError; the process that calls it should then end with an error.
     """
     torch.set_num_threads(config.learner.num_threads)

@@ -8,6 +8,7 @@ only where weights are streamed.
 from __future__ import annotations
 
 import base64
+import logging
 import pickle
 import socket
 import threading
@@ -26,6 +27,7 @@ from agentrl.types import Probe, TransferInit, WeightsRef
 from trainer import weights
 from trainer.weight_source import WeightSource
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 FOLDER, STREAMED = ("safetensors", "reload"), ("gloo", "nccl", "ipc")
@@ -163,9 +165,13 @@ class StreamedPublisher:
 
     def close(self) -> None:
         """Leave the group."""
-        if self._engine is not None:
-            self._engine.shutdown()
-            self._engine = None
+        engine, self._engine = self._engine, None
+        if engine is None:
+            return
+        try:
+            within(engine.shutdown, GRACE_S, over=threading.Event())
+        except TimeoutError as error:  # NCCL may wait for an engine that is dead
+            log.warning("closing the connection to the engines: %s", error)
 
     def _opened(self) -> Any:
         try:

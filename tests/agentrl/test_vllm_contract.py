@@ -198,7 +198,7 @@ def test_the_mixin_sums_what_vllms_engine_loads(proven: Any) -> None:
     assert proven.checksum == ""  # nothing is finished
     proven.finish_weight_update()
     assert proven.checksum == checksum_of(model.state_dict().items())
-    assert float(model.weight[0, 0]) == 5 and proven.model is model and proven.num_finished == 1
+    assert float(model.weight.detach()[0, 0]) == 5 and proven.model is model and proven.num_finished == 1
 
 
 @pytest.mark.parametrize(("names", "reason"), [(["weight"], "lacks.*bias"), (["weight", "bias", "x"], "unknown.*x")])

@@ -77,9 +77,8 @@ class Row:
 async def measure(config: EngineConfig, *, quick: bool, large: bool = False) -> str:
     """The section, as Markdown."""
     rows: list[Row] = []
-    repeats = 2 if quick else 3
     for size in QUICK_SIZES if quick else LARGE_SIZES if large else SIZES:
-        rows += await _rows(config, size, repeats=repeats)
+        rows += await _rows(config, size, repeats=2 if quick or size not in QUICK_SIZES else 4)
     columns = ["model, mode, KV", "MB", "idle, s", f"{NUM_RUNNING} running, s", "longest silence, s", "one step, s"]
     columns += ["MB/s while running", "floor, s", "gap / floor", "published in, s"]
     intro = (
@@ -88,7 +87,8 @@ async def measure(config: EngineConfig, *, quick: bool, large: bool = False) -> 
         f"{NUM_RUNNING} requests of {PROMPT_TOKENS} prompt tokens. Longest silence: between two tokens of one running "
         "request around the update; it holds what the gap does not, above all recomputing the KV entries; `one step` "
         "is its usual wait for a token. Floor: one copy of the same bytes in memory. Published: all of it, from the "
-        f"learner's call to the proof. {repeats} updates each after one that warms up: median (least to greatest).\n\n"
+        "learner's call to the proof. 4 updates each (2 of the larger models) after one that warms up: median (least to "
+        "greatest).\n\n"
     )
     return (
         intro

@@ -22,7 +22,7 @@ from benchmarks.engine.server import SERVED_NAME, Server, serve
 
 T = TypeVar("T")
 
-NUM_ROUNDS = {1: 12, 16: 16, 64: 8, 256: 3}  # by sessions at once
+NUM_ROUNDS = {1: 12, 16: 14, 64: 8, 256: 3}  # by sessions at once
 FIRST_TOKENS, OBSERVATION_TOKENS, MAX_TOKENS, NUM_TURNS = 160, 32, 32, 3
 OURS, BARE, WHOLE = "our client", "bare sockets", "bare, not streamed"
 MAX_CONTEXT = 4096

@@ -87,8 +87,8 @@ async def measure(config: EngineConfig, *, quick: bool, large: bool = False) -> 
         f"{NUM_RUNNING} requests of {PROMPT_TOKENS} prompt tokens. Longest silence: between two tokens of one running "
         "request around the update; it holds what the gap does not, above all recomputing the KV entries; `one step` "
         "is its usual wait for a token. Floor: one copy of the same bytes in memory. Published: all of it, from the "
-        "learner's call to the proof. 4 updates each (2 of the larger models) after one that warms up: median (least to "
-        "greatest).\n\n"
+        "learner's call to the proof. 4 updates each (2 of the larger models) after one that warms up: median (least "
+        "to greatest).\n\n"
     )
     return (
         intro

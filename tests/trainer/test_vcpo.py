@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -165,6 +167,31 @@ def test_of_all_constants_the_optimum_has_the_least_gradient_variance() -> None:
     mu, _, _, reward = _bandit()
     others = [0.0, float((mu * reward).sum()), 1.0, _bandit_optimum() + 0.02, _bandit_optimum() - 0.02]
     assert all(_moments(_bandit_optimum())[1] < _moments(other)[1] for other in others)
+
+
+def _expected_over_groups(rule: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor | None]) -> float:
+    """How much of the true gradient remains on average over all groups of four, the baseline taken from the group.
+
+    One arm of four succeeds; since it was sampled, the policy has moved to it (w = 5).
+    """
+    pi, mu, reward = f64(0.5, 0.2, 0.2, 0.1), f64(0.1, 0.3, 0.3, 0.3), f64(1.0, 0.0, 0.0, 0.0)
+    score, w = torch.eye(4, dtype=torch.float64) - pi, pi / mu
+    true, expected = (mu * w * reward) @ score, torch.zeros(4, dtype=torch.float64)
+    for arms in itertools.product(range(4), repeat=4):
+        group = torch.tensor(arms)
+        baseline = rule(w[group].log(), score[group].norm(dim=1), reward[group])
+        assert baseline is not None
+        gradient = ((w[group] * (reward[group] - baseline))[:, None] * score[group]).mean(0)
+        expected += mu[group].prod() * gradient
+    return float(expected @ true / true.square().sum())
+
+
+def test_a_baseline_from_its_own_group_takes_from_the_gradient_and_the_optimal_one_most() -> None:
+    """The mean takes 1/G. The optimum follows whoever owns w^2 n^2, here every success, and takes two thirds."""
+    assert _expected_over_groups(lambda w, n, reward: torch.zeros(())) == pytest.approx(1.0)
+    assert _expected_over_groups(lambda w, n, reward: reward.mean()) == pytest.approx(0.75)
+    assert _expected_over_groups(optimal_baseline) == pytest.approx(0.327, abs=1e-3)
+    assert _expected_over_groups(safe_baseline) == pytest.approx(0.75)
 
 
 def test_a_given_rho_base_never_moves() -> None:

@@ -11,7 +11,7 @@ Shapes: _G members of one group, _N action tokens of one trajectory, _M action t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -118,37 +118,38 @@ class Objective:
 
     def batch_weights(self, members: Sequence[Member]) -> list[MemberWeights]:
         """The weights of all trajectories of the step, whose groups are complete. Any order; answers in the same."""
-        treated = self._batch_treatment(members)
-        found = []
-        for member in members:
-            log_weight_N = ratios.log_weights(member.log_ratio_N.double(), self._algorithm.ratio)
-            found.append(self._member(member.log_ratio_N, log_weight_N, treated(member, log_weight_N)))
+        log_weights = [ratios.log_weights(one.log_ratio_N.double(), self._algorithm.ratio) for one in members]
+        treated = self._treated_together(members, log_weights)
+        found = [
+            self._member(member.log_ratio_N, log_weight_N, log_used_N)
+            for member, log_weight_N, log_used_N in zip(members, log_weights, treated, strict=True)
+        ]
         return self._about_token_baseline(members, found) if self.needs_logits else found
 
-    def _batch_treatment(self, members: Sequence[Member]) -> Callable[[Member, Tensor], Tensor]:
-        """How one member's log weights are treated, given all of them."""
+    def _treated_together(self, members: Sequence[Member], log_weights: Sequence[Tensor]) -> list[Tensor]:
+        """Every member's log weights after the treatment, which may look at all of them."""
         algorithm = self._algorithm
         log_ratio_M = torch.cat([member.log_ratio_N.double() for member in members])
         match algorithm.treatment:
             case "second_moment":
                 keep_M = ratios.second_moment_mask(log_ratio_M, algorithm.second_moment_bound)
-                keep = dict(
-                    zip(map(id, members), torch.split(keep_M, [len(m.log_ratio_N) for m in members]), strict=True)
-                )
-                return lambda member, log_weight_N: log_weight_N.masked_fill(~keep[id(member)], -math.inf)
+                keeps = torch.split(keep_M, [len(member.log_ratio_N) for member in members])
+                return [w_N.masked_fill(~keep_N, -math.inf) for w_N, keep_N in zip(log_weights, keeps, strict=True)]
             case "adaptive_clip":
-                advantage_M = torch.cat([torch.full_like(m.log_ratio_N.double(), m.advantage) for m in members])
                 bounds = ratios.adaptive_bounds(
                     log_ratio_M,
-                    advantage_M,
+                    torch.cat([torch.full_like(m.log_ratio_N.double(), m.advantage) for m in members]),
                     low=algorithm.adaptive_low,
                     high=algorithm.adaptive_high,
                     step=algorithm.adaptive_step,
                     positive_share=algorithm.positive_share,
                 )
-                return lambda member, log_weight_N: ratios.clipped_objective(log_weight_N, member.advantage, bounds)
+                return [
+                    ratios.clipped_objective(log_weight_N, member.advantage, bounds)
+                    for member, log_weight_N in zip(members, log_weights, strict=True)
+                ]
             case _:
-                return lambda member, log_weight_N: self._treated(log_weight_N, member.advantage)
+                return [self._treated(w_N, member.advantage) for member, w_N in zip(members, log_weights, strict=True)]
 
     def _treated(self, log_weight_N: Tensor, advantage: float) -> Tensor:
         algorithm = self._algorithm

@@ -37,8 +37,8 @@ def leave_one_out_baseline(reward_G: Tensor) -> Tensor:
 
 
 def has_spread(reward_G: Tensor) -> bool:
-    """Whether rewards differ at all: a single member, or equal rewards, say nothing about which action was better."""
-    return bool((reward_G != reward_G[0]).any())
+    """Whether rewards differ at all: no member, one, or equal rewards say nothing about which action was better."""
+    return bool((reward_G != reward_G[:1]).any())
 
 
 def reward_std(reward_G: Tensor) -> Tensor:

@@ -222,6 +222,13 @@ def test_equal_rewards_and_single_members_have_no_gradient_under_a_baseline(pres
     assert family(preset=preset).advantages(f64(0.7), torch.tensor([1])) is None
 
 
+@pytest.mark.parametrize("preset", PRESETS)
+def test_an_empty_group_is_defined(preset: Any) -> None:
+    advantage_G = family(preset=preset).advantages(f64(), torch.tensor([]))
+    assert advantage_G is None or len(advantage_G) == 0
+    assert len(family(preset=preset).lengths(torch.tensor([]))) == 0
+
+
 def test_without_a_baseline_equal_rewards_are_followed() -> None:
     advantage_G = family(preset="reinforce").advantages(f64(0.7, 0.7), torch.tensor([1, 2]))
     assert advantage_G is not None and advantage_G.tolist() == [0.7, 0.7]

@@ -1,0 +1,138 @@
+"""What a baseline that is made from its own group does to the gradient under lag, measured on the calculator toy.
+
+A baseline that did not depend on the group would leave the expected gradient alone. Here each rule's own expectation is
+set against that of no baseline, with inner products of disjoint halves of the sample, so that noise adds no length:
+
+    kept      <E g_rule, E g_none> / |E g_none|^2
+    cosine    between the two expectations
+    variance  of the gradient of one group, divided by that without a baseline
+    noise     variance / kept^2, likewise: what is left of the gain when the lost length is made up for
+    down      weighted score norms pushed down for each one pushed up
+
+    python -m benchmarks.baseline_bias --lags 8 32 --seeds 0 1
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from benchmarks.calculator import Play, Policy, rollout, task, warm_start
+from benchmarks.reporting import header, table
+from benchmarks.stability import GROUP_SIZE, NUM_TASKS, BaselineRule, Trainer, without_weights
+from trainer import vcpo
+
+MAX_WEIGHT = 8.0
+RULES: dict[str, BaselineRule] = {
+    "none": lambda log_weight_G, norm_G, reward_G: torch.zeros(()),
+    "mean": lambda log_weight_G, norm_G, reward_G: reward_G.mean(),
+    "opob": vcpo.optimal_baseline,
+    "opob_safe": vcpo.safe_baseline,
+    "opob without w^2": without_weights,
+}
+COLUMNS = ("lag, seed", "rule", "kept", "cosine", "variance", "noise", "down", "b* above mean", "highest above")
+
+
+class Sample:
+    """Group gradients of every rule from one learner state. Groups of equal rewards count as 0 under a baseline."""
+
+    def __init__(self) -> None:
+        self.gradients: dict[str, list[Tensor]] = {rule: [] for rule in RULES}
+        self.pushed: dict[str, list[float]] = {rule: [0.0, 0.0] for rule in RULES}  # down, up
+        self.shifts: list[float] = []  # b* - mean R
+
+    def add(self, log_weight_G: Tensor, score_GP: Tensor, reward_G: Tensor) -> None:
+        """One group under every rule."""
+        norm_G = score_GP.norm(dim=1).double()
+        has_spread = bool((reward_G != reward_G[0]).any())
+        for name, rule in RULES.items():
+            baseline = rule(log_weight_G, norm_G, reward_G) if has_spread or name == "none" else reward_G[0]
+            assert baseline is not None
+            coefficient_G = log_weight_G.exp() * (reward_G - baseline)
+            self.gradients[name].append(coefficient_G.float() @ score_GP / len(reward_G))
+            if has_spread:
+                self.pushed[name][0] -= float((coefficient_G.clamp(max=0) * norm_G).sum())
+                self.pushed[name][1] += float((coefficient_G.clamp(min=0) * norm_G).sum())
+        if has_spread:
+            optimum = vcpo.optimal_baseline(log_weight_G, norm_G, reward_G)
+            assert optimum is not None
+            self.shifts.append(float(optimum - reward_G.mean()))
+
+    def rows(self, label: str) -> list[list[str]]:
+        """One line of the table a rule."""
+        none_NP = torch.stack(self.gradients["none"])
+        none_even, none_odd = none_NP[::2].mean(0), none_NP[1::2].mean(0)
+        none_square, none_variance = float(none_even @ none_odd), _variance(none_NP)
+        above = sum(shift > 0 for shift in self.shifts) / len(self.shifts)
+        rows = []
+        for name, gradients in self.gradients.items():
+            gradient_NP = torch.stack(gradients)
+            even, odd = gradient_NP[::2].mean(0), gradient_NP[1::2].mean(0)
+            kept = float(even @ none_odd + odd @ none_even) / 2 / none_square
+            cosine = kept * math.sqrt(none_square / max(float(even @ odd), 1e-30))
+            variance = _variance(gradient_NP) / none_variance
+            down = self.pushed[name][0] / self.pushed[name][1]
+            numbers = (kept, min(cosine, 1.0), variance, variance / kept**2, down)
+            tail = [f"{above:.0%}", f"{max(self.shifts):.2f}"] if name == "opob" else ["", ""]
+            rows.append([label, name, *(f"{number:.2f}" for number in numbers), *tail])
+        return rows
+
+
+def _variance(gradient_NP: Tensor) -> float:
+    return float((gradient_NP - gradient_NP.mean(0)).square().sum() / (len(gradient_NP) - 1))
+
+
+def measure(*, seed: int, lag: int, lr: float, num_steps: int, num_groups: int) -> Sample:
+    """Train for `num_steps` under `lag` with opob_safe, then sample groups from the weights of `lag` steps ago."""
+    policy, behind = Policy(), Policy()
+    policy.load_state_dict(warm_start(seed))
+    generator = torch.Generator().manual_seed(1000 + seed)
+    trainer = Trainer(policy, "opob_safe", lr)
+    kept: deque[dict[str, Tensor]] = deque(maxlen=lag + 1)
+    for _ in range(num_steps):
+        kept.append({name: value.clone() for name, value in policy.state_dict().items()})
+        behind.load_state_dict(kept[0])
+        trainer.step(_plays(behind, generator))
+    sample = Sample()
+    for _ in range(num_groups // NUM_TASKS):
+        plays = _plays(behind, generator)
+        ids_BT, acted_BT, log_ratios = trainer.scored(plays)
+        score_BP = trainer.scores(ids_BT, trainer.token_weights(plays, log_ratios, acted_BT))
+        for start in range(0, len(plays), GROUP_SIZE):
+            part = slice(start, start + GROUP_SIZE)
+            log_weight_G = torch.stack([ratio_N.sum() for ratio_N in log_ratios[part]]).clamp(max=math.log(MAX_WEIGHT))
+            reward_G = torch.tensor([play.reward for play in plays[part]], dtype=torch.float64)
+            sample.add(log_weight_G, score_BP[part], reward_G)
+    return sample
+
+
+def _plays(policy: Policy, generator: torch.Generator) -> list[Play]:
+    tasks = [one for one in (task(generator) for _ in range(NUM_TASKS)) for _ in range(GROUP_SIZE)]
+    return rollout(policy, tasks, generator)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lags", nargs="+", type=int, default=[8, 32])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--groups", type=int, default=48)
+    given = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    rows = []
+    for seed in given.seeds:
+        for lag in given.lags:
+            sample = measure(seed=seed, lag=lag, lr=given.lr, num_steps=given.steps, num_groups=given.groups)
+            rows += sample.rows(f"{lag}, {seed}")
+    print(header("What a baseline from its own group does", vars(given)) + "\n" + table(COLUMNS, rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,194 +1,253 @@
-"""Each trajectory's own gradient, its norm, and the weighted sum of all: a loop of exact single backwards.
+"""A step's policy gradient: which packs go through which passes, and what the groups come to.
 
-Knows nothing of DeepSpeed: it reads parameters and leaves a float32 sum beside them. Two gradient-sized buffers: the
-sum over the step, and sum_i wbar_i/s grad_i of the open group, by which the group's baseline is moved once the norms
-are known:  g += A - (b* - b_0) S  with A already taken about the reference baseline b_0, so that little cancels.
-Shapes: _G members of a group, _N action tokens of a trajectory.
+    g = 1/B sum_i A_i / L_i sum_t w_it grad log pi(a_it)        (trainer/family.py has A, L and w)
+
+Three ways, by what weights and baseline must know first:
+- one pass: a pack's own log-probabilities suffice, its backward follows its forward.
+- one pass with norms (baseline opob): packs of one group; its baseline is moved once its norms are known, by the score
+  sum that the same backward left beside the gradient:  g -= (b* - b_0) sum_i w_i/(s B) score_i.
+- two passes: all is scored first, with norms by proxy if so set; then weights and baselines; then every pack again.
+
+Knows nothing of DeepSpeed, but that ZeRO-3 wants every rank to make as many passes as the others.
+Shapes: _G members of a group, _N action tokens.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from agentrl.config import AlgorithmConfig
-from agentrl.types import Trajectory, TrajectoryGroup
-from trainer import objective, vcpo
-from trainer.logprobs import action_logprobs
+from agentrl.algorithm import AlgorithmConfig
+from agentrl.types import TrajectoryGroup
+from trainer import objective, packing, ratios
+from trainer.family import Member, MemberWeights, Objective
 from trainer.packing import action_tensors
+from trainer.passes import Passes, Run
+from trainer.score_sums import GradientSums
+from trainer.terms import GroupTerms, TrajectoryTerms
 
-LARGEST_LOG_WEIGHT = 80.0  # e^80 times a gradient still fits into float32
+__all__ = ["LARGEST_LOG_WEIGHT", "Estimator", "GradientSums", "GroupTerms", "TrajectoryTerms"]
 
+LARGEST_LOG_WEIGHT = ratios.LARGEST_LOG_WEIGHT
+DEFAULT_PACK_TOKENS = 8192
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrajectoryTerms:
-    """What one trajectory contributes, as numbers. Sums are over its action tokens."""
-
-    id: str
-    reward: float
-    log_weight: float  # untruncated
-    weight: float  # wbar, as the estimator uses it; infinite when it would leave float32
-    score_norm: float  # of grad log pi as the loss uses it (length-normalised or not); 0.0 where none was needed
-    lag: int
-    num_tokens: int
-    num_action_tokens: int
-    kl_sum: float
-    entropy_sum: float
-    num_parity_tokens: int  # sampled by the learner's own version
-    parity_sum: float  # |learner - behaviour| logprob over those
-    parity_max: float
-    parity_kl_sum: float  # KL(engine || learner), estimated on those
-
-    def non_finite(self) -> list[str]:
-        """Names of the numbers that are NaN or infinite."""
-        names = ("reward", "log_weight", "weight", "score_norm", "kl_sum", "entropy_sum")
-        return [name for name in names if not math.isfinite(getattr(self, name))]
+_SILENT = MemberWeights(
+    weight_N=torch.zeros(0, dtype=torch.float64), log_weight=0.0, log_used=0.0, num_clipped=0, num_weights=0
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupTerms:
-    """One group's members and what its baseline came to."""
+class _Draft:
+    """A group on its way through a step."""
 
-    trajectories: tuple[TrajectoryTerms, ...]
-    has_spread: bool
-    has_gradient: bool
-    baseline_minus_mean: float
+    runs: list[Run]  # [G]
+    reward_G: Tensor  # float64
+    has_advantages: bool
 
-
-class GradientSums:
-    """The step's sum and the open group's score sum, float32, one tensor per parameter."""
-
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self.total = [torch.zeros_like(parameter, dtype=torch.float32) for parameter in parameters]
-        self._scores = [torch.zeros_like(total) for total in self.total]
-
-    def reset(self) -> None:
-        """Start a step."""
-        for buffer in (*self.total, *self._scores):
-            buffer.zero_()
-
-    def add(self, gradients: Sequence[Tensor], *, coefficient: float, score: float) -> None:
-        """total += coefficient * gradients; open group's scores += score * gradients."""
-        for total, scores, gradient in zip(self.total, self._scores, gradients, strict=True):
-            total.add_(gradient, alpha=coefficient)
-            if score:
-                scores.add_(gradient, alpha=score)
-
-    def close_group(self, shift: float) -> None:
-        """Move the group's baseline by `shift`: total -= shift * scores. The next group starts empty."""
-        for total, scores in zip(self.total, self._scores, strict=True):
-            total.sub_(scores, alpha=shift)
-            scores.zero_()
+    @property
+    def acting(self) -> list[Run]:
+        return [run for run in self.runs if run.tensors.num_actions]
 
 
 class Estimator:
-    """Adds one group after another to a `GradientSums`, under one algorithm."""
+    """Turns whole groups into a `GradientSums`, under one algorithm.
 
-    def __init__(self, model: Any, algorithm: AlgorithmConfig) -> None:
-        self._model = model
-        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._algorithm = algorithm
-        self._max_weight = algorithm.max_weight if algorithm.truncation == "truncate" else None
-        self._is_optimal = algorithm.baseline == "opob"
-        self.sums = GradientSums(self._parameters)
+    `gather` collects a list over ranks, rank by rank; alone there is nothing to collect.
+    """
 
-    @property
-    def parameters(self) -> list[Tensor]:
+    def __init__(
+        self,
+        model: Any,
+        algorithm: AlgorithmConfig,
+        *,
+        pack_tokens: int = DEFAULT_PACK_TOKENS,
+        gather: Callable[[list[Any]], list[Any]] = lambda records: records,
+    ) -> None:
+        self._device: torch.device = model.device
+        self._objective = Objective(algorithm)
+        self._pack_tokens = pack_tokens
+        self._gather = gather
+        self._has_norms = self._objective.needs_norms and algorithm.baseline_norms == "exact"
+        self._has_proxies = self._objective.needs_norms and algorithm.baseline_norms == "proxy"
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         """The trained parameters, in the order of `sums.total`."""
-        return self._parameters
+        self.sums = GradientSums(self.parameters, has_scores=self._has_norms)
+        self._passes = Passes(model, self.sums)
 
-    def truncated(self, log_weight: float) -> float:
-        """Log of the weight that the estimator uses."""
-        return float(objective.truncated_log_weight(torch.tensor(log_weight, dtype=torch.float64), self._max_weight))
-
-    def add_group(self, group: TrajectoryGroup, *, policy_version: int, num_trajectories: int) -> GroupTerms:
-        """Add the group's share of g = 1/B sum_i wbar_i (R_i - b_i)/s grad_i, with B = `num_trajectories`.
+    def estimate(
+        self, groups: Sequence[TrajectoryGroup], *, policy_version: int, num_trajectories: int
+    ) -> list[GroupTerms]:
+        """Leave these groups' share of g in `sums`, with B = `num_trajectories`; one record a group, in their order.
 
         A group without reward spread (or with one member) has no gradient under a baseline or a standard deviation;
         its members are still scored, since their weights count in rho. Nothing is raised for NaN or infinities: see
         `TrajectoryTerms.non_finite`, by which the step must be refused.
         """
+        self.sums.reset()
+        drafts = [self._draft(group) for group in groups]
+        active = [draft for draft in drafts if draft.has_advantages]
+        idle = [run for draft in drafts if not draft.has_advantages for run in draft.acting]
+        if self._has_norms:
+            self._one_pass_with_norms(active, num_trajectories)
+            self._idle_pass(idle)
+        elif self._objective.needs_batch or self._has_proxies:
+            self._two_passes(active, idle, num_trajectories)
+        else:
+            self._plain_pass(active, num_trajectories)
+            self._idle_pass(idle)
+        return [_group_terms(draft, policy_version, self._objective) for draft in drafts]
+
+    def _draft(self, group: TrajectoryGroup) -> _Draft:
         reward_G = torch.tensor(group.rewards_G, dtype=torch.float64)
-        has_spread = objective.has_spread(reward_G)
-        wants_spread = self._algorithm.baseline != "none" or self._algorithm.normalize_by_std
-        has_gradient = has_spread or not wants_spread
-        baseline_G = self._reference_baseline(reward_G) if has_gradient else reward_G
-        std = float(objective.reward_std(reward_G)) if has_gradient and self._algorithm.normalize_by_std else 1.0
-        scale = 1 / (std * num_trajectories)
-        members = [
-            self._add_member(member, policy_version, scale, float(member.reward - baseline) if has_gradient else None)
-            for member, baseline in zip(group.trajectories, baseline_G, strict=True)
+        num_actions_G = torch.tensor([member.num_action_tokens for member in group.trajectories])
+        advantage_G = self._objective.advantages(reward_G, num_actions_G)
+        length_G = self._objective.lengths(num_actions_G)
+        scale = self._objective.score_scale(reward_G)
+        runs = [
+            Run(
+                trajectory=member,
+                tensors=action_tensors(member, self._device),
+                group_id=group.group_id,
+                index=index,
+                advantage=None if advantage_G is None else float(advantage_G[index]),
+                score_scale=scale,
+                length=float(length_G[index]),
+                weights=None if member.num_action_tokens else _SILENT,
+            )
+            for index, member in enumerate(group.trajectories)
         ]
-        shift = self._close_group(members, reward_G)
-        return GroupTerms(
-            trajectories=tuple(members),
-            has_spread=has_spread,
-            has_gradient=any(member.score_norm > 0 for member in members),
-            baseline_minus_mean=float((baseline_G - reward_G).mean()) + shift,
+        return _Draft(runs=runs, reward_G=reward_G, has_advantages=advantage_G is not None)
+
+    def _weigh(self, run: Run) -> None:
+        if run.weights is None:
+            run.weights = self._objective.weights(run.log_ratio_N, run.advantage or 0.0)
+
+    def _packed(self, runs: Sequence[Run]) -> list[list[Run]]:
+        plan = packing.plan([run.tensors.num_read for run in runs], self._pack_tokens)
+        return [[runs[index] for index in indices] for indices in plan]
+
+    def _each(self, packs: Sequence[list[Run]], make_pass: Callable[[list[Run]], None]) -> None:
+        """A pass a pack. Where ZeRO-3 divides weights among ranks, as many as the rank with the most packs makes."""
+        for runs in packs:
+            make_pass(runs)
+        if any(hasattr(parameter, "ds_shape") for parameter in self.parameters):
+            for _ in range(max(self._gather([len(packs)])) - len(packs)):
+                make_pass([])
+
+    def _idle_pass(self, runs: Sequence[Run]) -> None:
+        self._each(self._packed(runs), self._passes.scored)
+        for run in runs:
+            self._weigh(run)
+
+    def _plain_pass(self, active: Sequence[_Draft], num_trajectories: int) -> None:
+        acting = [run for draft in active for run in draft.acting]
+        self._each(
+            self._packed(acting),
+            lambda runs: self._passes.plain(runs, self._weigh, num_trajectories=num_trajectories),
         )
 
-    def _reference_baseline(self, reward_G: Tensor) -> Tensor:
-        match self._algorithm.baseline:
-            case "opob" | "mean":
-                return objective.mean_baseline(reward_G)
-            case "leave_one_out":
-                return objective.leave_one_out_baseline(reward_G)
-            case "none":
-                return torch.zeros_like(reward_G)
+    def _one_pass_with_norms(self, active: Sequence[_Draft], num_trajectories: int) -> None:
+        packs = [(runs, draft) for draft in active for runs in self._packed(draft.acting)]
+        draft_of = {id(runs): draft for runs, draft in packs}
+        ends = {id(draft): id(runs) for runs, draft in packs}
 
-    def _add_member(
-        self, trajectory: Trajectory, policy_version: int, scale: float, advantage: float | None
-    ) -> TrajectoryTerms:
-        tensors = action_tensors(trajectory, self._parameters[0].device)
-        num_actions = len(tensors.target_N)
-        wants_gradient = advantage is not None and num_actions > 0
-        with torch.set_grad_enabled(wants_gradient):
-            logprob_N, entropy_N = action_logprobs(self._model, tensors)
-        log_ratio_N = logprob_N.detach().double() - tensors.behavior_logprob_N
-        log_weight = float(objective.sequence_log_weight(logprob_N.detach(), tensors.behavior_logprob_N))
-        log_used = self.truncated(log_weight)
-        weight = math.exp(log_used) if log_used < LARGEST_LOG_WEIGHT else math.inf
-        score_norm = 0.0
-        if advantage is not None and num_actions > 0:
-            length = num_actions if self._algorithm.normalize_by_length else 1
-            gradients = [g.float() for g in torch.autograd.grad(logprob_N.sum() / length, self._parameters)]
-            score_norm = float(torch.nn.utils.get_total_norm(gradients))
-            if math.isfinite(weight):
-                score = weight * scale if self._is_optimal else 0.0
-                self.sums.add(gradients, coefficient=weight * scale * advantage, score=score)
-        same_N = log_ratio_N[tensors.policy_version_N == policy_version]
-        error_N = same_N.abs()
-        return TrajectoryTerms(
-            id=trajectory.id,
-            reward=trajectory.reward,
-            log_weight=log_weight,
-            weight=weight,
-            score_norm=score_norm,
-            lag=policy_version - trajectory.policy_version if num_actions else 0,
-            num_tokens=len(trajectory.token_ids()),
-            num_action_tokens=num_actions,
-            kl_sum=float(objective.behavior_kl(log_ratio_N).sum()),
-            entropy_sum=float(entropy_N.double().sum()),
-            num_parity_tokens=len(error_N),
-            parity_sum=float(error_N.sum()),
-            parity_max=float(error_N.max()) if len(error_N) else 0.0,
-            parity_kl_sum=float(objective.behavior_kl(same_N).sum()),
-        )
+        def make_pass(runs: list[Run]) -> None:
+            self._passes.split(runs, self._weigh, num_trajectories=num_trajectories)
+            if runs and ends[id(draft := draft_of[id(runs)])] == id(runs):
+                self.sums.close_group(self._move_baseline(draft))
 
-    def _close_group(self, members: Sequence[TrajectoryTerms], reward_G: Tensor) -> float:
-        """Move from the reference baseline to b*. Returns b* - mean R; 0.0 where there is nothing to move."""
-        if not self._is_optimal or any(member.non_finite() for member in members):
+        self._each([runs for runs, _ in packs], make_pass)
+
+    def _two_passes(self, active: Sequence[_Draft], idle: Sequence[Run], num_trajectories: int) -> None:
+        acting = [run for draft in active for run in draft.acting]
+        self._each(self._packed(acting), self._passes.proxies if self._has_proxies else self._passes.scored)
+        self._each(self._packed(idle), self._passes.scored)
+        if self._objective.needs_batch:
+            self._weigh_batch([*acting, *idle])
+        for run in (*acting, *idle):
+            self._weigh(run)
+        if self._has_proxies:
+            for draft in active:
+                self._move_baseline(draft)
+        self._plain_pass(active, num_trajectories)
+
+    def _weigh_batch(self, runs: Sequence[Run]) -> None:
+        """Weights that depend on every trajectory of the step, of all ranks: each rank computes all of them alike."""
+        mine = [((run.group_id, run.index), _member(run)) for run in runs]
+        everyone = sorted(self._gather(mine), key=lambda pair: pair[0])
+        weights = self._objective.batch_weights([member for _, member in everyone])
+        found = {key: one for (key, _), one in zip(everyone, weights, strict=True)}
+        for run in runs:
+            run.weights = found[run.group_id, run.index]
+
+    def _move_baseline(self, draft: _Draft) -> float:
+        """From the reference baseline to b*, in its members' advantages. Returns b* - b_0; 0.0 where there is none."""
+        runs = draft.runs
+        numbers = [x for run in runs for x in (run.used.log_weight, run.score_norm, run.weight)]
+        if not all(map(math.isfinite, numbers)) or not bool(draft.reward_G.isfinite().all()):
             return 0.0
-        optimum = vcpo.optimal_baseline(
-            torch.tensor([self.truncated(member.log_weight) for member in members], dtype=torch.float64),
-            torch.tensor([member.score_norm for member in members], dtype=torch.float64),
-            reward_G,
+        optimum = self._objective.baseline(
+            torch.tensor([run.used.log_used for run in runs], dtype=torch.float64),
+            torch.tensor([run.score_norm for run in runs], dtype=torch.float64),
+            draft.reward_G,
         )
-        shift = 0.0 if optimum is None else float(optimum - reward_G.mean())
-        self.sums.close_group(shift)
+        shift = 0.0 if optimum is None else float(optimum - draft.reward_G.mean())
+        for run in runs:
+            if run.advantage is not None:
+                run.advantage -= shift * run.score_scale
         return shift
+
+
+def _member(run: Run) -> Member:
+    return Member(
+        log_ratio_N=run.log_ratio_N,
+        advantage=run.advantage or 0.0,
+        reward=run.trajectory.reward,
+        group=run.group_id,
+        logit_norm2_N=run.logit_norm2_N,
+    )
+
+
+def _group_terms(draft: _Draft, policy_version: int, family: Objective) -> GroupTerms:
+    has_gradient = draft.has_advantages and bool(draft.acting)
+    if family.needs_norms:
+        has_gradient = has_gradient and any(run.score_norm > 0 for run in draft.runs)
+    shifts = []
+    if has_gradient and not family.needs_logits:  # a baseline a token is no number of the group
+        shifts = [run.trajectory.reward - (run.advantage or 0.0) / run.score_scale for run in draft.runs]
+    return GroupTerms(
+        trajectories=tuple(_terms(run, policy_version) for run in draft.runs),
+        has_spread=objective.has_spread(draft.reward_G),
+        has_gradient=has_gradient,
+        baseline_minus_mean=sum(shifts) / len(shifts) - float(draft.reward_G.mean()) if shifts else 0.0,
+    )
+
+
+def _terms(run: Run, policy_version: int) -> TrajectoryTerms:
+    trajectory, tensors = run.trajectory, run.tensors
+    same_N = run.log_ratio_N[tensors.policy_version_N == policy_version]
+    error_N = same_N.abs()
+    return TrajectoryTerms(
+        id=trajectory.id,
+        reward=trajectory.reward,
+        log_weight=run.used.log_weight,
+        weight=run.weight,
+        num_clipped=run.used.num_clipped,
+        num_weights=run.used.num_weights,
+        advantage=run.advantage or 0.0,
+        score_norm=run.score_norm,
+        lag=policy_version - trajectory.policy_version if tensors.num_actions else 0,
+        num_tokens=len(trajectory.token_ids()),
+        num_action_tokens=tensors.num_actions,
+        kl_sum=float(objective.behavior_kl(run.log_ratio_N).sum()),
+        entropy_sum=run.entropy_sum,
+        num_parity_tokens=len(error_N),
+        parity_sum=float(error_N.sum()),
+        parity_max=float(error_N.max()) if len(error_N) else 0.0,
+        parity_kl_sum=float(objective.behavior_kl(same_N).sum()),
+    )

@@ -18,10 +18,10 @@ from torch import Tensor, distributed
 from agentrl.config import Config
 from agentrl.errors import ConfigError, LearnerError, StaleTrajectoryError
 from agentrl.types import Batch, StepOutput
-from trainer import ranks, vcpo, vitals
-from trainer.gradients import Estimator, GroupTerms
-from trainer.logprobs import check_head
+from trainer import feed, ranks, self_test, vcpo, vitals
+from trainer.gradients import Estimator
 from trainer.packing import share_of_rank
+from trainer.terms import GroupTerms
 
 log = logging.getLogger(__name__)
 
@@ -40,9 +40,13 @@ class Learner:
         self.policy_version = policy_version
         self._config = config
         self.model = load_model(config).to(self.device)
-        check_head(self.model)
+        self_test.prepare(self.model)
+        if config.learner.gradient_checkpointing:
+            checkpoint_layers(self.model)
         self._engine = _deepspeed_engine(self.model, config)
-        self._estimator = Estimator(self.model, config.algorithm)
+        self._estimator = Estimator(
+            self.model, config.algorithm, pack_tokens=config.learner.pack_tokens, gather=ranks.gather
+        )
         self._rho_base = vcpo.RhoBase(config.algorithm.rho_base)
         self._skipped_steps = 0
 
@@ -50,7 +54,8 @@ class Learner:
         """One optimizer step; every rank calls it with the same batch and gets the same answer.
 
         A step whose gradient holds a NaN or an infinity is refused: the weights and the optimizer stay as they are,
-        `learner/skipped_steps` counts it and the log names the trajectory. The policy version advances all the same,
+        `learner/skipped_steps` counts it and the log names the trajectory; so is one whose ESS ratio is below
+        `algorithm.refuse_below`. The policy version advances all the same,
         so that whoever waits for version v + 1 gets it; the weights of v + 1 then equal those of v.
 
         Raises:
@@ -61,12 +66,20 @@ class Learner:
         self._check(batch)
         groups = self._estimate(batch)
         metrics = vitals.counts(groups) | vitals.policy(groups) | self._weight_metrics(groups)
-        reasons = _refusals(groups) or ranks.gather(_overflow(self._estimator.sums.total))
-        if reasons:
+        rho = _rho(groups)
+        reasons = (
+            _refusals(groups)
+            or ranks.gather(_overflow(self._estimator.sums.total))
+            or _too_few(rho, self._config.algorithm.refuse_below)
+        )
+        if reasons or rho is None:
             self._skipped_steps += 1
             log.warning("step %d refused, weights kept: %s", self.policy_version + 1, "; ".join(reasons[:5]))
         else:
-            metrics |= self._update(metrics)
+            metrics |= self._update(rho, max_lag=max(member.lag for member in vitals.members(groups)))
+        metrics |= vitals.signs(groups, algorithm=self._config.algorithm, grad_norm=metrics.get("learner/grad_norm"))
+        for alarm in vitals.alarms(metrics):
+            log.warning("step %d: %s", self.policy_version + 1, alarm)
         self.policy_version += 1
         step_s = time.perf_counter() - started_s
         metrics |= {
@@ -74,7 +87,7 @@ class Learner:
             "learner/step_s": step_s,
             "learner/tokens_per_s": metrics["learner/num_tokens"] / step_s,
         }
-        return StepOutput(policy_version=self.policy_version, metrics=metrics)
+        return StepOutput(policy_version=self.policy_version, metrics=metrics, ess_ratio=rho)
 
     def logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """log p(token[t+1] | token[:t+1]) under the present weights. [T-1]"""
@@ -103,26 +116,21 @@ class Learner:
     def _estimate(self, batch: Batch) -> list[GroupTerms]:
         """Leave this rank's share of the gradient in the estimator's sums; return the terms of all ranks' groups."""
         mine = share_of_rank(batch.groups, rank=distributed.get_rank(), num_ranks=distributed.get_world_size())
-        self._estimator.sums.reset()
         return ranks.gather(
-            [
-                self._estimator.add_group(
-                    group, policy_version=self.policy_version, num_trajectories=len(batch.trajectories())
-                )
-                for group in mine
-            ]
+            self._estimator.estimate(
+                mine, policy_version=self.policy_version, num_trajectories=len(batch.trajectories())
+            )
         )
 
     def _weight_metrics(self, groups: list[GroupTerms]) -> dict[str, float]:
         algorithm = self._config.algorithm
-        return vitals.weights(groups, max_weight=algorithm.max_weight if algorithm.truncation == "truncate" else None)
+        return vitals.weights(groups, max_weight=algorithm.max_weight if algorithm.treatment == "truncate" else None)
 
-    def _update(self, metrics: dict[str, float]) -> dict[str, float]:
+    def _update(self, rho: float, *, max_lag: int) -> dict[str, float]:
         """Hand the gradient to DeepSpeed and step at this step's own learning rate."""
-        rho = metrics["learner/ess_ratio"]
-        rho_base = self._rho_base.observe(rho, max_lag=int(metrics["learner/lag_max"]))
+        rho_base = self._rho_base.observe(rho, max_lag=max_lag)
         scale = vcpo.step_scale(rho, rho_base, self._config.algorithm.step_scale)
-        self._feed(self._estimator.sums.total)
+        feed.hand_over(self._engine, self._estimator.sums, factor=-float(distributed.get_world_size()))
         own_norm = self._reduced_norm()
         with _scaled_rate(self._engine.optimizer.param_groups, scale):
             self._engine.step()
@@ -132,14 +140,6 @@ class Learner:
             "learner/rho_base": rho_base,
             "learner/grad_norm": float(self._engine.get_global_grad_norm() or own_norm),
         }
-
-    def _feed(self, gradients: Sequence[Tensor]) -> None:
-        """A loss with our gradient: sum p * g. DeepSpeed descends and averages over ranks: hence sign and factor."""
-        factor = -float(distributed.get_world_size())
-        surrogate = torch.zeros((), device=self.device)
-        for parameter, gradient in zip(self._estimator.parameters, gradients, strict=True):
-            surrogate = surrogate + (parameter * (gradient * factor).to(parameter.dtype)).sum()
-        self._engine.backward(surrogate)
 
     def _reduced_norm(self) -> float:
         """Norm of what lies on the parameters: in stage 0 with float32 DeepSpeed reduces there and reports no norm."""
@@ -156,6 +156,22 @@ def load_model(config: Config) -> Any:
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot load model.path={config.model.path}: {error}") from error
     return model.eval()
+
+
+def checkpoint_layers(model: Any) -> None:
+    """Keep only layers' inputs and compute the rest again in the backward. Raises ConfigError where that is unknown.
+
+    transformers does so in training mode only, which is here set for the layers as such: their dropout stays off.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    try:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    except ValueError as error:
+        raise ConfigError(f"learner.gradient_checkpointing: {error}") from error
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.training = True
 
 
 def deepspeed_config(config: Config) -> dict[str, Any]:
@@ -209,6 +225,19 @@ def _refusals(groups: Sequence[GroupTerms]) -> list[str]:
         for trajectory in vitals.members(groups)
         if (names := trajectory.non_finite())
     ]
+
+
+def _rho(groups: Sequence[GroupTerms]) -> float | None:
+    """ESS ratio of the trajectories whose numbers are finite; None without any."""
+    log_weights = [member.log_weight for member in vitals.members(groups) if not member.non_finite()]
+    return float(vcpo.ess_ratio(torch.tensor(log_weights, dtype=torch.float64))) if log_weights else None
+
+
+def _too_few(rho: float | None, refuse_below: float | None) -> list[str]:
+    """Empty, or that too few trajectories carry the weight of all."""
+    if rho is None or refuse_below is None or rho >= refuse_below:
+        return []
+    return [f"ESS ratio {rho:.3g} is below algorithm.refuse_below={refuse_below:g}"]
 
 
 def _overflow(gradients: Sequence[Tensor]) -> list[str]:

@@ -1,12 +1,15 @@
-"""From episodes to tensors, and from a batch to each rank's share. Knows no model and no maths.
+"""From episodes to packs: token-budgeted micro-batches in which trajectories lie side by side.
 
-Shapes: _S tokens the model reads, _N action tokens.
+Knows no model and no maths.
+
+Shapes: _S tokens of a pack that the model reads, _N its action tokens, _n its segments (one a trajectory).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -22,8 +25,40 @@ class ActionTensors:
     input_ids_S: Tensor  # int64
     predictor_N: Tensor  # int64, position in input_ids_S whose next token is the action
     target_N: Tensor  # int64, the action
-    behavior_logprob_N: Tensor  # float64, natural log
-    policy_version_N: Tensor  # int64
+    behavior_logprob_N: Tensor  # float64, natural log; on the CPU, where weights are computed
+    policy_version_N: Tensor  # int64, on the CPU
+
+    @property
+    def num_read(self) -> int:
+        """Tokens that the model reads."""
+        return len(self.input_ids_S)
+
+    @property
+    def num_actions(self) -> int:
+        """Action tokens."""
+        return len(self.target_N)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pack:
+    """Trajectories one behind the other. Nothing may attend from one segment to another."""
+
+    input_ids_S: Tensor  # int64
+    position_ids_S: Tensor  # int64, from 0 in every segment
+    bounds: tuple[int, ...]  # [n + 1] segment i reads [bounds[i], bounds[i + 1])
+    predictor_N: Tensor  # int64, position in input_ids_S whose next token is the action
+    target_N: Tensor  # int64, the action
+    action_bounds: tuple[int, ...]  # [n + 1] segment i acts in [action_bounds[i], action_bounds[i + 1])
+
+    @property
+    def num_segments(self) -> int:
+        """Trajectories in the pack."""
+        return len(self.bounds) - 1
+
+    def per_segment(self, values_N: Tensor) -> tuple[Tensor, ...]:
+        """Cut what belongs to action tokens into segments."""
+        lengths = [end - start for start, end in zip(self.action_bounds, self.action_bounds[1:], strict=False)]
+        return torch.split(values_N, lengths)
 
 
 def action_tensors(trajectory: Trajectory, device: torch.device) -> ActionTensors:
@@ -41,9 +76,61 @@ def action_tensors(trajectory: Trajectory, device: torch.device) -> ActionTensor
         input_ids_S=ids_T[:num_read].to(device),
         predictor_N=(position_N - 1).to(device),
         target_N=ids_T[position_N].to(device),
-        behavior_logprob_N=behavior_T[position_N].to(device),
-        policy_version_N=version_T[position_N].to(device),
+        behavior_logprob_N=behavior_T[position_N],
+        policy_version_N=version_T[position_N],
     )
+
+
+def join(members: Sequence[ActionTensors]) -> Pack:
+    """Lay trajectories side by side, in this order. Each must have at least one action token."""
+    bounds = (0, *accumulate(member.num_read for member in members))
+    device = members[0].input_ids_S.device
+    return Pack(
+        input_ids_S=torch.cat([member.input_ids_S for member in members]),
+        position_ids_S=torch.cat([torch.arange(member.num_read, device=device) for member in members]),
+        bounds=bounds,
+        predictor_N=torch.cat([member.predictor_N + start for member, start in zip(members, bounds[:-1], strict=True)]),
+        target_N=torch.cat([member.target_N for member in members]),
+        action_bounds=(0, *accumulate(member.num_actions for member in members)),
+    )
+
+
+def plan(num_read: Sequence[int], budget_tokens: int) -> list[list[int]]:
+    """Which trajectory lies in which pack: as few packs as first-fit-decreasing finds, then evened out.
+
+    `num_read[i]` are the tokens that trajectory i reads; each index is returned exactly once. No pack exceeds the
+    budget, except that of a single trajectory which exceeds it alone. The same lengths always give the same plan.
+    """
+    order = sorted(range(len(num_read)), key=lambda index: (-num_read[index], index))
+    packs = _first_fit(order, num_read, budget_tokens)
+    even = _evened(order, num_read, len(packs))
+    is_within = all(len(pack) == 1 or sum(num_read[i] for i in pack) <= budget_tokens for pack in even)
+    return [sorted(pack) for pack in (even if is_within else packs)]
+
+
+def _first_fit(order: Sequence[int], num_read: Sequence[int], budget_tokens: int) -> list[list[int]]:
+    packs: list[list[int]] = []
+    loads: list[int] = []
+    for index in order:
+        room = (at for at, load in enumerate(loads) if load + num_read[index] <= budget_tokens)
+        at = next(room, len(packs))
+        if at == len(packs):
+            packs.append([])
+            loads.append(0)
+        packs[at].append(index)
+        loads[at] += num_read[index]
+    return packs
+
+
+def _evened(order: Sequence[int], num_read: Sequence[int], num_packs: int) -> list[list[int]]:
+    """The largest first, each to the pack with the fewest tokens so far."""
+    packs: list[list[int]] = [[] for _ in range(num_packs)]
+    loads = [0] * num_packs
+    for index in order:
+        lightest = loads.index(min(loads))
+        packs[lightest].append(index)
+        loads[lightest] += num_read[index]
+    return packs
 
 
 def num_tokens(group: TrajectoryGroup) -> int:
@@ -56,10 +143,6 @@ def share_of_rank(groups: Sequence[TrajectoryGroup], *, rank: int, num_ranks: in
 
     A group stays on one rank because its baseline needs all its members. Every rank computes the same split.
     """
-    shares: list[list[TrajectoryGroup]] = [[] for _ in range(num_ranks)]
-    loads = [0] * num_ranks
-    for group in sorted(groups, key=lambda group: (-num_tokens(group), group.group_id)):
-        lightest = loads.index(min(loads))
-        shares[lightest].append(group)
-        loads[lightest] += num_tokens(group)
-    return shares[rank]
+    order = sorted(groups, key=lambda group: (-num_tokens(group), group.group_id))
+    shares = _evened(range(len(order)), [num_tokens(group) for group in order], num_ranks)
+    return [order[index] for index in shares[rank]]

@@ -13,15 +13,18 @@ from trainer_builders import completion, episode, group, mixed_groups, plain_log
 
 from agentrl.config import AlgorithmConfig
 from agentrl.types import TrajectoryGroup, Turn
-from trainer.gradients import Estimator, GroupTerms
+from trainer import attention
+from trainer.gradients import Estimator
+from trainer.terms import GroupTerms
 
 
 def estimate(
-    model: Any, groups: list[TrajectoryGroup], algorithm: AlgorithmConfig
+    model: Any, groups: list[TrajectoryGroup], algorithm: AlgorithmConfig, *, pack_tokens: int = 8192
 ) -> tuple[torch.Tensor, list[GroupTerms]]:
-    estimator = Estimator(model, algorithm)
+    attention.install(model)
+    estimator = Estimator(model, algorithm, pack_tokens=pack_tokens)
     size = sum(len(group.trajectories) for group in groups)
-    terms = [estimator.add_group(group, policy_version=0, num_trajectories=size) for group in groups]
+    terms = estimator.estimate(groups, policy_version=0, num_trajectories=size)
     return torch.cat([total.flatten() for total in estimator.sums.total]), terms
 
 
@@ -41,13 +44,15 @@ def reference(model: Any, groups: list[TrajectoryGroup], algorithm: AlgorithmCon
             loss = (logprobs * mask).sum() / (mask.sum() if algorithm.normalize_by_length else 1)
             scores.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)]))
             ratio = ((logprobs.detach() - behavior) * mask).sum().exp()
-            weights.append(ratio.clamp(max=algorithm.max_weight) if algorithm.truncation == "truncate" else ratio)
+            weights.append(ratio.clamp(max=algorithm.max_weight) if algorithm.treatment == "truncate" else ratio)
         score, weight = torch.stack(scores), torch.stack(weights)
         if len(set(one.rewards_G)) == 1 and algorithm.baseline != "none":
             continue
         importance = weight.square() * score.square().sum(1)
+        optimum = (importance * rewards).sum() / importance.sum()
         baseline = {
-            "opob": (importance * rewards).sum() / importance.sum(),
+            "opob": optimum,
+            "opob_safe": torch.minimum(optimum, rewards.mean()),
             "mean": rewards.mean(),
             "leave_one_out": (rewards.sum() - rewards) / (len(rewards) - 1),
             "none": torch.zeros(()),
@@ -66,13 +71,13 @@ def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     [
         AlgorithmConfig(),
         AlgorithmConfig(normalize_by_length=False, normalize_by_std=True),
-        AlgorithmConfig(truncation="none"),
+        AlgorithmConfig(treatment="none"),
         AlgorithmConfig(max_weight=0.9),
         AlgorithmConfig(baseline="mean"),
         AlgorithmConfig(baseline="leave_one_out"),
         AlgorithmConfig(baseline="none"),
     ],
-    ids=lambda a: f"{a.baseline}-{a.truncation}-{a.max_weight}-{a.normalize_by_length}",
+    ids=lambda a: f"{a.baseline}-{a.treatment}-{a.max_weight}-{a.normalize_by_length}",
 )
 def test_gradient_equals_the_equations_in_float64(tiny_model: Any, algorithm: AlgorithmConfig) -> None:
     groups = mixed_groups(tiny_model)
@@ -170,7 +175,7 @@ def test_an_untruncated_weight_beyond_float32_is_reported_not_used(tiny_model: A
         "far", [Turn(observation_ids=(1, 2), completion=completion((3,) * 40, (-20.0,) * 40, 0))], reward=1.0
     )
     one = group(0, [unlikely, episode("b", reward=0.0, model=tiny_model)])
-    _, terms = estimate(tiny_model, [one], AlgorithmConfig(truncation="none"))
+    _, terms = estimate(tiny_model, [one], AlgorithmConfig(treatment="none"))
     assert terms[0].trajectories[0].non_finite() == ["weight"]
     ours, terms = estimate(tiny_model, [one], AlgorithmConfig())
     assert terms[0].trajectories[0].weight == pytest.approx(8.0)

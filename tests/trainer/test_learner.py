@@ -39,7 +39,7 @@ def plain_torch(model: Any, groups: list[TrajectoryGroup]) -> torch.Tensor:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01)
     for version in range(3):
         estimator = Estimator(model, config(Path()).algorithm)
-        terms = [estimator.add_group(g, policy_version=version, num_trajectories=12) for g in groups]
+        terms = estimator.estimate(groups, policy_version=version, num_trajectories=12)
         log_weight_B = torch.tensor([m.log_weight for g in terms for m in g.trajectories], dtype=torch.float64)
         for parameter, gradient in zip(model.parameters(), estimator.sums.total, strict=True):
             parameter.grad = -gradient
@@ -49,7 +49,7 @@ def plain_torch(model: Any, groups: list[TrajectoryGroup]) -> torch.Tensor:
     return weights_of(model)
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_steps_through_deepspeed_equal_plain_torch(tiny_model_dir: Path, tiny_model: Any, zero_stage: int) -> None:
     groups, before = mixed_groups(tiny_model), weights_of(tiny_model)
     learner = Learner(config(tiny_model_dir, learner={**SETTINGS, "zero_stage": zero_stage}))
@@ -60,8 +60,7 @@ def test_steps_through_deepspeed_equal_plain_torch(tiny_model_dir: Path, tiny_mo
 
 def plain_norm(model: Any, groups: list[TrajectoryGroup]) -> float:
     estimator = Estimator(model, config(Path()).algorithm)
-    for one in groups:
-        estimator.add_group(one, policy_version=0, num_trajectories=12)
+    estimator.estimate(groups, policy_version=0, num_trajectories=12)
     return float(torch.cat([total.flatten() for total in estimator.sums.total]).norm())
 
 
@@ -117,6 +116,9 @@ METRICS = [
     "kl",
     "entropy",
     "baseline_minus_mean",
+    "baseline_minus_mean_min",
+    "baseline_minus_mean_max",
+    "baseline_above_mean",
     "zero_variance_groups",
     "groups_without_gradient",
     "lag_mean",
@@ -136,7 +138,8 @@ METRICS = [
 def test_a_step_reports_every_metric_finite_and_advances_the_version(learner: Learner, tiny_model: Any) -> None:
     output = learner.step(batch(mixed_groups(tiny_model)))
     assert output.policy_version == learner.policy_version == 1
-    assert set(output.metrics) == {f"learner/{name}" for name in METRICS}
+    assert {name for name in output.metrics if not name.startswith("vitals/")} == {f"learner/{x}" for x in METRICS}
+    assert output.ess_ratio == output.metrics["learner/ess_ratio"]
     assert all(math.isfinite(value) for value in output.metrics.values())
     assert output.metrics["learner/zero_variance_groups"] == 1.0
     assert output.metrics["learner/num_trajectories"] == 12.0
@@ -200,6 +203,18 @@ def test_a_nan_refuses_the_step_keeps_the_weights_and_names_the_trajectory(
     assert all(math.isfinite(value) for value in output.metrics.values())
     assert learner.step(batch(groups, version=1)).metrics["learner/skipped_steps"] == 1.0
     assert not torch.equal(before, weights_of(learner.model))
+
+
+def test_too_small_an_ess_ratio_refuses_the_step_where_so_set(
+    tiny_model_dir: Path, tiny_model: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    groups = mixed_groups(tiny_model, off_policy=0.3)
+    learner = Learner(config(tiny_model_dir, algorithm={"refuse_below": 0.95}, learner={"lr": 1e-3}))
+    before = weights_of(learner.model)
+    output = learner.step(batch(groups))
+    assert output.ess_ratio is not None and output.ess_ratio < 0.95
+    assert torch.equal(before, weights_of(learner.model)) and output.metrics["learner/skipped_steps"] == 1.0
+    assert "refuse_below" in caplog.text
 
 
 def test_nan_weights_refuse_every_step(learner: Learner, tiny_model: Any) -> None:

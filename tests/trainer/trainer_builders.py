@@ -49,7 +49,43 @@ def trajectory(name: str, turns: Sequence[Turn], *, reward: float) -> Trajectory
 def plain_logprobs(model: Any, ids: Sequence[int]) -> torch.Tensor:
     """log p(ids[t] | ids[:t]) for t >= 1 from the whole model's own logits. [T-1]"""
     logits_TV = model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0]
+    logits_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
     return logits_TV[:-1].log_softmax(-1).gather(1, torch.tensor(list(ids))[1:, None])[:, 0]
+
+
+def action_logprobs(model: Any, one: Trajectory) -> torch.Tensor:
+    """The same of the action tokens alone. [N]"""
+    positions = [t - 1 for t, acted in enumerate(one.action_mask()) if acted]
+    return plain_logprobs(model, one.token_ids())[positions]
+
+
+ARCHITECTURES = ["Qwen3", "Qwen3-tied", "Qwen2", "Qwen2-tied", "Llama", "Llama-tied"]
+
+
+def architecture(name: str) -> Any:
+    """A random 2-layer model of that class, every weight (scales and biases too) moved off its initial value."""
+    import transformers
+
+    family, _, tied = name.partition("-")
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    extra = {"head_dim": 16} if family == "Qwen3" else {}
+    settings = getattr(transformers, f"{family}Config")(
+        vocab_size=VOCAB, num_key_value_heads=2, tie_word_embeddings=bool(tied), pad_token_id=0, **shape, **extra
+    )
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}ForCausalLM")(settings).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model
+
+
+def uneven_episodes() -> list[Trajectory]:
+    """Several turns, a single action token, a long one, and one that reads the padding id."""
+    shapes = [((6, 4), (5, 3)), ((9, 1),), ((3, 12), (2, 2)), ((40, 50),)]
+    episodes = [episode(str(i), reward=1.0, seed=i, shape=shape) for i, shape in enumerate(shapes)]
+    padded = Turn(observation_ids=(5, 0, 0, 6), completion=completion((9, 0, 3), (-1.0,) * 3, 0))
+    return [*episodes, trajectory("padded", [padded], reward=1.0)]
 
 
 def episode(

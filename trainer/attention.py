@@ -1,0 +1,128 @@
+"""Causal attention that never looks from one segment of a pack into another, as one interface of transformers.
+
+On CPUs a loop of ordinary causal attention over the segments: the work is exactly that of the trajectories alone. On
+GPUs, in half precision, one call of flash attention with the segments' bounds. Knows nothing of what segments are.
+
+Shapes: _S tokens of a pack, H query heads, K key heads, D head size.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from agentrl.errors import ConfigError
+
+NAME = "agentrl_packed"
+HALF = (torch.bfloat16, torch.float16)
+# What some architectures add to attention; none of it is computed here.
+_UNKNOWN = ("softcap", "s_aux", "position_bias", "cache")
+
+
+def install(model: Any) -> None:
+    """Let every layer of `model` attend through this file. Raises ConfigError where the architecture cannot."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, _attend)
+    AttentionMaskInterface.register(NAME, _no_mask)
+    try:
+        model.set_attn_implementation(NAME)
+    except ValueError as error:
+        raise ConfigError(f"{type(model).__name__} takes no attention of ours: {error}") from error
+
+
+def segment_arguments(bounds: Sequence[int], device: torch.device) -> dict[str, Any]:
+    """Keyword arguments of the model's call, beside position ids and `use_cache=False`, for segments at `bounds`."""
+    arguments: dict[str, Any] = {"segment_bounds": tuple(bounds)}
+    if device.type == "cuda":
+        arguments["segment_bounds_on_device"] = torch.tensor(bounds, dtype=torch.int32, device=device)
+    return arguments
+
+
+def _no_mask(**_: Any) -> None:
+    """Segments stand in for a mask; given a mask, transformers would find packs by position ids and build one."""
+    return None
+
+
+def _attend(
+    module: nn.Module,
+    query_1HSD: Tensor,
+    key_1KSD: Tensor,
+    value_1KSD: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    segment_bounds: tuple[int, ...] | None = None,
+    segment_bounds_on_device: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Transformers' attention interface. Without bounds, every row of the batch is one segment."""
+    if attention_mask is not None or dropout or any(others.get(name) is not None for name in _UNKNOWN):
+        raise ConfigError(f"{type(module).__name__} asks of its attention what the packed one does not do")
+    if segment_bounds_on_device is not None and segment_bounds is not None and query_1HSD.dtype in HALF:
+        out_SHD = _varlen(
+            *(tensor[0].transpose(0, 1) for tensor in (query_1HSD, key_1KSD, value_1KSD)),
+            bounds=segment_bounds_on_device,
+            longest=max(end - start for start, end in itertools.pairwise(segment_bounds)),
+            scaling=scaling,
+            sliding_window=sliding_window,
+        )
+        return out_SHD[None], None
+    bounds = segment_bounds or (0, query_1HSD.shape[2])
+    lengths = [end - start for start, end in itertools.pairwise(bounds)]
+    parts = zip(*(torch.split(tensor, lengths, dim=2) for tensor in (query_1HSD, key_1KSD, value_1KSD)), strict=True)
+    out = [_causal(*part, scaling=scaling, sliding_window=sliding_window) for part in parts]
+    return torch.cat(out, dim=2).transpose(1, 2).contiguous(), None
+
+
+def _causal(query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None, sliding_window: int | None) -> Tensor:
+    length = query.shape[2]
+    mask = None
+    if sliding_window is not None and length > sliding_window:
+        position_S = torch.arange(length, device=query.device)
+        distance_SS = position_S[:, None] - position_S
+        mask = (distance_SS >= 0) & (distance_SS < sliding_window)
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+def _varlen(
+    query_SHD: Tensor,
+    key_SKD: Tensor,
+    value_SKD: Tensor,
+    *,
+    bounds: Tensor,
+    longest: int,
+    scaling: float | None,
+    sliding_window: int | None,
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    out_SHD = varlen_attn(
+        query_SHD,
+        key_SKD,
+        value_SKD,
+        bounds,
+        bounds,
+        longest,
+        longest,
+        scale=scaling,
+        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+        enable_gqa=query_SHD.shape[1] != key_SKD.shape[1],
+    )
+    assert isinstance(out_SHD, Tensor)
+    return out_SHD

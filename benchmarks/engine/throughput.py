@@ -92,7 +92,9 @@ async def _rates(server: Server, generator: Generator, num_rounds: Mapping[int, 
         "\n## Throughput\n\nModel of configs/quickstart.yaml's shape (random). A session has "
         f"{NUM_TURNS} turns: first prompt {FIRST_TOKENS} tokens, then {MAX_TOKENS} generated and {OBSERVATION_TOKENS} "
         "observed a turn. Rounds in turns after one that warms up: median (least to greatest). The prefix cache is "
-        "emptied before each. The load comes from a process of its own on the same machine.\n\n"
+        "emptied before each. The load comes from a process of its own on the same machine. All sessions start at once "
+        "and their turns are equally long, so they stay in step: what a client does for one request delays all that "
+        "stand behind it. Real sessions spread out.\n\n"
     )
     return intro + reporting.table(columns, rows), misses
 

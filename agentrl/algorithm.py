@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
 from agentrl.presets import OPTIMAL, Baseline, LengthNorm, Preset, Ratio, StepScale, Treatment, refusal, with_preset
 
@@ -24,10 +24,10 @@ class AlgorithmConfig(Section):
     `preset` is one line of settings (agentrl/presets.py); keys that are written out win over it.
     """
 
-    preset: Preset = "vcpo"
+    preset: Preset = "vcpo_safe"
     ratio: Ratio = "sequence"
     """What pi/mu is taken of: each token, the whole episode, its geometric mean; none: no correction."""
-    treatment: Treatment = Field(default="truncate", validation_alias=AliasChoices("treatment", "truncation"))
+    treatment: Treatment = "truncate"
     """What happens to large ratios: none; truncate (TIS); mask (MIS); clip (PPO); clip_weight (CISPO: the weight is
     clipped, the gradient kept); second_moment (M2PO); adaptive_clip (BAPO)."""
     max_weight: PositiveFloat = 8.0
@@ -47,7 +47,7 @@ class AlgorithmConfig(Section):
     adaptive_step: PositiveFloat = 0.05
     positive_share: Annotated[float, Field(gt=0, lt=1)] = 0.5
     """adaptive_clip: share of the loss that tokens of positive advantage should have."""
-    baseline: Baseline = "opob"
+    baseline: Baseline = "opob_safe"
     """opob: VCPO's optimal baseline; opob_safe: the same, never above the group's mean; length_weighted: OPO; otb: the
     optimal token baseline."""
     baseline_norms: Literal["exact", "proxy"] = "exact"
@@ -93,8 +93,3 @@ class AlgorithmConfig(Section):
     def needs_spread(self) -> bool:
         """Whether a group of equal rewards has no gradient."""
         return self.baseline != "none" or self.normalize_by_std
-
-    @property
-    def truncation(self) -> str:
-        """Former name of `treatment`."""
-        return self.treatment

@@ -10,7 +10,20 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 Preset = Literal[
-    "vcpo", "grpo", "dapo", "gspo", "tis", "mis", "cispo", "rloo", "opo", "otb", "m2po", "bapo", "reinforce"
+    "vcpo_safe",
+    "vcpo",
+    "grpo",
+    "dapo",
+    "gspo",
+    "tis",
+    "mis",
+    "cispo",
+    "rloo",
+    "opo",
+    "otb",
+    "m2po",
+    "bapo",
+    "reinforce",
 ]
 Ratio = Literal["none", "token", "sequence", "geometric_mean"]
 Treatment = Literal["none", "truncate", "mask", "clip", "clip_weight", "second_moment", "adaptive_clip"]
@@ -24,7 +37,8 @@ _DEEPSEEK = {"baseline": "mean", "normalize_by_std": True, "step_scale": "none"}
 _PLAIN = {"ratio": "none", "treatment": "none", "normalize_by_length": False, "step_scale": "none"}
 
 PRESETS: Mapping[Preset, Mapping[str, Any]] = {
-    "vcpo": {},  # the defaults of AlgorithmConfig
+    "vcpo_safe": {},  # the defaults of AlgorithmConfig
+    "vcpo": {"baseline": "opob"},
     "grpo": {**_DEEPSEEK, "ratio": "token", "treatment": "clip", "clip_low": 0.2, "clip_high": 0.2},
     "dapo": {**_DEEPSEEK, "ratio": "token", "treatment": "clip", "clip_high": 0.28, "normalize_by_length": "group"},
     "gspo": {**_DEEPSEEK, "ratio": "geometric_mean", "treatment": "clip", "clip_low": 3e-4, "clip_high": 4e-4},
@@ -49,7 +63,7 @@ PRESETS: Mapping[Preset, Mapping[str, Any]] = {
 
 def with_preset(given: Mapping[str, Any]) -> dict[str, Any]:
     """`given` over the line of its preset: what is written out wins. An unknown name is left for the type to refuse."""
-    preset = given.get("preset", "vcpo")
+    preset = given.get("preset", "vcpo_safe")
     line = PRESETS.get(preset, {}) if isinstance(preset, str) else {}  # type: ignore[call-overload]
     return {**line, **given}
 

@@ -20,8 +20,10 @@ def settings(**algorithm: Any) -> AlgorithmConfig:
     return parse(tree, source="test").algorithm
 
 
-def test_vcpo_is_the_default() -> None:
-    assert settings() == settings(preset="vcpo")
+def test_vcpo_with_the_safe_baseline_is_the_default_and_the_papers_form_is_one_word() -> None:
+    assert settings() == settings(preset="vcpo_safe")
+    assert settings().baseline == "opob_safe"
+    assert settings(preset="vcpo") == settings(baseline="opob").model_copy(update={"preset": "vcpo"})
     assert (settings().ratio, settings().treatment, settings().max_weight) == ("sequence", "truncate", 8.0)
     assert (settings().step_scale, settings().rho_base) == ("ess_sqrt", "auto")
 

@@ -126,7 +126,7 @@ def cispo(theta: Tensor, batch: Groups) -> Tensor:
 
 
 def otb(theta: Tensor, batch: Groups) -> Tensor:
-    """sum_t (R - b_t) grad log pi_t, b_t = sum_i W_it R_i / sum_i W_it, W_it = sum_j |e_a - pi|^2    arXiv 2602.07078"""
+    """sum_t (R - b_t) grad log pi_t, b_t = sum_i W_it R_i / sum_i W_it, W_it = sum_j |e_a - pi|^2   arXiv 2602.07078"""
 
     def of_group(group: list[Episode]) -> Tensor:
         total = torch.zeros((), dtype=torch.float64)
@@ -148,7 +148,7 @@ def otb(theta: Tensor, batch: Groups) -> Tensor:
 
 
 def m2po(theta: Tensor, batch: Groups) -> Tensor:
-    """J = 1/sum|o_i| sum_i sum_t M r A; M drops the largest (log r)^2 until their mean is <= 0.04    arXiv 2510.01161"""
+    """J = 1/sum|o_i| sum_i sum_t M r A; M drops the largest (log r)^2 until their mean is <= 0.04   arXiv 2510.01161"""
     moments = sorted(float(x) ** 2 for group in batch for e in group for x in ratio(theta, e).detach().log())
     while sum(moments) / len(moments) > 0.04:
         moments.pop()
@@ -190,7 +190,7 @@ def bapo(theta: Tensor, batch: Groups) -> Tensor:
     return gradient_of_mean(theta, batch, of_group)
 
 
-def vcpo(theta: Tensor, batch: Groups) -> Tensor:
+def vcpo(theta: Tensor, batch: Groups, *, is_safe: bool = False) -> Tensor:
     """g = 1/B sum wbar (R - b*) grad, b* = sum wbar^2 n^2 R / sum wbar^2 n^2    VCPO, arXiv 2602.17616, sec. 4"""
     total = torch.zeros_like(theta)
     for group in batch:
@@ -200,6 +200,8 @@ def vcpo(theta: Tensor, batch: Groups) -> Tensor:
         scores = [score(theta, logprobs(theta, e).mean()) for e in group]
         shares = [w**2 * float(s.square().sum()) for w, s in zip(weights, scores, strict=True)]
         baseline = sum(share * e.reward for share, e in zip(shares, group, strict=True)) / sum(shares)
+        if is_safe:
+            baseline = min(baseline, float(rewards(group).mean()))
         for weight, one, episode in zip(weights, scores, group, strict=True):
             total += weight * (episode.reward - baseline) * one
     return total / sum(map(len, batch))
@@ -207,6 +209,7 @@ def vcpo(theta: Tensor, batch: Groups) -> Tensor:
 
 REFERENCES: References = {
     "vcpo": vcpo,
+    "vcpo_safe": lambda theta, batch: vcpo(theta, batch, is_safe=True),
     "grpo": grpo,
     "dapo": dapo,
     "gspo": gspo,

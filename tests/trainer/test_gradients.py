@@ -185,7 +185,7 @@ def test_an_untruncated_weight_beyond_float32_is_reported_not_used(tiny_model: A
 def test_the_optimal_baseline_has_the_least_second_moment_on_the_model(tiny_model: Any) -> None:
     """sum_i w_i^2 n_i^2 (R_i - b)^2, measured on real gradients, against mean, leave-one-out and zero."""
     one = mixed_groups(tiny_model, off_policy=0.3)[1]
-    _, terms = estimate(tiny_model, [one], AlgorithmConfig())
+    _, terms = estimate(tiny_model, [one], AlgorithmConfig(baseline="opob"))
     w2n2 = torch.tensor([(m.weight * m.score_norm) ** 2 for m in terms[0].trajectories], dtype=torch.float64)
     reward = torch.tensor(one.rewards_G, dtype=torch.float64)
     loo = (reward.sum() - reward) / (len(reward) - 1)

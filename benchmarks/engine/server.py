@@ -34,7 +34,8 @@ class Server:
 
     def cpu_s(self) -> float:
         """CPU time its processes used so far."""
-        fields = [processes._stat(pid) for pid in processes.descendants(self.pid)]
+        pids = processes.descendants(self.pid)
+        fields = [processes.read(f"/proc/{pid}/stat").rpartition(")")[2].split() for pid in pids]
         return sum(int(stat[11]) + int(stat[12]) for stat in fields if stat) / _TICKS_PER_S
 
     async def counter(self, name: str) -> float:

@@ -110,7 +110,8 @@ def variance(groups: Sequence[GroupTerms], *, algorithm: AlgorithmConfig, grad_n
     """
     size = len(members(groups))
     active = [group for group in groups if group.has_gradient and not any(m.non_finite() for m in group.trajectories)]
-    if size < 2 or not any(trajectory.score_norm > 0 for trajectory in members(active)):
+    has_norms = any(trajectory.score_norm > 0 for trajectory in members(active))
+    if size < 2 or not has_norms or algorithm.baseline_norms != "exact":  # a proxy has no common scale with |g|
         return {}
 
     def trace(square_sum: float) -> float:

@@ -123,6 +123,12 @@ def test_without_norms_there_is_no_variance_and_no_share() -> None:
     assert not any("variance" in name or "share" in name for name in found)
 
 
+def test_norms_by_proxy_give_no_variance() -> None:
+    batch = [group(terms(advantage=1.0), terms(advantage=-1.0))]
+    assert vitals.variance(batch, algorithm=AlgorithmConfig(), grad_norm=0.1)
+    assert not vitals.variance(batch, algorithm=AlgorithmConfig(baseline_norms="proxy"), grad_norm=0.1)
+
+
 @pytest.mark.parametrize(("mean_weight", "num_alarms"), [(0.79, 1), (0.8, 0), (1.25, 0), (1.26, 1)])
 def test_the_mean_weight_alarms_outside_its_range(mean_weight: float, num_alarms: int) -> None:
     assert len(vitals.alarms({"learner/mean_weight": mean_weight})) == num_alarms

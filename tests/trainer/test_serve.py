@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -88,7 +89,14 @@ def learner_process(
     env = {**os.environ, "AGENTRL_TOKEN": token, "OMP_NUM_THREADS": "1"}
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "DS_ACCELERATOR"):
         env.pop(name, None)
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, env=env, text=True, start_new_session=True, **pipes) as process:
+        try:
+            out, error = process.communicate(timeout=120)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # a launcher's ranks too
+    return subprocess.CompletedProcess(command, process.returncode, out, error)
 
 
 def test_the_process_trains_publishes_and_exports(tiny_model_dir: Path, tiny_model: Any, tmp_path: Path) -> None:

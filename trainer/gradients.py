@@ -133,11 +133,13 @@ class Estimator:
 
     def _each(self, packs: Sequence[list[Run]], make_pass: Callable[[list[Run]], None]) -> None:
         """A pass a pack. Where ZeRO-3 divides weights among ranks, as many as the rank with the most packs makes."""
+        is_divided = any(hasattr(parameter, "ds_shape") for parameter in self.parameters)
+        # Asked before the first pass: in a pass every rank waits for the others' weights.
+        num_passes = max(self._gather([len(packs)])) if is_divided else len(packs)
         for runs in packs:
             make_pass(runs)
-        if any(hasattr(parameter, "ds_shape") for parameter in self.parameters):
-            for _ in range(max(self._gather([len(packs)])) - len(packs)):
-                make_pass([])
+        for _ in range(num_passes - len(packs)):
+            make_pass([])
 
     def _idle_pass(self, runs: Sequence[Run]) -> None:
         self._each(self._packed(runs), self._passes.scored)

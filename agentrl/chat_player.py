@@ -18,7 +18,7 @@ from agentrl.chat_model import ChatModel, ChatRules, PromptTooLong, Reply
 from agentrl.env import Action, Env, Episode, StepResult
 from agentrl.errors import ConfigError, EngineError, EnvError
 from agentrl.forward_session import ForwardSession
-from agentrl.group import Attempt, play_group
+from agentrl.group import Attempt, as_trajectory, play_group
 from agentrl.proxy import ChatProxy
 from agentrl.types import FinishReason, Message, StopReason, Task, Trajectory, TrajectoryGroup
 
@@ -79,16 +79,7 @@ async def play_chat_episode(
         episode = await environments.scored(env, episode, timeout_s=timeout_s)
     finally:
         await environments.close(env)
-    return Trajectory(
-        id=attempt.episode_id,
-        task_id=task.id,
-        turns=(),
-        messages=episode.messages,
-        reward=episode.reward,
-        rewards=dict(episode.rewards),
-        stop_reason=stop_reason,
-        info=dict(episode.info),
-    )
+    return as_trajectory(episode, trajectory_id=attempt.episode_id, turns=())
 
 
 @dataclass(kw_only=True)

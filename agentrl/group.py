@@ -8,8 +8,9 @@ import zlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from agentrl.env import Episode
 from agentrl.errors import InfraError, WeightSyncError
-from agentrl.types import Task, Trajectory, TrajectoryGroup
+from agentrl.types import Task, Trajectory, TrajectoryGroup, Turn
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +27,20 @@ class Attempt:
     def name(self) -> str:
         """Unique over tries: for request ids."""
         return f"{self.episode_id}-{self.number}"
+
+
+def as_trajectory(episode: Episode, *, trajectory_id: str, turns: tuple[Turn, ...]) -> Trajectory:
+    """A scored episode with its token record, which may be empty."""
+    return Trajectory(
+        id=trajectory_id,
+        task_id=episode.task.id,
+        turns=turns,
+        messages=episode.messages,
+        reward=episode.reward,
+        rewards=dict(episode.rewards),
+        stop_reason=episode.stop_reason,
+        info=dict(episode.info),
+    )
 
 
 async def play_group(

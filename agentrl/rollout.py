@@ -19,7 +19,7 @@ from agentrl.config import RolloutConfig
 from agentrl.engine import Engine
 from agentrl.env import Action, Env, Episode, StepResult
 from agentrl.errors import ConfigError, EngineError, EnvError, boundary
-from agentrl.group import Attempt, play_group
+from agentrl.group import Attempt, as_trajectory, play_group
 from agentrl.parsers import parse_hermes
 from agentrl.proxy import ChatProxy
 from agentrl.renderer import TurnTokenizer
@@ -148,16 +148,7 @@ async def run_episode(
         episode = await environments.scored(env, episode, timeout_s=limits.episode_timeout_s)
     finally:
         await environments.close(env)
-    return Trajectory(
-        id=episode_id,
-        task_id=task.id,
-        turns=tuple(player.turns),
-        messages=episode.messages,
-        reward=episode.reward,
-        rewards=dict(episode.rewards),
-        stop_reason=stop_reason,
-        info=dict(episode.info),
-    )
+    return as_trajectory(episode, trajectory_id=episode_id, turns=tuple(player.turns))
 
 
 @dataclass(kw_only=True)

@@ -22,6 +22,7 @@ import torch
 
 from agentrl.checksum import Checksum
 from agentrl.config import EngineConfig
+from agentrl.engine_server import LOOPBACK
 from agentrl.errors import ConfigError, LearnerError, MissingDependencyError, boundary
 from agentrl.types import Probe, TransferInit, WeightsRef
 from trainer import weights
@@ -32,7 +33,6 @@ T = TypeVar("T")
 
 FOLDER, STREAMED = ("safetensors", "reload"), ("gloo", "nccl", "ipc")
 GRACE_S = 5.0  # after the orchestrator refused, a sender that is not stuck ends within this time
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 class Link(Protocol):

@@ -23,7 +23,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "tier" in metafunc.fixturenames:
         names = getattr(metafunc.module, "TIERS_TO_TRY", tuple(TIERS))
         values = [pytest.param(name, marks=pytest.mark.docker) if name == "docker" else name for name in names]
-        metafunc.parametrize("tier", values, indirect=True, scope="session")
+        metafunc.parametrize("tier", values, indirect=True, scope="package")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -42,7 +42,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in set(thinned)]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def tier(request: pytest.FixtureRequest) -> Tier:
     """The tier a test runs against."""
     tier = TIERS[request.param]
@@ -51,9 +51,9 @@ def tier(request: pytest.FixtureRequest) -> Tier:
     return tier
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def service(tier: Tier, request: pytest.FixtureRequest) -> Iterator[Service]:
-    """A service of the tier; at the end the host must be as it was."""
+    """A service of the tier; when the last attack is over, before other tests start anything, the host is as it was."""
     env = request.getfixturevalue("docker_environment") if tier.backend == "docker" else {}
     yield from _watched(tier, env)
 

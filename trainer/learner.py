@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, distributed
 
 from agentrl.config import Config
-from agentrl.errors import ConfigError, LearnerError, StaleTrajectoryError
+from agentrl.errors import LearnerError, StaleTrajectoryError
 from agentrl.types import Batch, StepOutput
 from trainer import feed, ranks, self_test, vcpo, vitals
 from trainer.gradients import Estimator
+from trainer.model import checkpoint_layers, load_model
 from trainer.packing import share_of_rank
 from trainer.terms import GroupTerms
 
@@ -145,33 +146,6 @@ class Learner:
         """Norm of what lies on the parameters: in stage 0 with float32 DeepSpeed reduces there and reports no norm."""
         present = [parameter.grad.float() for parameter in self._estimator.parameters if parameter.grad is not None]
         return float(torch.nn.utils.get_total_norm(present)) if present else 0.0
-
-
-def load_model(config: Config) -> Any:
-    """The policy in its dtype, in eval mode: a policy gradient has no use for dropout. Raises ConfigError."""
-    from transformers import AutoModelForCausalLM
-
-    try:
-        model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=getattr(torch, config.model.dtype))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot load model.path={config.model.path}: {error}") from error
-    return model.eval()
-
-
-def checkpoint_layers(model: Any) -> None:
-    """Keep only layers' inputs and compute the rest again in the backward. Raises ConfigError where that is unknown.
-
-    transformers does so in training mode only, which is here set for the layers as such: their dropout stays off.
-    """
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    try:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    except ValueError as error:
-        raise ConfigError(f"learner.gradient_checkpointing: {error}") from error
-    for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer):
-            module.training = True
 
 
 def deepspeed_config(config: Config) -> dict[str, Any]:

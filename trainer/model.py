@@ -1,0 +1,40 @@
+"""The policy as the learner trains it: loaded from a folder, in its dtype, its layers checkpointed where so set.
+
+Knows nothing of DeepSpeed, of gradients or of where weights go.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from agentrl.config import Config
+from agentrl.errors import ConfigError
+
+
+def load_model(config: Config) -> Any:
+    """The policy in its dtype, in eval mode: a policy gradient has no use for dropout. Raises ConfigError."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=getattr(torch, config.model.dtype))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot load model.path={config.model.path}: {error}") from error
+    return model.eval()
+
+
+def checkpoint_layers(model: Any) -> None:
+    """Keep only layers' inputs and compute the rest again in the backward. Raises ConfigError where that is unknown.
+
+    transformers does so in training mode only, which is here set for the layers as such: their dropout stays off.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    try:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    except ValueError as error:
+        raise ConfigError(f"learner.gradient_checkpointing: {error}") from error
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.training = True

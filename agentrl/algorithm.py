@@ -67,6 +67,9 @@ class AlgorithmConfig(Section):
     ess_floor_steps: PositiveInt = 3
     refuse_below: Annotated[float, Field(gt=0, lt=1)] | None = None
     """A step whose ESS ratio is below this is refused: the weights stay as they are."""
+    variance_every: Annotated[int, Field(ge=0)] = 0
+    """Steps between measurements of the gradient's variance under each baseline, from halves of the batch; each costs
+    the passes of about six steps. 0: never."""
 
     @model_validator(mode="before")
     @classmethod

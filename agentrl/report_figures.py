@@ -89,6 +89,18 @@ CHARTS = (
         note="Trace of its covariance in this step, and what it would be under other baselines.",
     ),
     Chart(
+        title="Variance of the gradient, measured",
+        curves={
+            "no baseline": "vitals/split_variance_none",
+            "mean": "vitals/split_variance_mean",
+            "leave one out": "vitals/split_variance_leave_one_out",
+            "length-weighted": "vitals/split_variance_length_weighted",
+            "optimal": "vitals/split_variance_opob",
+            "optimal, safe": "vitals/split_variance_opob_safe",
+        },
+        note="From halves of the batch, every algorithm.variance_every steps. One point is noisy: read the trend.",
+    ),
+    Chart(
         title="Effective sample size by lag",
         curves=_by(LAGS, "ess_ratio"),
         note="ESS ratio among the trajectories of one age. Where it falls first, data is too old.",

@@ -17,16 +17,16 @@ from torch import Tensor, distributed
 
 from agentrl.config import Config
 from agentrl.errors import LearnerError, StaleTrajectoryError
-from agentrl.types import Batch, StepOutput
+from agentrl.types import Batch, StepOutput, TrajectoryGroup
 from trainer import feed, ranks, self_test, vcpo, vitals
+from trainer.deepspeed_settings import start_engine
 from trainer.gradients import Estimator
 from trainer.model import checkpoint_layers, load_model
 from trainer.packing import share_of_rank
 from trainer.terms import GroupTerms
+from trainer.variance import SplitVariance
 
 log = logging.getLogger(__name__)
-
-REDUCE_BUCKET_ELEMENTS = 50_000_000
 
 
 class Learner:
@@ -44,9 +44,17 @@ class Learner:
         self_test.prepare(self.model)
         if config.learner.gradient_checkpointing:
             checkpoint_layers(self.model)
-        self._engine = _deepspeed_engine(self.model, config)
+        self._engine = start_engine(self.model, config)
         self._estimator = Estimator(
             self.model, config.algorithm, pack_tokens=config.learner.pack_tokens, gather=ranks.gather
+        )
+        self._split_variance = SplitVariance(
+            self.model,
+            config.algorithm,
+            pack_tokens=config.learner.pack_tokens,
+            share=_own_share,
+            gather=ranks.gather,
+            reduce=ranks.add_up,
         )
         self._rho_base = vcpo.RhoBase(config.algorithm.rho_base)
         self._skipped_steps = 0
@@ -67,6 +75,8 @@ class Learner:
         self._check(batch)
         groups = self._estimate(batch)
         metrics = vitals.counts(groups) | vitals.policy(groups) | self._weight_metrics(groups)
+        if (every := self._config.algorithm.variance_every) and self.policy_version % every == 0:
+            metrics |= self._split_variance.measure(batch.groups, policy_version=self.policy_version)
         rho = _rho(groups)
         reasons = (
             _refusals(groups)
@@ -116,10 +126,11 @@ class Learner:
 
     def _estimate(self, batch: Batch) -> list[GroupTerms]:
         """Leave this rank's share of the gradient in the estimator's sums; return the terms of all ranks' groups."""
-        mine = share_of_rank(batch.groups, rank=distributed.get_rank(), num_ranks=distributed.get_world_size())
         return ranks.gather(
             self._estimator.estimate(
-                mine, policy_version=self.policy_version, num_trajectories=len(batch.trajectories())
+                _own_share(batch.groups),
+                policy_version=self.policy_version,
+                num_trajectories=len(batch.trajectories()),
             )
         )
 
@@ -148,38 +159,6 @@ class Learner:
         return float(torch.nn.utils.get_total_norm(present)) if present else 0.0
 
 
-def deepspeed_config(config: Config) -> dict[str, Any]:
-    """DeepSpeed's JSON, wholly derived from ours."""
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": config.learner.grad_clip,
-        "bf16": {"enabled": config.model.dtype == "bfloat16"},
-        "zero_optimization": {
-            "stage": config.learner.zero_stage,
-            "overlap_comm": False,
-            "reduce_bucket_size": REDUCE_BUCKET_ELEMENTS,
-            "allgather_bucket_size": REDUCE_BUCKET_ELEMENTS,
-        },
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-    }
-
-
-def _deepspeed_engine(model: Any, config: Config) -> Any:
-    import deepspeed
-
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    # DeepSpeed would compile a shared-memory collective at start: half a minute, and a compiler at run time.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    settings = config.learner
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay
-    )
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=deepspeed_config(config))
-    return engine
-
-
 @contextmanager
 def _scaled_rate(param_groups: Sequence[dict[str, Any]], scale: float) -> Iterator[None]:
     """Multiply the learning rate for one step."""
@@ -191,6 +170,10 @@ def _scaled_rate(param_groups: Sequence[dict[str, Any]], scale: float) -> Iterat
     finally:
         for group, rate in zip(param_groups, rates, strict=True):
             group["lr"] = rate
+
+
+def _own_share(groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
+    return share_of_rank(groups, rank=distributed.get_rank(), num_ranks=distributed.get_world_size())
 
 
 def _refusals(groups: Sequence[GroupTerms]) -> list[str]:

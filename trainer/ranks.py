@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
-from torch import distributed
+from torch import Tensor, distributed
 
 T = TypeVar("T")
 
@@ -54,3 +54,9 @@ def gather(records: list[T]) -> list[T]:
     everyone: list[list[T] | None] = [None] * distributed.get_world_size()
     distributed.all_gather_object(everyone, records)
     return [record for part in everyone for record in part or []]
+
+
+def add_up(tensor: Tensor) -> None:
+    """The sum of all ranks' tensors in each of them, in place."""
+    if distributed.get_world_size() > 1:
+        distributed.all_reduce(tensor)

@@ -17,8 +17,7 @@ from trainer_builders import batch, config, divide_small_weights, episode, group
 
 from agentrl.errors import ConfigError, LearnerError, StaleTrajectoryError
 from agentrl.types import TrajectoryGroup
-from trainer import learner as learner_module
-from trainer import vcpo
+from trainer import deepspeed_settings, vcpo
 from trainer.gradients import Estimator
 from trainer.learner import Learner
 
@@ -63,7 +62,7 @@ def test_steps_through_deepspeed_equal_plain_torch(tiny_model_dir: Path, tiny_mo
 def test_weights_divided_by_zero_3_make_the_same_steps(
     tiny_model_dir: Path, tiny_model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(learner_module, "deepspeed_config", learner_module.deepspeed_config)  # restored afterwards
+    monkeypatch.setattr(deepspeed_settings, "deepspeed_config", deepspeed_settings.deepspeed_config)  # restored afterwards
     divide_small_weights()
     groups, before = mixed_groups(tiny_model), weights_of(tiny_model)
     learner = Learner(config(tiny_model_dir, learner={**SETTINGS, "zero_stage": 3}))
@@ -267,3 +266,12 @@ def test_metrics_do_not_depend_on_how_groups_are_ordered(tiny_model_dir: Path, t
 def test_a_missing_model_is_a_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model\.path"):
         Learner(config(tmp_path / "nowhere"))
+
+
+def test_variance_is_measured_on_the_steps_it_is_asked_for(tiny_model_dir: Path, tiny_model: Any) -> None:
+    learner = Learner(config(tiny_model_dir, algorithm={"variance_every": 2}, learner={"lr": 1e-3}))
+    measured = []
+    for version in range(3):
+        output = learner.step(batch(mixed_groups(tiny_model, version=version), version=version))
+        measured.append("vitals/split_variance_opob" in output.metrics)
+    assert measured == [True, False, True]

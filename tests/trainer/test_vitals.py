@@ -15,6 +15,7 @@ from agentrl.algorithm import AlgorithmConfig
 from agentrl.report_figures import CHARTS
 from trainer import vitals
 from trainer.terms import GroupTerms, TrajectoryTerms
+from trainer.variance import COMPARED
 
 
 def terms(**given: Any) -> TrajectoryTerms:
@@ -168,4 +169,5 @@ def test_every_chart_of_vital_signs_has_a_metric_of_that_name() -> None:
     rows = zip(lags, lengths, (1.0, 0.0, 0.0, 1.0), strict=True)
     batch = group(*(terms(lag=lag, num_action_tokens=n, reward=r, advantage=r - 0.5) for lag, n, r in rows))
     drawn = {metric for chart in CHARTS for metric in chart.curves.values() if metric.startswith("vitals/")}
-    assert drawn <= set(signs(batch, grad_norm=0.1))
+    measured = {f"vitals/split_variance_{name}" for name in COMPARED}
+    assert drawn <= set(signs(batch, grad_norm=0.1)) | measured

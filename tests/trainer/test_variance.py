@@ -1,0 +1,78 @@
+"""The measured variance of the gradient against the scatter of the groups' own gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from trainer_builders import mixed_groups
+
+from agentrl.config import AlgorithmConfig
+from agentrl.types import TrajectoryGroup
+from trainer import attention
+from trainer.gradients import Estimator
+from trainer.variance import SplitVariance, comparable
+
+
+def four_groups(model: Any) -> list[TrajectoryGroup]:
+    """Of four members each, all with a spread of rewards."""
+    first, second, equal = mixed_groups(model)
+    rewards = [0.0, 1.0, 0.0, 0.5]
+    spread = replace(
+        equal, trajectories=tuple(replace(m, reward=r) for m, r in zip(equal.trajectories, rewards, strict=True))
+    )
+    return [first, second, spread, replace(first, group_id=3, trajectories=first.trajectories[::-1])]
+
+
+def measurer(model: Any, algorithm: AlgorithmConfig) -> SplitVariance:
+    attention.install(model)
+    return SplitVariance(
+        model,
+        algorithm,
+        pack_tokens=512,
+        share=lambda groups: groups,
+        gather=lambda records: records,
+        reduce=lambda tensor: None,
+    )
+
+
+def gradient(model: Any, groups: Sequence[TrajectoryGroup], algorithm: AlgorithmConfig) -> torch.Tensor:
+    attention.install(model)
+    estimator = Estimator(model, algorithm)
+    estimator.estimate(groups, policy_version=0, num_trajectories=sum(len(g.trajectories) for g in groups))
+    return torch.cat([total.double().flatten() for total in estimator.sums.total])
+
+
+@pytest.mark.parametrize("baseline", ["none", "mean", "opob", "opob_safe"])
+def test_the_mean_over_all_splits_is_the_scatter_of_the_groups(tiny_model: Any, baseline: Any) -> None:
+    groups = four_groups(tiny_model)
+    algorithm = AlgorithmConfig(baseline=baseline)
+    per_group = torch.stack([gradient(tiny_model, [one], algorithm) for one in groups])
+    scatter = float((per_group - per_group.mean(0)).square().sum()) / (4 * 3)
+    orders = [[groups[place] for place in order] for order in ((0, 1, 2, 3), (0, 2, 1, 3), (0, 1, 3, 2))]  # all splits
+    split = measurer(tiny_model, algorithm)
+    found = [split.measure(order, policy_version=0)[f"vitals/split_variance_{baseline}"] for order in orders]
+    assert sum(found) / len(found) == pytest.approx(scatter, rel=1e-4)
+
+
+def test_the_weights_stay_as_they_are(tiny_model: Any) -> None:
+    before = [parameter.clone() for parameter in tiny_model.parameters()]
+    measurer(tiny_model, AlgorithmConfig()).measure(four_groups(tiny_model), policy_version=0)
+    assert all(torch.equal(a, b) for a, b in zip(before, tiny_model.parameters(), strict=True))
+    assert all(parameter.grad is None for parameter in tiny_model.parameters())
+
+
+def test_one_group_has_no_halves(tiny_model: Any) -> None:
+    assert measurer(tiny_model, AlgorithmConfig()).measure(four_groups(tiny_model)[:1], policy_version=0) == {}
+
+
+def test_baselines_that_need_one_weight_a_trajectory_are_left_out_where_every_token_has_one() -> None:
+    assert [a.baseline for a in comparable(AlgorithmConfig(preset="grpo"))] == [
+        "none",
+        "mean",
+        "leave_one_out",
+        "length_weighted",
+    ]

@@ -1,0 +1,71 @@
+"""`Env`: what every environment is, whatever its actions look like. Speaks messages; one object is one episode.
+
+Knows nothing of tools' arguments, of who drives it, or of how a class is found.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from agentrl.episode import Action, Episode, Split, StepResult
+from agentrl.errors import ConfigError
+from agentrl.tools import ToolSpec
+from agentrl.types import Message, Task
+
+if TYPE_CHECKING:
+    from sandbox.client import SandboxClient
+
+
+class Env(ABC):
+    """One episode. Subclass `ToolEnv` for tools; subclass this for games and dialogues.
+
+    Override `tasks`, `reset`, `step`, `score`, `close`, `demonstrations` as needed. Whatever raises here is an
+    infrastructure failure (EnvError, or SandboxError where the sandbox failed): the episode is retried, never scored.
+    """
+
+    max_turns: ClassVar[int] = 8
+    reward_weights: ClassVar[Mapping[str, float]] = {"correct": 1.0}
+    tools: ClassVar[Mapping[str, ToolSpec]] = {}
+    _sandbox: SandboxClient | None = None
+
+    @classmethod
+    def tasks(cls, split: Split, *, data: str | None = None, seed: int = 0) -> Iterable[Task]:
+        """Rows to solve: lazy; may be endless for `train`, finite for `test`. `data` is a file of rows."""
+        raise ConfigError(f"{cls.__name__} does not define tasks()")
+
+    @abstractmethod
+    async def reset(self, *, task: Task, seed: int | None = None) -> tuple[list[Message], dict[str, Any]]:
+        """Start the episode: the first messages (system, user), and info."""
+
+    @abstractmethod
+    async def step(self, action: Action) -> StepResult:
+        """Answer the model's turn."""
+
+    async def score(self, episode: Episode) -> dict[str, float]:
+        """Named rewards at the end, once, on the trusted side. The default: all reward came from `step`."""
+        return {}
+
+    async def close(self) -> None:  # noqa: B027  (most environments hold nothing)
+        """Let go of everything. Always called, also after failure and cancellation."""
+
+    @classmethod
+    def demonstrations(cls, task: Task, *, skill: float = 1.0, seed: int = 0) -> Sequence[Message] | None:
+        """Assistant messages of one scripted episode, in order; None when the environment offers none.
+
+        With probability 1 - `skill` a plausible wrong approach. The same arguments give the same script.
+        """
+        return None
+
+    @property
+    def sandbox(self) -> SandboxClient:
+        """The sandbox service, injected by `make`. Raises ConfigError when there is none."""
+        if self._sandbox is None:
+            raise ConfigError(f"{type(self).__name__} runs code, but no sandbox was given: make(..., sandbox=client)")
+        return self._sandbox
+
+    @classmethod
+    def tool_schemas(cls) -> list[dict[str, Any]]:
+        """What the chat template renders under `tools`."""
+        return [spec.schema() for spec in cls.tools.values()]

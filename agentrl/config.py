@@ -52,6 +52,26 @@ class WarmstartConfig(Section):
     """Share of demonstrations that take the right approach: the model learns to imitate a demonstrator this good."""
 
 
+class LoraConfig(Section):
+    """Low-rank adapters beside frozen weights, through PEFT: y = W x + alpha / rank * B A x, A and B are trained."""
+
+    rank: PositiveInt = 16
+    alpha: PositiveInt = 32
+    dropout: float = 0.0
+    target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    """Names of the linear layers that get an adapter, as PEFT understands them: [q_proj, v_proj]. all-linear: every
+    one but the output head."""
+
+    @model_validator(mode="after")
+    def _has_no_dropout(self) -> LoraConfig:
+        if self.dropout:
+            raise ValueError(
+                f"dropout={self.dropout:g} must be 0: the engine samples without it, and importance ratios would compare two "
+                "different policies"
+            )
+        return self
+
+
 class ModelConfig(Section):
     """The policy."""
 
@@ -59,6 +79,8 @@ class ModelConfig(Section):
     """A folder in Hugging Face layout, or a hub name."""
     warmstart: WarmstartConfig | None = None
     dtype: Literal["float32", "bfloat16"] = "float32"
+    lora: LoraConfig | None = None
+    """Train adapters instead of all weights: docs/algorithms.md, "LoRA"."""
 
 
 class RolloutConfig(Section):
@@ -152,6 +174,9 @@ class LearnerConfig(Section):
     grad_clip: PositiveFloat = 1.0
     zero_stage: Literal[0, 1, 2, 3] = 1
     """What DeepSpeed splits over the ranks: nothing, optimizer states, gradients too, parameters too."""
+    offload_optimizer: bool = False
+    """Keep the optimizer's states, and its float32 weights where the model's are not, in host memory and step there.
+    Stages 1 to 3."""
     gradient_checkpointing: bool = False
     """Keep no activations and compute them again in the backward pass: less memory, a third more time."""
     pack_tokens: PositiveInt = 8192
@@ -163,6 +188,14 @@ class LearnerConfig(Section):
     step_timeout_s: PositiveFloat = 600.0
     save_every: Annotated[int, Field(ge=0)] = 50
     """Steps between exports of the weights in Hugging Face layout; the last step is always saved. 0: only the last."""
+
+    @model_validator(mode="after")
+    def _can_offload(self) -> LearnerConfig:
+        if self.offload_optimizer and self.zero_stage == 0:
+            raise ValueError(
+                "offload_optimizer needs zero_stage 1, 2 or 3: in stage 0 the optimizer stays where the model is"
+            )
+        return self
 
 
 class EvalConfig(Section):

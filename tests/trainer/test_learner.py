@@ -62,7 +62,7 @@ def test_steps_through_deepspeed_equal_plain_torch(tiny_model_dir: Path, tiny_mo
 def test_weights_divided_by_zero_3_make_the_same_steps(
     tiny_model_dir: Path, tiny_model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deepspeed_settings, "deepspeed_config", deepspeed_settings.deepspeed_config)  # restored afterwards
+    monkeypatch.setattr(deepspeed_settings, "deepspeed_config", deepspeed_settings.deepspeed_config)
     divide_small_weights()
     groups, before = mixed_groups(tiny_model), weights_of(tiny_model)
     learner = Learner(config(tiny_model_dir, learner={**SETTINGS, "zero_stage": 3}))

@@ -165,16 +165,16 @@ def whole_weights(model: Any) -> torch.Tensor:
 
 def divide_small_weights() -> None:
     """Let ZeRO-3 divide every weight: by default it keeps those below 100,000 elements whole, a tiny model's all."""
-    from trainer import learner
+    from trainer import deepspeed_settings
 
-    own = learner.deepspeed_config
+    own = deepspeed_settings.deepspeed_config
 
     def changed(config: Config) -> dict[str, Any]:
         settings = own(config)
         settings["zero_optimization"]["stage3_param_persistence_threshold"] = 0
         return settings
 
-    learner.deepspeed_config = changed
+    deepspeed_settings.deepspeed_config = changed
 
 
 def config(model_path: Path, *, dtype: str = "float32", **sections: dict[str, Any]) -> Config:

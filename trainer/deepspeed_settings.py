@@ -1,0 +1,60 @@
+"""DeepSpeed's settings from ours, and the engine that follows from them. Knows no gradients and no batches."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from agentrl.config import Config
+
+REDUCE_BUCKET_ELEMENTS = 50_000_000
+
+
+def deepspeed_config(config: Config) -> dict[str, Any]:
+    """DeepSpeed's JSON, wholly derived from ours (https://www.deepspeed.ai/docs/config-json)."""
+    learner = config.learner
+    zero: dict[str, Any] = {
+        "stage": learner.zero_stage,
+        "overlap_comm": False,
+        "reduce_bucket_size": REDUCE_BUCKET_ELEMENTS,
+        "allgather_bucket_size": REDUCE_BUCKET_ELEMENTS,
+    }
+    if learner.offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": learner.grad_clip,
+        "bf16": {"enabled": config.model.dtype == "bfloat16"},
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+
+
+def start_engine(model: Any, config: Config) -> Any:
+    """DeepSpeed's engine around `model` and torch's AdamW, which has seen no step yet in any stage.
+
+    torch's own rather than DeepSpeed's CPU Adam, also where it is offloaded: that one does not resume to the bit.
+    """
+    import deepspeed
+
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # DeepSpeed would compile a shared-memory collective at start: half a minute, and a compiler at run time.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # Without a rate until it starts: in stage 0 with bfloat16 DeepSpeed makes a step of zero gradient on its own, which
+    # would decay the weights, and count in Adam's bias correction.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=deepspeed_config(config))
+    optimizer.state.clear()
+    set_rates(engine, config)
+    return engine
+
+
+def set_rates(engine: Any, config: Config) -> None:
+    """Give the optimizer the config's hyperparameters, whatever it had."""
+    learner = config.learner
+    for group in engine.optimizer.param_groups:
+        group |= {"lr": learner.lr, "betas": learner.betas, "weight_decay": learner.weight_decay}

@@ -180,6 +180,7 @@ class Trajectory:
     rewards: dict[str, float]
     stop_reason: StopReason
     info: dict[str, float] = field(default_factory=dict)  # counts: tool_calls, tool_errors, sandbox_s, wall_s, ...
+    weight: float = 1.0  # share in the gradient: 1/S of each of an episode's S segments; 0 masks it from the loss
 
     @property
     def policy_version(self) -> int:
@@ -252,6 +253,11 @@ class Batch:
     def trajectories(self) -> Sequence[Trajectory]:
         """All trajectories, group by group. [B]"""
         return [trajectory for group in self.groups for trajectory in group.trajectories]
+
+    @property
+    def num_episodes(self) -> int:
+        """Episodes, of which each may have come to several trajectories."""
+        return sum(len(group.episodes()) for group in self.groups)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

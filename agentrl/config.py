@@ -66,8 +66,8 @@ class LoraConfig(Section):
     def _has_no_dropout(self) -> LoraConfig:
         if self.dropout:
             raise ValueError(
-                f"dropout={self.dropout:g} must be 0: the engine samples without it, and importance ratios would compare two "
-                "different policies"
+                f"dropout={self.dropout:g} must be 0: the engine samples without it, so importance ratios would be of "
+                "two different policies"
             )
         return self
 

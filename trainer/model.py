@@ -1,4 +1,5 @@
-"""The policy as the learner trains it: loaded from a folder, in its dtype, its layers checkpointed where so set.
+"""The policy as the learner trains it: loaded from a folder, in its dtype, with adapters and checkpointed layers
+where so set.
 
 Knows nothing of DeepSpeed, of gradients or of where weights go.
 """
@@ -11,16 +12,22 @@ import torch
 
 from agentrl.config import Config
 from agentrl.errors import ConfigError
+from trainer import lora
 
 
 def load_model(config: Config) -> Any:
-    """The policy in its dtype, in eval mode: a policy gradient has no use for dropout. Raises ConfigError."""
+    """The policy in its dtype, in eval mode: a policy gradient has no use for dropout.
+
+    With `model.lora` it is a `PeftModel` whose adapters alone are trained. Raises ConfigError, MissingDependencyError.
+    """
     from transformers import AutoModelForCausalLM
 
     try:
         model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=getattr(torch, config.model.dtype))
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot load model.path={config.model.path}: {error}") from error
+    if config.model.lora is not None:
+        model = lora.adapted(model, config.model.lora)
     return model.eval()
 
 

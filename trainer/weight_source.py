@@ -1,6 +1,7 @@
 """The policy's tensors under Hugging Face's names, one decoder layer at a time, whole even where ZeRO-3 split them.
 
-The two channels are those of vLLM's `WeightSource`: `metadata()` and iteration. Knows nothing of where tensors go.
+Adapters are merged on the way out: nobody further down knows of them. The two channels are those of vLLM's
+`WeightSource`: `metadata()` and iteration. Knows nothing of where tensors go.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from trainer.lora import Adapter, BaseTensor, base_tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,27 +35,25 @@ class TensorMeta:
 class WeightSource:
     """Parameters and persistent buffers of `module`, in its own order; what is tied comes once, under its first name.
 
-    Every rank must iterate to the end, in step with the others: ZeRO-3 gathers a layer on all of them and drops it when
-    the next is asked for. Whoever keeps a yielded tensor keeps its memory.
+    Of a `PeftModel` come the base model's tensors, with W + scale * B A for a W with an adapter; none is changed. Every
+    rank must iterate to the end, in step with the others: ZeRO-3 gathers a layer on all of them and
+    drops it when the next is asked for. Whoever keeps a yielded tensor keeps its memory.
     """
 
     def __init__(self, module: nn.Module, *, dtype: torch.dtype) -> None:
         """`dtype`: of the engine. Floating parameters are sent in it; buffers as they are."""
         self._dtype = dtype
-        seen: set[int] = set()
-        self._tensors: list[tuple[str, Tensor]] = []
-        for name, tensor in module.state_dict(keep_vars=True).items():
-            if id(tensor) not in seen:
-                self._tensors.append((name, tensor))
-            seen.add(id(tensor))
+        self._tensors = list(base_tensors(module))
 
     def metadata(self) -> list[TensorMeta]:
         """Element for element what iteration yields."""
         return [
             TensorMeta(
-                name=name, dtype=self._wire_dtype(tensor), shape=tuple(getattr(tensor, "ds_shape", tensor.shape))
+                name=one.name,
+                dtype=self._wire_dtype(one.tensor),
+                shape=tuple(getattr(one.tensor, "ds_shape", one.tensor.shape)),
             )
-            for name, tensor in self._tensors
+            for one in self._tensors
         ]
 
     @property
@@ -60,18 +61,25 @@ class WeightSource:
         """Of one whole pass."""
         return sum(meta.num_bytes for meta in self.metadata())
 
-    @torch.no_grad()
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for _, layer in groupby(self._tensors, key=lambda pair: layer_of(pair[0])):
-            pairs = list(layer)
-            with _gathered([tensor for _, tensor in pairs]):
-                for name, tensor in pairs:
-                    yield name, tensor.detach().to(self._wire_dtype(tensor))
+        return self.keeping(None)
+
+    @torch.no_grad()
+    def keeping(self, adapters: dict[str, Adapter] | None) -> Iterator[tuple[str, Tensor]]:
+        """The same pass; copies of the adapters, on the CPU, are left in `adapters` under their weights' names."""
+        for _, layer in groupby(self._tensors, key=lambda one: layer_of(one.name)):
+            tensors = list(layer)
+            with _gathered([part for one in tensors for part in _parts(one)]):
+                for one in tensors:
+                    if adapters is not None and one.adapter is not None:
+                        adapters[one.name] = one.adapter.copied()
+                    whole = one.tensor if one.adapter is None else one.adapter.merged(one.tensor)
+                    yield one.name, whole.detach().to(self._wire_dtype(one.tensor))
 
     @property
     def is_split(self) -> bool:
         """Whether ZeRO-3 divided the tensors among ranks."""
-        return any(hasattr(tensor, "ds_shape") for _, tensor in self._tensors)
+        return any(hasattr(one.tensor, "ds_shape") for one in self._tensors)
 
     def take_part(self) -> None:
         """One pass on a rank that has no use for the tensors itself."""
@@ -90,6 +98,10 @@ def layer_of(name: str) -> str:
         if part.isdecimal():
             return ".".join(parts[: at + 1])
     return name
+
+
+def _parts(one: BaseTensor) -> tuple[Tensor, ...]:
+    return (one.tensor,) if one.adapter is None else (one.tensor, one.adapter.down_RI, one.adapter.up_OR)
 
 
 def _gathered(tensors: Sequence[Tensor]) -> AbstractContextManager[Any]:

@@ -1,0 +1,130 @@
+"""Low-rank adapters on the policy, through PEFT: how they are put on, and which of the model's weights have one.
+
+Knows nothing of gradients, of DeepSpeed, or of where weights go.
+Shapes: O and I sizes of a linear map, R the adapter's rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from agentrl.config import LoraConfig
+from agentrl.errors import ConfigError, MissingDependencyError
+
+ADAPTER = "default"  # PEFT's name of the only one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """What is added to one weight."""
+
+    down_RI: Tensor  # PEFT's lora_A
+    up_OR: Tensor  # PEFT's lora_B
+    scale: float
+
+    @torch.no_grad()
+    def merged(self, weight_OI: Tensor) -> Tensor:
+        """W + scale * B A, summed in float32. A new tensor; all three must be whole."""
+        return torch.addmm(weight_OI.float(), self.up_OR.float(), self.down_RI.float(), alpha=self.scale)
+
+    def copied(self) -> Adapter:
+        """A copy on the CPU."""
+        down_RI, up_OR = (tensor.detach().to("cpu", copy=True) for tensor in (self.down_RI, self.up_OR))
+        return Adapter(down_RI=down_RI, up_OR=up_OR, scale=self.scale)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaseTensor:
+    """A tensor of the model as it was before adapters were put on."""
+
+    name: str  # without anything of PEFT's
+    tensor: Tensor
+    adapter: Adapter | None = None
+
+
+def adapted(model: Any, config: LoraConfig) -> Any:
+    """`model` as a `PeftModel`: every weight frozen, an adapter that adds nothing yet on each targeted linear layer.
+
+    Raises ConfigError for targets that are not there or that cannot be trained exactly, MissingDependencyError.
+    """
+    try:
+        import peft
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"model.lora needs PEFT where the learner runs: pip install peft ({error})"
+        ) from error
+    targets = config.target_modules
+    settings = peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        r=config.rank,
+        lora_alpha=config.alpha,
+        target_modules=targets if isinstance(targets, str) else list(targets),
+    )
+    try:
+        # In the model's own dtype: DeepSpeed keeps float32 copies of what is trained.
+        result = peft.get_peft_model(model, settings, autocast_adapter_dtype=False)
+    except ValueError as error:
+        raise ConfigError(f"model.lora.target_modules: {error}") from error
+    _check_targets(result)
+    return result
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Whether `adapted` made it."""
+    return hasattr(module, "peft_config")
+
+
+def base_of(module: Any) -> Any:
+    """The model of transformers' own class, which PEFT wrapped; the module itself where nothing is wrapped."""
+    return module.get_base_model() if is_adapted(module) else module
+
+
+def base_tensors(module: nn.Module) -> Iterator[BaseTensor]:
+    """Parameters and persistent buffers under the base model's names, in its own order; what is tied comes once."""
+    base = base_of(module)
+    layers = dict(_adapted_layers(base)) if is_adapted(module) else {}
+    seen: set[int] = set()
+    for name, tensor in base.state_dict(keep_vars=True).items():
+        owner = next((layer for layer in _owners(name) if layer in layers), None)
+        if id(tensor) in seen or (owner is not None and not name.startswith(f"{owner}.base_layer.")):
+            continue
+        seen.add(id(tensor))
+        adapter = _adapter_of(layers[owner]) if owner is not None and name.endswith(".weight") else None
+        yield BaseTensor(name=name.replace(".base_layer.", ".") if owner else name, tensor=tensor, adapter=adapter)
+
+
+def _owners(name: str) -> Iterator[str]:
+    """`a.b` and `a` of `a.b.c`."""
+    while name := name.rpartition(".")[0]:
+        yield name
+
+
+def _adapted_layers(base: nn.Module) -> Iterator[tuple[str, Any]]:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    yield from ((name, module) for name, module in base.named_modules() if isinstance(module, BaseTunerLayer))
+
+
+def _adapter_of(layer: Any) -> Adapter:
+    return Adapter(
+        down_RI=layer.lora_A[ADAPTER].weight, up_OR=layer.lora_B[ADAPTER].weight, scale=float(layer.scaling[ADAPTER])
+    )
+
+
+def _check_targets(model: Any) -> None:
+    base = model.get_base_model()
+    head = base.get_output_embeddings()
+    for name, layer in _adapted_layers(base):
+        if layer is head:
+            raise ConfigError(
+                f"model.lora.target_modules: {name} is the output head, whose log-probabilities are computed in chunks "
+                "without an adapter; leave it out"
+            )
+        if type(layer.get_base_layer()) is not nn.Linear:
+            kind = type(layer.get_base_layer()).__name__
+            raise ConfigError(f"model.lora.target_modules: {name} is no linear layer but {kind}; leave it out")

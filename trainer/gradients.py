@@ -1,6 +1,9 @@
 """A step's policy gradient: which packs go through which passes, and what the groups come to.
 
-    g = 1/B sum_i A_i / L_i sum_t w_it grad log pi(a_it)        (trainer/family.py has A, L and w)
+    g = 1/B sum_i c_i A_i / L_i sum_t w_it grad log pi(a_it)        (trainer/family.py has A, L and w)
+
+B episodes, each of one or several trajectories i with shares c_i (`Trajectory.weight`): advantages, standard deviations
+and baselines are of episodes, weights and norms of trajectories. One with c = 0 is scored and has no gradient.
 
 Three ways, by what weights and baseline must know first:
 - one pass: a pack's own log-probabilities suffice, its backward follows its forward.
@@ -9,7 +12,7 @@ Three ways, by what weights and baseline must know first:
 - two passes: all is scored first, with norms by proxy if so set; then weights and baselines; then every pack again.
 
 Knows nothing of DeepSpeed, but that ZeRO-3 wants every rank to make as many passes as the others.
-Shapes: _G members of a group, _N action tokens.
+Shapes: _E episodes of a group, _G its trajectories, _N action tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithm import AlgorithmConfig
-from agentrl.types import TrajectoryGroup
+from agentrl.types import Trajectory, TrajectoryGroup
 from trainer import objective, packing, ratios
 from trainer.family import Member, MemberWeights, Objective
 from trainer.packing import action_tensors
@@ -45,13 +48,22 @@ _SILENT = MemberWeights(
 class _Draft:
     """A group on its way through a step."""
 
-    runs: list[Run]  # [G]
-    reward_G: Tensor  # float64
+    episodes: list[list[Run]]
+    reward_E: Tensor  # float64, one an episode
     has_advantages: bool
 
     @property
-    def acting(self) -> list[Run]:
-        return [run for run in self.runs if run.tensors.num_actions]
+    def runs(self) -> list[Run]:
+        return [run for episode in self.episodes for run in episode]
+
+    @property
+    def trained(self) -> list[Run]:
+        return [run for run in self.runs if run.is_trained] if self.has_advantages else []
+
+    @property
+    def idle(self) -> list[Run]:
+        """Those that act and have no gradient: they are scored, since their weights count in rho."""
+        return [run for run in self.runs if run.tensors.num_actions and not (self.has_advantages and run.is_trained)]
 
 
 class Estimator:
@@ -80,9 +92,9 @@ class Estimator:
         self._passes = Passes(model, self.sums)
 
     def estimate(
-        self, groups: Sequence[TrajectoryGroup], *, policy_version: int, num_trajectories: int
+        self, groups: Sequence[TrajectoryGroup], *, policy_version: int, num_episodes: int
     ) -> list[GroupTerms]:
-        """Leave these groups' share of g in `sums`, with B = `num_trajectories`; one record a group, in their order.
+        """Leave these groups' share of g in `sums`, with B = `num_episodes`; one record a group, in their order.
 
         A group without reward spread (or with one member) has no gradient under a baseline or a standard deviation;
         its members are still scored, since their weights count in rho. Nothing is raised for NaN or infinities: see
@@ -91,37 +103,38 @@ class Estimator:
         self.sums.reset()
         drafts = [self._draft(group) for group in groups]
         active = [draft for draft in drafts if draft.has_advantages]
-        idle = [run for draft in drafts if not draft.has_advantages for run in draft.acting]
+        idle = [run for draft in drafts for run in draft.idle]
         if self._has_norms:
-            self._one_pass_with_norms(active, num_trajectories)
+            self._one_pass_with_norms(active, num_episodes)
             self._idle_pass(idle)
         elif self._objective.needs_batch or self._has_proxies:
-            self._two_passes(active, idle, num_trajectories)
+            self._two_passes(active, idle, num_episodes)
         else:
-            self._plain_pass(active, num_trajectories)
+            self._plain_pass(active, num_episodes)
             self._idle_pass(idle)
         return [_group_terms(draft, policy_version, self._objective) for draft in drafts]
 
     def _draft(self, group: TrajectoryGroup) -> _Draft:
-        reward_G = torch.tensor(group.rewards_G, dtype=torch.float64)
-        num_actions_G = torch.tensor([member.num_action_tokens for member in group.trajectories])
-        advantage_G = self._objective.advantages(reward_G, num_actions_G)
-        length_G = self._objective.lengths(num_actions_G)
-        scale = self._objective.score_scale(reward_G)
-        runs = [
-            Run(
+        episodes = group.episodes()
+        reward_E = torch.tensor([segments[0].reward for segments in episodes], dtype=torch.float64)
+        advantage_E = self._objective.advantages(reward_E, torch.tensor([_num_actions(one) for one in episodes]))
+        scale = self._objective.score_scale(reward_E)
+        members = [(index, one) for index, segments in enumerate(episodes) for one in segments]
+        length_G = self._objective.lengths(torch.tensor([one.num_action_tokens for _, one in members]))
+        runs: list[list[Run]] = [[] for _ in episodes]
+        for index, (episode, member) in enumerate(members):
+            run = Run(
                 trajectory=member,
                 tensors=action_tensors(member, self._device),
                 group_id=group.group_id,
                 index=index,
-                advantage=None if advantage_G is None else float(advantage_G[index]),
+                advantage=None if advantage_E is None else float(advantage_E[episode]),
                 score_scale=scale,
-                length=float(length_G[index]),
+                length=float(length_G[index]) / (member.weight or 1.0),
                 weights=None if member.num_action_tokens else _SILENT,
             )
-            for index, member in enumerate(group.trajectories)
-        ]
-        return _Draft(runs=runs, reward_G=reward_G, has_advantages=advantage_G is not None)
+            runs[episode].append(run)
+        return _Draft(episodes=runs, reward_E=reward_E, has_advantages=advantage_E is not None)
 
     def _weigh(self, run: Run) -> None:
         if run.weights is None:
@@ -146,27 +159,27 @@ class Estimator:
         for run in runs:
             self._weigh(run)
 
-    def _plain_pass(self, active: Sequence[_Draft], num_trajectories: int) -> None:
-        acting = [run for draft in active for run in draft.acting]
+    def _plain_pass(self, active: Sequence[_Draft], num_episodes: int) -> None:
+        acting = [run for draft in active for run in draft.trained]
         self._each(
             self._packed(acting),
-            lambda runs: self._passes.plain(runs, self._weigh, num_trajectories=num_trajectories),
+            lambda runs: self._passes.plain(runs, self._weigh, num_episodes=num_episodes),
         )
 
-    def _one_pass_with_norms(self, active: Sequence[_Draft], num_trajectories: int) -> None:
-        packs = [(runs, draft) for draft in active for runs in self._packed(draft.acting)]
+    def _one_pass_with_norms(self, active: Sequence[_Draft], num_episodes: int) -> None:
+        packs = [(runs, draft) for draft in active for runs in self._packed(draft.trained)]
         draft_of = {id(runs): draft for runs, draft in packs}
         ends = {id(draft): id(runs) for runs, draft in packs}
 
         def make_pass(runs: list[Run]) -> None:
-            self._passes.split(runs, self._weigh, num_trajectories=num_trajectories)
+            self._passes.split(runs, self._weigh, num_episodes=num_episodes)
             if runs and ends[id(draft := draft_of[id(runs)])] == id(runs):
                 self.sums.close_group(self._move_baseline(draft))
 
         self._each([runs for runs, _ in packs], make_pass)
 
-    def _two_passes(self, active: Sequence[_Draft], idle: Sequence[Run], num_trajectories: int) -> None:
-        acting = [run for draft in active for run in draft.acting]
+    def _two_passes(self, active: Sequence[_Draft], idle: Sequence[Run], num_episodes: int) -> None:
+        acting = [run for draft in active for run in draft.trained]
         self._each(self._packed(acting), self._passes.proxies if self._has_proxies else self._passes.scored)
         self._each(self._packed(idle), self._passes.scored)
         if self._objective.needs_batch:
@@ -176,7 +189,7 @@ class Estimator:
         if self._has_proxies:
             for draft in active:
                 self._move_baseline(draft)
-        self._plain_pass(active, num_trajectories)
+        self._plain_pass(active, num_episodes)
 
     def _weigh_batch(self, runs: Sequence[Run]) -> None:
         """Weights that depend on every trajectory of the step, of all ranks: each rank computes all of them alike."""
@@ -189,20 +202,30 @@ class Estimator:
 
     def _move_baseline(self, draft: _Draft) -> float:
         """From the reference baseline to b*, in its members' advantages. Returns b* - b_0; 0.0 where there is none."""
-        runs = draft.runs
-        numbers = [x for run in runs for x in (run.used.log_weight, run.score_norm, run.weight)]
-        if not all(map(math.isfinite, numbers)) or not bool(draft.reward_G.isfinite().all()):
+        numbers = [x for run in draft.trained for x in (run.used.log_weight, run.score_norm, run.weight)]
+        if not all(map(math.isfinite, numbers)) or not bool(draft.reward_E.isfinite().all()):
             return 0.0
-        optimum = self._objective.baseline(
-            torch.tensor([run.used.log_used for run in runs], dtype=torch.float64),
-            torch.tensor([run.score_norm for run in runs], dtype=torch.float64),
-            draft.reward_G,
-        )
-        shift = 0.0 if optimum is None else float(optimum - draft.reward_G.mean())
-        for run in runs:
+        sizes = [_joint_size(episode) for episode in draft.episodes]
+        log_used_E, norm_E = torch.tensor(sizes, dtype=torch.float64).unbind(dim=1)
+        optimum = self._objective.baseline(log_used_E, norm_E, draft.reward_E)
+        shift = 0.0 if optimum is None else float(optimum - draft.reward_E.mean())
+        for run in draft.runs:
             if run.advantage is not None:
                 run.advantage -= shift * run.score_scale
         return shift
+
+
+def _num_actions(segments: Sequence[Trajectory]) -> int:
+    return sum(segment.num_action_tokens for segment in segments)
+
+
+def _joint_size(segments: Sequence[Run]) -> tuple[float, float]:
+    """log w and n of an episode with w^2 n^2 = sum of its segments', taking their scores for orthogonal."""
+    trained = [run for run in segments if run.is_trained]
+    log_used = max((run.used.log_used for run in trained), default=-math.inf)
+    if log_used == -math.inf:  # nothing of it is in the gradient
+        return 0.0, 0.0
+    return log_used, math.hypot(*(math.exp(run.used.log_used - log_used) * run.score_norm for run in trained))
 
 
 def _member(run: Run) -> Member:
@@ -216,17 +239,18 @@ def _member(run: Run) -> Member:
 
 
 def _group_terms(draft: _Draft, policy_version: int, family: Objective) -> GroupTerms:
-    has_gradient = draft.has_advantages and bool(draft.acting)
+    has_gradient = bool(draft.trained)
     if family.needs_norms:
         has_gradient = has_gradient and any(run.score_norm > 0 for run in draft.runs)
     shifts = []
     if has_gradient and not family.needs_logits:  # a baseline a token is no number of the group
-        shifts = [run.trajectory.reward - (run.advantage or 0.0) / run.score_scale for run in draft.runs]
+        firsts = [episode[0] for episode in draft.episodes]
+        shifts = [run.trajectory.reward - (run.advantage or 0.0) / run.score_scale for run in firsts]
     return GroupTerms(
         trajectories=tuple(_terms(run, policy_version) for run in draft.runs),
-        has_spread=objective.has_spread(draft.reward_G),
+        has_spread=objective.has_spread(draft.reward_E),
         has_gradient=has_gradient,
-        baseline_minus_mean=sum(shifts) / len(shifts) - float(draft.reward_G.mean()) if shifts else 0.0,
+        baseline_minus_mean=sum(shifts) / len(shifts) - float(draft.reward_E.mean()) if shifts else 0.0,
     )
 
 

@@ -130,7 +130,7 @@ class Learner:
             self._estimator.estimate(
                 _own_share(batch.groups),
                 policy_version=self.policy_version,
-                num_trajectories=len(batch.trajectories()),
+                num_episodes=batch.num_episodes,
             )
         )
 

@@ -35,7 +35,7 @@ class Run:
     index: int  # in its group
     advantage: float | None  # about the reference baseline; None: its group has no gradient
     score_scale: float  # 1/s
-    length: float  # what its summed score is divided by
+    length: float  # what its summed score is divided by: L / c
     log_ratio_N: Tensor = field(default_factory=lambda: _NOTHING)  # float64, log pi - log mu, on the CPU
     logit_norm2_N: Tensor = field(default_factory=lambda: _NOTHING)  # float64, see baselines.logit_norm2
     entropy_sum: float = 0.0
@@ -47,6 +47,11 @@ class Run:
         """The weights, which must have been found."""
         assert self.weights is not None, f"{self.trajectory.id} was not weighed"
         return self.weights
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether it has a part in the gradient, where its group has one."""
+        return bool(self.tensors.num_actions) and self.trajectory.weight > 0
 
     @property
     def weight(self) -> float:
@@ -71,7 +76,7 @@ class Passes:
         pack = self._join(runs)
         self._score(runs, pack, None)
 
-    def plain(self, runs: Sequence[Run], weigh: Callable[[Run], None], *, num_trajectories: int) -> None:
+    def plain(self, runs: Sequence[Run], weigh: Callable[[Run], None], *, num_episodes: int) -> None:
         """Forward, then total += sum_i A_i / (B L_i) sum_t w_it score_it as one piece a weight."""
         pack = self._join(runs)
         recorder = self._recorder(pack, is_split=False, sums=self._sums if runs else None)
@@ -80,11 +85,11 @@ class Passes:
             seeds = []
             for run in runs:
                 weigh(run)
-                seed_N = run.used.weight_N * ((run.advantage or 0.0) / (run.length * num_trajectories))
+                seed_N = run.used.weight_N * ((run.advantage or 0.0) / (run.length * num_episodes))
                 seeds.append(seed_N if bool(seed_N.isfinite().all()) else torch.zeros_like(seed_N))
             _backward(logprob_N, seeds)
 
-    def split(self, runs: Sequence[Run], weigh: Callable[[Run], None], *, num_trajectories: int) -> None:
+    def split(self, runs: Sequence[Run], weigh: Callable[[Run], None], *, num_episodes: int) -> None:
         """The same for one weight a trajectory, with its score norm, and scores += w_i / (s B L_i) score_i."""
         pack = self._join(runs)
         recorder = self._recorder(pack, is_split=True, sums=self._sums if runs else None)
@@ -92,7 +97,7 @@ class Passes:
             logprob_N = self._score(runs, pack, recorder)
             for segment, run in enumerate(runs):
                 weigh(run)
-                share = run.weight / num_trajectories
+                share = run.weight / num_episodes
                 is_finite = math.isfinite(share)
                 recorder.coefficient_n[segment] = share * (run.advantage or 0.0) if is_finite else 0.0
                 recorder.score_n[segment] = share * run.score_scale if is_finite else 0.0

@@ -1,10 +1,10 @@
 """How much the step's gradient would scatter under each baseline, measured by splitting the batch into halves.
 
-With the gradients g_1 and g_2 of halves of n_1 and n_2 trajectories, each the mean over its half,
+With the gradients g_1 and g_2 of halves of n_1 and n_2 episodes, each the mean over its half,
 
     tr Cov(g)  is estimated by  |g_1 - g_2|^2 n_1 n_2 / (n_1 + n_2)^2        g = mean over both
 
-without bias where groups are independent: nothing is taken for granted of trajectories within a group, unlike in
+without bias where groups are independent: nothing is taken for granted of episodes within a group, unlike in
 `vitals.variance`. One number from one split is noisy; its average over steps is what counts.
 Knows nothing of DeepSpeed: `reduce` sums a tensor over ranks in place.
 """
@@ -62,7 +62,7 @@ class SplitVariance:
         Costs about one step's passes a baseline. The weights stay as they are.
         """
         parts = halves(groups)
-        num_1, num_2 = (sum(len(group.trajectories) for group in part) for part in parts)
+        num_1, num_2 = (_num_episodes(part) for part in parts)
         if not num_1 or not num_2:
             return {}
         factor = num_1 * num_2 / (num_1 + num_2) ** 2
@@ -85,6 +85,9 @@ class SplitVariance:
         return total
 
     def _gradient(self, estimator: Estimator, part: list[TrajectoryGroup], policy_version: int) -> list[Tensor]:
-        num_trajectories = sum(len(group.trajectories) for group in part)
-        estimator.estimate(self._share(part), policy_version=policy_version, num_trajectories=num_trajectories)
+        estimator.estimate(self._share(part), policy_version=policy_version, num_episodes=_num_episodes(part))
         return [estimator.sums.take(index) for index in range(len(estimator.parameters))]
+
+
+def _num_episodes(groups: Sequence[TrajectoryGroup]) -> int:
+    return sum(len(group.episodes()) for group in groups)

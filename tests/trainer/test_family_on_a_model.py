@@ -63,7 +63,7 @@ def test_a_preset_is_estimated_exactly_from_packs(tiny_model: Any, preset: Any) 
     groups = mixed_groups(tiny_model, off_policy=0.4)
     algorithm = AlgorithmConfig(preset=preset)
     estimator = Estimator(tiny_model, algorithm, pack_tokens=40)
-    estimator.estimate(groups, policy_version=0, num_trajectories=12)
+    estimator.estimate(groups, policy_version=0, num_episodes=12)
     ours = torch.cat([total.flatten() for total in estimator.sums.total]).double()
     theirs = reference(tiny_model, groups, algorithm)
     assert float((ours - theirs).norm() / theirs.norm()) < 1e-5

@@ -25,8 +25,8 @@ def estimate(
 ) -> tuple[torch.Tensor, list[GroupTerms]]:
     attention.install(model)
     estimator = Estimator(model, algorithm, pack_tokens=pack_tokens)
-    size = sum(len(group.trajectories) for group in groups)
-    terms = estimator.estimate(groups, policy_version=0, num_trajectories=size)
+    num_episodes = sum(len(group.episodes()) for group in groups)
+    terms = estimator.estimate(groups, policy_version=0, num_episodes=num_episodes)
     return torch.cat([total.flatten() for total in estimator.sums.total]), terms
 
 
@@ -241,3 +241,48 @@ def test_proxy_norms_rank_as_the_exact_ones(tiny_model: Any) -> None:
     assert float(torch.corrcoef(ranks)[0, 1]) > 0.8
     for one, other in zip(exact, proxy, strict=True):
         assert one.baseline_minus_mean == pytest.approx(other.baseline_minus_mean, abs=0.15)
+
+
+def split_in_segments(one: TrajectoryGroup) -> TrajectoryGroup:
+    """The same group, its first episode told twice as two segments of half the weight."""
+    first, *others = one.trajectories
+    halves = [replace(first, id=f"{first.id}.{segment}", weight=0.5) for segment in range(2)]
+    return replace(one, trajectories=(*halves, *others))
+
+
+@pytest.mark.parametrize("preset", ["vcpo", "grpo", "tis", "rloo"])
+def test_an_episode_in_segments_weighs_as_one_episode(tiny_model: Any, preset: Any) -> None:
+    # Under opob two copies of half the weight have half the squared norm of the whole: their scores are no orthogonal
+    # pair, so the group's baseline is taken where it does not depend on norms.
+    baseline = {"baseline": "mean"} if preset == "vcpo" else {}
+    algorithm = AlgorithmConfig(preset=preset, **baseline)
+    groups = mixed_groups(tiny_model)
+    whole, _ = estimate(tiny_model, groups, algorithm)
+    in_segments, terms = estimate(tiny_model, [split_in_segments(one) for one in groups], algorithm)
+    assert relative_error(in_segments, whole) < 1e-6
+    assert [len(one.trajectories) for one in terms] == [5, 5, 5]
+
+
+def test_the_optimal_baseline_sums_squared_norms_over_an_episodes_segments(tiny_model: Any) -> None:
+    one = mixed_groups(tiny_model)[0]
+    algorithm = AlgorithmConfig(preset="vcpo")
+    _, (whole,) = estimate(tiny_model, [one], algorithm)
+    _, (split,) = estimate(tiny_model, [split_in_segments(one)], algorithm)
+    importance = [(t.weight * t.score_norm) ** 2 for t in whole.trajectories]
+    importance[0] /= 2  # twice (1/2)^2
+    optimum = sum(i * r for i, r in zip(importance, one.rewards_G, strict=True)) / sum(importance)
+    assert split.baseline_minus_mean == pytest.approx(optimum - sum(one.rewards_G) / 4, abs=1e-6)
+
+
+@pytest.mark.parametrize("preset", ["vcpo", "grpo", "m2po"])
+def test_a_trajectory_of_weight_zero_has_no_gradient_and_counts_in_the_mean(tiny_model: Any, preset: Any) -> None:
+    one = mixed_groups(tiny_model)[0]
+    first, *others = one.trajectories
+    masked = replace(one, trajectories=(replace(first, weight=0.0), *others))
+    silent = replace(one, trajectories=(replace(first, turns=(), weight=0.0), *others))
+    algorithm = AlgorithmConfig(preset=preset, **({"second_moment_bound": 100.0} if preset == "m2po" else {}))
+    ours, (terms,) = estimate(tiny_model, [masked], algorithm)
+    theirs, _ = estimate(tiny_model, [silent], algorithm)
+    if preset != "m2po":  # it divides by the group's mean length, which the masked one is a part of
+        assert relative_error(ours, theirs) < 1e-6
+    assert terms.trajectories[0].score_norm == 0.0 and terms.trajectories[0].log_weight != 0.0

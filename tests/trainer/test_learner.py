@@ -40,7 +40,7 @@ def plain_torch(model: Any, groups: list[TrajectoryGroup]) -> torch.Tensor:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01)
     for version in range(3):
         estimator = Estimator(model, config(Path()).algorithm)
-        terms = estimator.estimate(groups, policy_version=version, num_trajectories=12)
+        terms = estimator.estimate(groups, policy_version=version, num_episodes=12)
         log_weight_B = torch.tensor([m.log_weight for g in terms for m in g.trajectories], dtype=torch.float64)
         for parameter, gradient in zip(model.parameters(), estimator.sums.total, strict=True):
             parameter.grad = -gradient
@@ -75,7 +75,7 @@ def test_weights_divided_by_zero_3_make_the_same_steps(
 
 def plain_norm(model: Any, groups: list[TrajectoryGroup]) -> float:
     estimator = Estimator(model, config(Path()).algorithm)
-    estimator.estimate(groups, policy_version=0, num_trajectories=12)
+    estimator.estimate(groups, policy_version=0, num_episodes=12)
     return float(torch.cat([total.flatten() for total in estimator.sums.total]).norm())
 
 

@@ -42,7 +42,7 @@ def measurer(model: Any, algorithm: AlgorithmConfig) -> SplitVariance:
 def gradient(model: Any, groups: Sequence[TrajectoryGroup], algorithm: AlgorithmConfig) -> torch.Tensor:
     attention.install(model)
     estimator = Estimator(model, algorithm)
-    estimator.estimate(groups, policy_version=0, num_trajectories=sum(len(g.trajectories) for g in groups))
+    estimator.estimate(groups, policy_version=0, num_episodes=sum(len(g.trajectories) for g in groups))
     return torch.cat([total.double().flatten() for total in estimator.sums.total])
 
 

@@ -60,6 +60,7 @@ class EpisodeLine:
     action_mask: tuple[int, ...]  # [T] 1 where the model sampled the token
     behavior_logprobs: tuple[float, ...]  # [T] 0.0 where the mask is 0
     policy_versions: tuple[int, ...]  # [T] -1 where the mask is 0
+    weight: float = 1.0  # share in the gradient
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,6 +211,7 @@ def _to_line(group: TrajectoryGroup, trajectory: Trajectory) -> EpisodeLine:
         action_mask=tuple(trajectory.action_mask()),
         behavior_logprobs=tuple(trajectory.behavior_logprobs()),
         policy_versions=tuple(trajectory.policy_versions()),
+        weight=trajectory.weight,
     )
 
 
@@ -228,6 +230,7 @@ def _to_trajectory(line: EpisodeLine) -> Trajectory:
         rewards=line.rewards,
         stop_reason=line.stop_reason,
         info=line.info,
+        weight=line.weight,
     )
 
 

@@ -1,6 +1,7 @@
 import gzip
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,8 @@ def test_open_refuses_a_folder_that_is_no_run(tmp_path: Path) -> None:
 
 def test_trajectories_read_back_equal(folder: RunFolder) -> None:
     groups = groups_of(3)
+    first, *others = groups[0].trajectories
+    groups[0] = replace(groups[0], trajectories=(replace(first, weight=0.5), *others))
     folder.write_trajectories(12, groups)
     assert RunFolder.open(folder.path).read_trajectories(12) == groups
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -72,6 +73,16 @@ def adapted(model: Any, config: LoraConfig) -> Any:
         raise ConfigError(f"model.lora.target_modules: {error}") from error
     _check_targets(result)
     return result
+
+
+def save(model: Any, adapters: dict[str, Adapter], folder: Path) -> None:
+    """Write PEFT's folder of `adapters`, given whole under the names of the weights that they belong to."""
+    state = {}
+    for name, adapter in adapters.items():
+        layer = f"base_model.model.{name.removesuffix('.weight')}"
+        state[f"{layer}.lora_A.{ADAPTER}.weight"] = adapter.down_RI
+        state[f"{layer}.lora_B.{ADAPTER}.weight"] = adapter.up_OR
+    model.save_pretrained(folder, state_dict=state, save_embedding_layers=False)
 
 
 def is_adapted(module: nn.Module) -> bool:

@@ -26,6 +26,10 @@ def load_model(config: Config) -> Any:
         model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=getattr(torch, config.model.dtype))
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot load model.path={config.model.path}: {error}") from error
+    if hasattr(model, "peft_config"):
+        raise ConfigError(
+            f"model.path={config.model.path} is an adapter, not a model: use the folder of the merged model"
+        )
     if config.model.lora is not None:
         model = lora.adapted(model, config.model.lora)
     return model.eval()

@@ -11,18 +11,22 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from agentrl.checksum import Checksum
 from agentrl.types import Probe, WeightsRef
+from trainer import lora
 from trainer.weight_source import TensorMeta, WeightSource, layer_of
 
 MAX_SHARD_BYTES = 2**30
 INDEX_FILE = "model.safetensors.index.json"
+ADAPTER_FOLDER = "adapter"
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
 
 
@@ -35,7 +39,7 @@ def publish(
     """
     folder = root / f"v{policy_version}"
     with _whole_folder(folder) as temporary:
-        checksum = _save(source, temporary, max_shard_bytes)
+        checksum = _save(source, source, temporary, max_shard_bytes)
     _remove_versions_before(root, policy_version - 1)
     return WeightsRef(
         policy_version=policy_version,
@@ -51,14 +55,19 @@ def export(
 ) -> None:
     """A complete Hugging Face folder: weights, config and the tokenizer of `model_path`. Replaces an older export.
 
-    On one rank; the others call `source.take_part()`.
+    Of a model with adapters the weights are the merged ones, and PEFT's own folder lies in `folder/adapter`. On one
+    rank; the others call `source.take_part()`.
     """
+    base = lora.base_of(model)
+    adapters: dict[str, lora.Adapter] = {}
     with _whole_folder(folder) as temporary:
-        _save(source, temporary, max_shard_bytes)
-        config = copy.deepcopy(model.config)
-        config.architectures = [type(model).__name__]
+        _save(source, source.keeping(adapters), temporary, max_shard_bytes)
+        if adapters:
+            lora.save(model, adapters, temporary / ADAPTER_FOLDER)
+        config = copy.deepcopy(base.config)
+        config.architectures = [type(base).__name__]
         config.save_pretrained(temporary)
-        if (generation := getattr(model, "generation_config", None)) is not None:
+        if (generation := getattr(base, "generation_config", None)) is not None:
             generation.save_pretrained(temporary)
         if Path(model_path).is_dir():
             _copy_missing(Path(model_path), temporary)
@@ -68,13 +77,15 @@ def export(
             AutoTokenizer.from_pretrained(model_path).save_pretrained(temporary)
 
 
-def _save(source: WeightSource, folder: Path, max_shard_bytes: int) -> Checksum:
-    """Write all tensors, and the index that says which file holds which where there are several files."""
+def _save(
+    source: WeightSource, tensors_of_pass: Iterable[tuple[str, Tensor]], folder: Path, max_shard_bytes: int
+) -> Checksum:
+    """Write one pass of the source, and the index that says which file holds which where there are several files."""
     from safetensors.torch import save_file
 
     sizes = _shard_sizes(source.metadata(), max_shard_bytes)
     checksum = Checksum()
-    tensors = checksum.through(source)
+    tensors = checksum.through(tensors_of_pass)
     file_of: dict[str, str] = {}
     for at, num_tensors in enumerate(sizes, start=1):
         file = f"model-{at:05d}-of-{len(sizes):05d}.safetensors" if len(sizes) > 1 else "model.safetensors"

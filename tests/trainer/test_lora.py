@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from test_score_gradients import assert_same, one_pass, single_backwards
-from trainer_builders import ARCHITECTURES, architecture
+from trainer_builders import ARCHITECTURES, architecture, batch, config, mixed_groups, plain_logprobs
 
-from agentrl.config import LoraConfig
-from trainer import lora
+from agentrl.checksum import checksum_of
+from agentrl.config import Config, LoraConfig
+from agentrl.errors import ConfigError
+from trainer import lora, weights
+from trainer.learner import Learner
+from trainer.model import load_model
+from trainer.weight_source import WeightSource
 
 SMALL = {"rank": 4, "alpha": 8}
 
@@ -31,3 +38,87 @@ def test_one_packed_backward_equals_a_loop_of_single_ones(name: str) -> None:
     """Norms and both sums of A and B; the frozen weights have none."""
     model = adapted(architecture(name))
     assert_same(one_pass(model), single_backwards(model, torch.float64), 1e-5)
+
+
+def learner_config(path: Path, dtype: str = "float32", **sections: Any) -> Config:
+    return config(path, **{"model": {"path": str(path), "dtype": dtype, "lora": SMALL}, **sections})
+
+
+def frozen(model: Any) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters() if "lora_" not in name}
+
+
+def trained(model: Any) -> torch.Tensor:
+    return torch.cat([p.detach().float().flatten() for name, p in model.named_parameters() if "lora_" in name])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+def test_a_step_moves_the_adapters_alone(tiny_model_dir: Path, tiny_model: Any, dtype: str, zero_stage: int) -> None:
+    learner = Learner(learner_config(tiny_model_dir, dtype, learner={"lr": 1e-2, "zero_stage": zero_stage}))
+    weights_before, adapters_before = frozen(learner.model), trained(learner.model)
+    learner.step(batch(mixed_groups(tiny_model)))
+    assert all(torch.equal(p, weights_before[name]) for name, p in frozen(learner.model).items())
+    assert not torch.equal(trained(learner.model), adapters_before)
+    assert [p.shape for p in learner._estimator.parameters] == [
+        p.shape for name, p in learner.model.named_parameters() if "lora_" in name
+    ]
+
+
+def test_merged_weights_are_those_of_peft_under_the_base_models_names(tiny_model: Any) -> None:
+    names = [name for name, _ in WeightSource(tiny_model, dtype=torch.float32)]
+    model = adapted(tiny_model)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    ours = dict(WeightSource(model, dtype=torch.float32))
+    assert list(ours) == names
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    theirs = copy.deepcopy(model).merge_and_unload().state_dict()
+    assert all(torch.allclose(tensor, theirs[name], atol=1e-6, rtol=1e-6) for name, tensor in ours.items())
+
+
+def test_what_travels_is_known_without_merging_and_the_same_in_every_pass(tiny_model: Any) -> None:
+    source = WeightSource(adapted(tiny_model), dtype=torch.bfloat16)
+    said = [(meta.name, meta.dtype, meta.shape) for meta in source.metadata()]
+    assert said == [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in source]
+    assert checksum_of(source) == checksum_of(source)
+
+
+def test_an_export_loads_merged_and_as_an_adapter(tiny_model: Any, tiny_model_dir: Path, tmp_path: Path) -> None:
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    model = adapted(tiny_model)
+    weights.export(WeightSource(model, dtype=torch.float32), model, str(tiny_model_dir), tmp_path / "final")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "final").eval()
+    base = AutoModelForCausalLM.from_pretrained(tiny_model_dir).eval()
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "final" / "adapter").eval()
+    ids = list(range(20, 80))
+    with torch.no_grad():
+        theirs = plain_logprobs(model, ids)
+        assert float((plain_logprobs(merged, ids) - theirs).abs().max()) < 1e-5
+        assert torch.equal(plain_logprobs(loaded, ids), theirs)
+    assert type(merged).__name__ == "Qwen3ForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("targets", "reason"),
+    [
+        (["nope"], "target_modules: .*nope"),
+        (["lm_head"], "lm_head is the output head"),
+        (["embed_tokens"], "embed_tokens is no linear layer but Embedding"),
+    ],
+)
+def test_targets_that_cannot_be_trained_are_refused_by_name(targets: list[str], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        lora.adapted(architecture("Qwen3"), LoraConfig(target_modules=tuple(targets)))
+
+
+def test_dropout_is_refused_with_its_reason(tiny_model_dir: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model.lora: dropout=0.1 must be 0: the engine samples"):
+        config(tiny_model_dir, model={"path": "x", "lora": {"dropout": 0.1}})
+
+
+def test_an_adapter_as_model_path_is_refused(tiny_model: Any, tiny_model_dir: Path, tmp_path: Path) -> None:
+    adapted(tiny_model).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="is an adapter, not a model"):
+        load_model(config(tmp_path))

@@ -1,0 +1,140 @@
+"""An Env class as a gymnasium.Env: texts in and out, blocking calls. Knows no engine: who calls `step` is the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import count, islice
+from typing import Any
+
+import gymnasium
+from gymnasium.envs.registration import EnvSpec
+
+from agentrl.agent_env import AgentEnv
+from agentrl.config import EnvConfig
+from agentrl.env import Env, Split, load_env_class
+from agentrl.errors import ConfigError
+from agentrl.source import TaskSource
+from agentrl.types import Message, Task
+from envs.adapters.sync_player import OpenSandbox, SyncPlayer
+from envs.adapters.unicode_space import UnicodeText
+
+MAX_TEST_TASKS = 10_000
+"""Of a test split, which has an end, no more tasks than these are played."""
+
+
+def to_gymnasium(
+    env: type[Env] | str,
+    *,
+    split: Split = "train",
+    data: str | None = None,
+    sandbox: OpenSandbox | None = None,
+    max_chars: int = 65_536,
+    render_mode: str | None = None,
+) -> TextEnv:
+    """A gymnasium.Env that plays episodes of `env`, task after task.
+
+    Actions are what the model says, tool calls written as `<tool_call>` JSON; observations are the texts of the new
+    messages, which `info["messages"]` has with their roles. The rewards of an episode sum to its reward: the last
+    step's has what `score` gave. `reset(seed=...)` fixes the order of the tasks, `reset(options={"index": n})` plays
+    the n-th of the split. What fails of the infrastructure raises InfraError.
+
+    Args:
+        env: a class or a target, as in a config.
+        sandbox: opens the sandbox service on the environment's own event loop, e.g. `SandboxClient.embedded`.
+        max_chars: longest observation and action; what is longer is cut.
+        render_mode: `ansi` makes `render` return the dialogue so far.
+
+    Raises ConfigError for a class that does not exist, or an agent's, which brings its own loop.
+    """
+    options: dict[str, Any] = {"env": env, "split": split, "data": data, "sandbox": sandbox, "max_chars": max_chars}
+    made = TextEnv(**options, render_mode=render_mode)
+    made.spec = EnvSpec(id=f"agentrl/{made.name}", entry_point=f"{__name__}:TextEnv", kwargs=options)
+    return made
+
+
+class TextEnv(gymnasium.Env[str, str]):
+    """See `to_gymnasium`."""
+
+    metadata = {"render_modes": ["ansi"], "render_fps": 1}  # noqa: RUF012  (declared without ClassVar by Gymnasium)
+
+    def __init__(
+        self,
+        *,
+        env: type[Env] | str,
+        split: Split,
+        data: str | None,
+        sandbox: OpenSandbox | None,
+        max_chars: int,
+        render_mode: str | None = None,
+    ) -> None:
+        self._env_class = load_env_class(env) if isinstance(env, str) else env
+        self.name = self._env_class.__name__
+        if issubclass(self._env_class, AgentEnv):
+            raise ConfigError(f"{self.name} brings its own loop and asks for its model: it has no steps to call")
+        self.observation_space = UnicodeText(max_chars)
+        self.action_space = UnicodeText(max_chars)
+        self.render_mode = render_mode
+        self._split, self._data, self._max_chars = split, data, max_chars
+        self._player = SyncPlayer(self._env_class, sandbox)
+        self._tasks: Iterator[Task] | None = None
+        self._dialogue: list[Message] = []
+        self._is_over = True
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        """Begin the next task's episode."""
+        super().reset(seed=seed)
+        if seed is not None or self._tasks is None:
+            self._tasks = self._stream()
+        index = (options or {}).get("index")
+        task = next(self._tasks) if index is None else self._row(int(index))
+        self._is_over = True  # should this fail
+        turn = self._player.begin(task, seed=int(self.np_random.integers(2**31)))
+        self._is_over, self._dialogue = False, list(turn.messages)
+        return self._told(turn.messages), {"task": task.id, "messages": _plain(turn.messages)}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Say something; the environment answers. Raises ResetNeeded when no episode is under way."""
+        if self._is_over:
+            raise gymnasium.error.ResetNeeded("no episode is under way: call reset()")
+        self._is_over = True  # should this fail
+        turn = self._player.say(action[: self._max_chars])
+        self._is_over = turn.terminated or turn.truncated
+        self._dialogue += [turn.said, *turn.messages] if turn.said is not None else turn.messages
+        info = {"messages": _plain(turn.messages), **turn.counts}
+        if self._is_over:
+            info["rewards"] = dict(turn.rewards)
+        return self._told(turn.messages), turn.reward, turn.terminated, turn.truncated, info
+
+    def render(self) -> Any:
+        """The dialogue so far."""
+        if self.render_mode is None:
+            gymnasium.logger.warn("render() needs render_mode='ansi'")
+            return None
+        return "\n".join(f"{message.role}: {message.content}" for message in self._dialogue)
+
+    def close(self) -> None:
+        """End the episode, the environment's shared resources and its loop. May be called again."""
+        self._is_over = True
+        self._player.close()
+
+    def _stream(self) -> Iterator[Task]:
+        """Tasks without end, in an order that the seed fixes."""
+        if self._split == "train":
+            config = EnvConfig(target=self.name, train_data=self._data)
+            source = TaskSource(self._env_class, config, seed=int(self.np_random.integers(2**31)))
+            return (source.next() for _ in count())
+        rows = list(islice(self._env_class.tasks(self._split, data=self._data), MAX_TEST_TASKS))
+        return (rows[int(self.np_random.integers(len(rows)))] for _ in count())
+
+    def _row(self, index: int) -> Task:
+        rows = self._env_class.tasks(self._split, data=self._data)
+        if (task := next(iter(islice(rows, index, None)), None)) is None:
+            raise ConfigError(f"{self.name} has no {self._split} task number {index}")
+        return task
+
+    def _told(self, messages: Sequence[Message]) -> str:
+        return "\n\n".join(message.content for message in messages)[: self._max_chars]
+
+
+def _plain(messages: Sequence[Message]) -> list[dict[str, str]]:
+    return [{"role": message.role, "content": message.content} for message in messages]

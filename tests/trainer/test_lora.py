@@ -3,22 +3,39 @@
 from __future__ import annotations
 
 import copy
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from test_score_gradients import assert_same, one_pass, single_backwards
-from trainer_builders import ARCHITECTURES, architecture, batch, config, mixed_groups, plain_logprobs
+from trainer_builders import (
+    ARCHITECTURES,
+    architecture,
+    batch,
+    config,
+    divide_small_weights,
+    mixed_groups,
+    plain_logprobs,
+    whole_weights,
+)
 
 from agentrl.checksum import checksum_of
 from agentrl.config import Config, LoraConfig
+from agentrl.engine import VLLMEngine
 from agentrl.errors import ConfigError
-from trainer import lora, weights
+from agentrl.types import Probe, WeightsRef
+from tests.conftest import VLLMServer
+from trainer import deepspeed_settings, lora, weights
 from trainer.learner import Learner
-from trainer.model import load_model
+from trainer.model import checkpoint_layers, load_model
 from trainer.weight_source import WeightSource
 
+TEXT = list(range(100, 180))
+SETTINGS = {"lr": 1e-2, "grad_clip": 0.05, "weight_decay": 0.01}
 SMALL = {"rank": 4, "alpha": 8}
 
 
@@ -122,3 +139,90 @@ def test_an_adapter_as_model_path_is_refused(tiny_model: Any, tiny_model_dir: Pa
     adapted(tiny_model).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="is an adapter, not a model"):
         load_model(config(tmp_path))
+
+
+def test_checkpointed_layers_are_exact() -> None:
+    model = adapted(architecture("Qwen3-tied"))
+    theirs = single_backwards(model, torch.float64)
+    calls: list[int] = []
+    lora.base_of(model).model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    checkpoint_layers(model)
+    assert_same(one_pass(model), theirs, 1e-5)
+    assert len(calls) == 2, "the layer was not computed again in the backward"
+
+
+STAGE_3 = {**SETTINGS, "zero_stage": 3, "gradient_checkpointing": True, "pack_tokens": 30}
+
+
+def test_two_ranks_under_zero_3_make_the_same_update_as_one_under_zero_0(
+    tiny_model_dir: Path, tiny_model: Any, tmp_path: Path
+) -> None:
+    """Compared are merged weights, gathered by the source on both ranks."""
+    groups, before = mixed_groups(tiny_model), whole_weights(tiny_model)
+    script = Path(__file__).with_name("two_ranks.py")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    sections = {"model": learner_config(tiny_model_dir).model.model_dump(), "learner": STAGE_3}
+    subprocess.run(
+        [*launcher, str(script), str(tiny_model_dir), str(tmp_path), json.dumps(sections)], check=True, timeout=120
+    )
+    theirs = torch.load(tmp_path / "result.pt")["weights"]
+    learner = Learner(learner_config(tiny_model_dir, learner={**SETTINGS, "zero_stage": 0}))
+    for version in range(3):
+        learner.step(batch(groups, version=version))
+    ours = whole_weights(learner.model)
+    assert float((ours - theirs).norm() / (ours - before).norm()) < 1e-4
+
+
+def test_an_export_from_zero_3_has_whole_adapters(
+    tiny_model_dir: Path, tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from safetensors.torch import load_file
+
+    monkeypatch.setattr(deepspeed_settings, "deepspeed_config", deepspeed_settings.deepspeed_config)
+    divide_small_weights()
+    learner = Learner(learner_config(tiny_model_dir, learner=STAGE_3))
+    assert all(parameter.numel() == 0 for parameter in learner.model.parameters())
+    learner.step(batch(mixed_groups(tiny_model)))
+    source = WeightSource(learner.model, dtype=torch.float32)
+    weights.export(source, learner.model, str(tiny_model_dir), tmp_path)
+    base = dict(WeightSource(tiny_model, dtype=torch.float32))
+    merged, adapter = (
+        load_file(tmp_path / "model.safetensors"),
+        load_file(tmp_path / "adapter/adapter_model.safetensors"),
+    )
+    name = "model.layers.1.mlp.up_proj"
+    down_RI, up_OR = (adapter[f"base_model.model.{name}.lora_{part}.weight"] for part in "AB")
+    expected = base[f"{name}.weight"] + 2 * up_OR @ down_RI
+    assert torch.allclose(merged[f"{name}.weight"], expected, atol=1e-6)
+    assert float(up_OR.abs().max()) > 0
+    assert set(merged) == set(base)
+
+
+@pytest.mark.engine
+async def test_the_engine_says_what_the_adapted_policy_says(
+    vllm_server: VLLMServer, tiny_model_dir: Path, tiny_model: Any, tmp_path: Path
+) -> None:
+    """Trained adapters, published merged through the folder, proven by version, checksum and logprobs."""
+    learner = Learner(learner_config(tiny_model_dir, learner={"lr": 3e-2}))
+    first = published(learner, tmp_path / "first", 0)
+    probe_before = learner.logprobs(TEXT)
+    for version in range(3):
+        learner.step(batch(mixed_groups(tiny_model), version=version))
+    async with VLLMEngine(vllm_server.url, model=vllm_server.model) as engine:
+        try:
+            ref = published(learner, tmp_path / "last", 3)
+            await engine.update_weights(ref)  # compares the version, the checksum and the probe itself
+            assert set(await engine.control.checksums()) == {ref.checksum}
+            scored = torch.tensor(await engine.score(TEXT))
+        finally:
+            await engine.update_weights(first)
+    ours = torch.tensor(learner.logprobs(TEXT))
+    assert float((ours - torch.tensor(probe_before)).abs().max()) > 0.1
+    assert float((ours - scored).abs().max()) < 1e-4
+
+
+def published(learner: Learner, folder: Path, version: int) -> WeightsRef:
+    ids = tuple(range(30, 70))
+    probe = Probe(token_ids=ids, logprobs=tuple(learner.logprobs(ids)))
+    source = WeightSource(learner.model, dtype=torch.float32)
+    return weights.publish(source, folder, policy_version=version, probe=probe)

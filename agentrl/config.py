@@ -21,17 +21,41 @@ MIN_TURN_TOKENS = 16
 Port = Annotated[int, Field(ge=0, le=65535)]
 
 
+class WrapperConfig(Section):
+    """One wrapper around the environment: `TimeLimit: {turns: 4}`, or only a name where it needs no arguments."""
+
+    name: str
+    """One of agentrl.wrappers, or your own: `module:Class`, `path/to/file.py:Class`."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_short_form(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return {"name": value}
+        if isinstance(value, dict) and "name" not in value and len(value) == 1:
+            name, kwargs = next(iter(value.items()))
+            return {"name": name, "kwargs": kwargs or {}}
+        if not isinstance(value, dict) or value.keys() - {"name", "kwargs"}:
+            raise ValueError("a wrapper is a name, or a name with its arguments: `TimeLimit: {turns: 4}`")
+        return value
+
+
 class EnvConfig(Section):
     """Which environment, and its rows."""
 
     target: str
     """`module:Class`, `path/to/file.py:Class`, or a registered id such as `AimePython-v0`."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the class's constructor, or options of the adapter that `target` names."""
     train_data: str | None = None
     """JSONL file of training rows; none for environments that generate their own."""
     eval_data: str | None = None
     """JSONL file of held-out rows."""
     max_turns: PositiveInt | None = None
     """Overrides the class's own turn budget."""
+    wrappers: tuple[WrapperConfig, ...] = ()
+    """Laid around the environment, the first one innermost: `[{ToolBudget: {calls: 4}}, {Record: {path: e.jsonl}}]`."""
 
 
 class WarmstartConfig(Section):
@@ -96,7 +120,26 @@ class RolloutConfig(Section):
     """Tokens of a whole episode, prompt included."""
     max_turn_tokens: PositiveInt = 512
     tool_output_tokens: PositiveInt = 128
-    """Longer tool output is cut, head and tail kept."""
+    """Longer tool output is cut, by a note that says so."""
+    tool_output_chars: PositiveInt | None = None
+    """Cut tool output to this many characters first, as SimpleTIR does (512)."""
+    tool_output_keep: Literal["both", "head", "tail"] = "both"
+    """Which end of long tool output is kept."""
+    tool_format: Literal["auto", "hermes", "fences", "retool"] = "auto"
+    """How calls are written: hermes `<tool_call>` JSON; code in ```python fences (SimpleTIR) or in `<code>` tags
+    (ReTool). auto: hermes where there is a chat template, else fences."""
+    mask_void_turns: bool = False
+    """Leave episodes with a turn that has neither a whole call nor a boxed answer out of the loss (SimpleTIR)."""
+    overlong: Literal["penalize", "mask", "keep"] = "keep"
+    """Episodes that the context limit ends: take DAPO's soft overlong punishment off the reward, leave them out of the
+    loss (DAPO's overlong filtering), or treat them as any other."""
+    overlong_cache_tokens: PositiveInt = 512
+    """DAPO's L_cache: the punishment grows from 0 to 1 over the last so many tokens before the limit."""
+    compaction: Literal["none", "drop", "summarize"] = "none"
+    """What is done before the context is full: nothing, leave old tool output out, or go on from the model's own notes.
+    Each fork is a trainable segment of its own (docs/tokens.md)."""
+    compact_at_tokens: PositiveInt | None = None
+    """Tokens from which on it is done; None: when a full turn and its answer would not fit any more."""
     temperature: PositiveFloat = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     episode_timeout_s: PositiveFloat = 300.0
@@ -109,6 +152,11 @@ class RolloutConfig(Section):
     def min_turn_tokens(self) -> int:
         """A turn with less room than this is not begun."""
         return min(MIN_TURN_TOKENS, self.max_turn_tokens)
+
+    @property
+    def compaction_tokens(self) -> int:
+        """A prompt with more than these is compacted."""
+        return self.compact_at_tokens or self.max_context - self.max_turn_tokens - self.tool_output_tokens
 
 
 class EngineConfig(Section):
@@ -245,6 +293,11 @@ class Config(Section):
             )
         if self.rollout.max_turn_tokens >= self.rollout.max_context:
             raise ValueError("rollout.max_turn_tokens must be smaller than rollout.max_context")
+        if self.rollout.compaction != "none" and not 0 < self.rollout.compaction_tokens < self.rollout.max_context:
+            raise ValueError(
+                "rollout.compact_at_tokens must be smaller than rollout.max_context; by itself it is max_context - "
+                "max_turn_tokens - tool_output_tokens, which must be positive"
+            )
         if self.rollout.temperature != 1.0 or self.rollout.top_p != 1.0:
             raise ValueError(
                 "training samples at temperature 1 and top_p 1: any other distribution biases the importance ratios; "

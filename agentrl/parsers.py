@@ -1,4 +1,4 @@
-"""How a model writes tool calls as text: parse, and its inverse, format. Hermes / Qwen `<tool_call>` JSON.
+"""How a model writes tool calls as text: parse, and its inverse, format. Hermes JSON, and blocks of code.
 
 Knows nothing of tokens, schemas or environments. Nothing is repaired: what does not parse is reported, never guessed.
 """
@@ -6,6 +6,7 @@ Knows nothing of tokens, schemas or environments. Nothing is repaired: what does
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,18 +29,25 @@ class ParsedText:
     errors: tuple[str, ...]
 
 
-def parse_hermes(text: str, *, id_prefix: str = "call", thinking: bool = False) -> ParsedText:
+def parse_hermes(
+    text: str, *, id_prefix: str = "call", thinking: bool = False, openers: Sequence[int] | None = None
+) -> ParsedText:
     """Split a turn into its text and its calls, in order.
 
     Calls inside `<think>` are thoughts, not calls; `thinking` says that the prompt itself had opened the thought.
     The JSON is decoded from the opener onwards, so code that contains `</tool_call>` in a string is no problem.
+    `openers` are the places of the true openers, where the token record tells; None: every `<tool_call>` is one.
     """
+    if openers is None:
+        openers = [match.start() for match in re.finditer(re.escape(OPEN), text)]
     calls: list[ToolCall] = []
     errors: list[str] = []
     kept: list[str] = []
     position = _after_thought(text, thinking=thinking)
     kept.append(text[:position])
-    while (start := text.find(OPEN, position)) >= 0:
+    for start in openers:
+        if start < position:
+            continue
         kept.append(text[position:start])
         try:
             name, arguments, end = _decode_call(text, start + len(OPEN))
@@ -54,6 +62,76 @@ def parse_hermes(text: str, *, id_prefix: str = "call", thinking: bool = False) 
     kept.append(text[position:])
     content = "".join(kept).rstrip("\n") if calls else "".join(kept)
     return ParsedText(content=content, tool_calls=tuple(calls), errors=tuple(errors))
+
+
+def parse_code(text: str, block: CodeBlock, *, name: str, argument: str, id_prefix: str = "call") -> ParsedText:
+    """Split a turn into its text and its first block of code, as a call of `name`.
+
+    Code in thoughts counts: models that write code this way reason with it (SimpleTIR, arXiv 2509.02479; ReTool,
+    arXiv 2504.11536).
+    """
+    match = block.pattern.search(text)
+    if match is None:
+        return ParsedText(content=text, tool_calls=(), errors=block.trouble(text))
+    arguments = {argument: match["code"]}
+    try:
+        msgspec.msgpack.encode(arguments)
+    except ValueError as error:  # a lone surrogate
+        return ParsedText(content=text, tool_calls=(), errors=(f"the code cannot be recorded: {error}",))
+    call = ToolCall(id=f"{id_prefix}_0", name=name, arguments=dict(arguments))
+    content = text[: match.start()].rstrip("\n") + text[match.end() :].rstrip("\n")
+    return ParsedText(content=content, tool_calls=(call,), errors=())
+
+
+def format_code(content: str, tool_calls: Sequence[ToolCall], block: CodeBlock) -> str:
+    """The text a model writes for this turn: the inverse of `parse_code`. Raises ValueError for a call without code."""
+    if not tool_calls:
+        return content
+    if len(tool_calls) != 1 or len(tool_calls[0].arguments) != 1:
+        raise ValueError("a block of code is one call with one argument")
+    code = str(next(iter(tool_calls[0].arguments.values())))
+    return f"{content}\n{block.wrap(code)}" if content else block.wrap(code)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodeBlock:
+    """How code stands in a text."""
+
+    pattern: re.Pattern[str]
+    """Matches a whole block; its group `code` is what runs."""
+    begins: str
+    ends: str
+    """Writing this ends the turn."""
+    head: str
+    tail: str
+
+    def wrap(self, code: str) -> str:
+        """Code as a block."""
+        return f"{self.head}{code}{self.tail}"
+
+    def trouble(self, text: str) -> tuple[str, ...]:
+        """What is wrong with a text that has no whole block; nothing where none was begun."""
+        if self.begins in text:
+            return (f"the code block is not closed: it begins with {self.head!r} and ends with {self.tail!r}",)
+        if self.ends in text:
+            return (f"there is no code to run: a block begins with {self.head!r} and ends with {self.tail!r}",)
+        return ()
+
+
+FENCE = CodeBlock(
+    pattern=re.compile(r"```(?:python|py)[ \t]*\n(?P<code>.*?)\n?```[ \t]*(?=\n|\Z)", re.DOTALL),
+    begins="```py",
+    ends="```\n",
+    head="```python\n",
+    tail="\n```\n",
+)
+RETOOL = CodeBlock(
+    pattern=re.compile(r"<code>\s*?\n?(?:```(?:python|py)[ \t]*\n)?(?P<code>.*?)(?:\n?```\s*)?\n?</code>", re.DOTALL),
+    begins="<code>",
+    ends="</code>",
+    head="<code>\n```python\n",
+    tail="\n```\n</code>",
+)
 
 
 def format_hermes(content: str, tool_calls: Sequence[ToolCall]) -> str:

@@ -20,10 +20,10 @@ from agentrl.engine import Engine
 from agentrl.env import Action, Env, Episode, StepResult
 from agentrl.errors import ConfigError, EngineError, EnvError, boundary
 from agentrl.group import Attempt, as_trajectory, play_group
-from agentrl.parsers import parse_hermes
+from agentrl.outcome import judged
 from agentrl.proxy import ChatProxy
 from agentrl.renderer import TurnTokenizer
-from agentrl.token_session import TokenSession
+from agentrl.token_session import TokenSession, check_completion
 from agentrl.types import (
     Completion,
     FinishReason,
@@ -33,8 +33,8 @@ from agentrl.types import (
     Task,
     Trajectory,
     TrajectoryGroup,
-    Turn,
 )
+from agentrl.window import Window
 
 RETRY_BACKOFF_S = 0.5
 """Wait before the first retry of an episode; doubles with each."""
@@ -72,7 +72,7 @@ async def run_group(
             sampling = _sampling(limits, tokenizer, temperature=temperature, top_p=top_p)
             max_calls = env.max_turns if max_turns is None else max_turns
             session = TokenSession(**parts, sampling=sampling, max_calls=max_calls, name=attempt.name)
-            return await run_agent_episode(
+            segments = await run_agent_episode(
                 env,
                 task,
                 episode_id=attempt.episode_id,
@@ -80,9 +80,10 @@ async def run_group(
                 proxy=proxy or ChatProxy(),
                 timeout_s=limits.episode_timeout_s,
             )
+            return judged(segments, limits)
         rules: dict[str, Any] = {"max_turns": max_turns, "temperature": temperature, "top_p": top_p}
         identity: dict[str, Any] = {"episode_id": attempt.episode_id, "attempt": attempt.number, "seed": attempt.seed}
-        return (await run_episode(env, task, **parts, **rules, **identity),)
+        return await run_episode(env, task, **parts, **rules, **identity)
 
     return await play_group(
         task,
@@ -97,13 +98,19 @@ async def run_group(
 
 
 def _sampling(
-    limits: RolloutConfig, tokenizer: TurnTokenizer, *, temperature: float | None, top_p: float | None
+    limits: RolloutConfig,
+    tokenizer: TurnTokenizer,
+    *,
+    temperature: float | None,
+    top_p: float | None,
+    stop: tuple[str, ...] = (),
 ) -> Sampling:
     return Sampling(
         max_tokens=limits.max_turn_tokens,
         temperature=limits.temperature if temperature is None else temperature,
         top_p=limits.top_p if top_p is None else top_p,
         stop_token_ids=tokenizer.stop_token_ids,
+        stop=stop,
     )
 
 
@@ -120,8 +127,11 @@ async def run_episode(
     temperature: float | None = None,
     top_p: float | None = None,
     attempt: int = 0,
-) -> Trajectory:
+) -> tuple[Trajectory, ...]:
     """Play one episode and score it; `env` is closed whatever happens.
+
+    Returns one trajectory, or the segments of an episode whose context was compacted (ids EPISODE.SEGMENT), oldest
+    first, each with the reward of the whole and its share in the gradient.
 
     Args:
         max_turns: turn budget; None takes the environment's own.
@@ -130,15 +140,19 @@ async def run_episode(
 
     Raises EnvError, SandboxError, EngineError when a part failed; ConfigError when the prompt does not fit.
     """
-    sampling = _sampling(limits, tokenizer, temperature=temperature, top_p=top_p)
+    tokenizer = tokenizer.speaking(limits.tool_format)
+    tools = env.tool_schemas()
+    stop = tokenizer.format.stop if tools else ()
     player = _Player(
         env=env,
         engine=engine,
         tokenizer=tokenizer,
         limits=limits,
-        sampling=sampling,
+        sampling=_sampling(limits, tokenizer, temperature=temperature, top_p=top_p, stop=stop),
         max_turns=env.max_turns if max_turns is None else max_turns,
         request_prefix=f"{episode_id}-{attempt}",
+        tools=tools,
+        window=Window(tokenizer, limits, tools),
     )
     started = time.monotonic()
     try:
@@ -148,7 +162,21 @@ async def run_episode(
         episode = await environments.scored(env, episode, timeout_s=limits.episode_timeout_s)
     finally:
         await environments.close(env)
-    return as_trajectory(episode, trajectory_id=episode_id, turns=tuple(player.turns))
+    return judged(_trajectories(player.window, episode, episode_id), limits)
+
+
+def _trajectories(window: Window, episode: Episode, episode_id: str) -> list[Trajectory]:
+    """One a segment in which the model spoke."""
+    spoken = [segment for segment in window.segments if segment.turns]
+    if len(spoken) == 1:
+        return [as_trajectory(episode, trajectory_id=episode_id, turns=tuple(spoken[0].turns))]
+    return [
+        replace(
+            as_trajectory(episode, trajectory_id=f"{episode_id}.{number}", turns=tuple(segment.turns)),
+            messages=tuple(segment.messages),
+        )
+        for number, segment in enumerate(spoken)
+    ]
 
 
 @dataclass(kw_only=True)
@@ -162,26 +190,27 @@ class _Player:
     sampling: Sampling
     max_turns: int
     request_prefix: str
+    tools: Sequence[dict[str, Any]]
+    window: Window
     messages: list[Message] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)  # all so far: prompts, completions, observations
-    turns: list[Turn] = field(default_factory=list)
+    """All that was said, whatever the model is shown of it."""
     step_reward: float = 0.0
+    num_generated: int = 0
     counts: dict[str, float] = field(
         default_factory=lambda: {"tool_calls": 0.0, "tool_errors": 0.0, "tool_s": 0.0, "generate_s": 0.0}
     )
-    _seen: list[int] = field(default_factory=list)  # observation tokens the model has not answered yet
 
     async def begin(self, task: Task, seed: int) -> None:
         """Reset the environment and render the opening."""
         try:
             async with asyncio.timeout(self.limits.episode_timeout_s):
-                self.messages = await environments.start(self.env, task, seed)
+                self.messages = list(await environments.start(self.env, task, seed))
         except TimeoutError as error:
             raise EnvError(f"reset of task {task.id} took more than {self.limits.episode_timeout_s} s") from error
-        self._seen = self.tokenizer.first_prompt(self.messages, self.env.tool_schemas())
-        if len(self._seen) + self.limits.min_turn_tokens > self.limits.max_context:
+        self.window.open(self.messages)
+        if self.window.num_tokens + self.limits.min_turn_tokens > self.limits.max_context:
             raise ConfigError(
-                f"task {task.id}: its prompt has {len(self._seen)} tokens, which leaves no room in "
+                f"task {task.id}: its prompt has {self.window.num_tokens} tokens, which leaves no room in "
                 f"rollout.max_context={self.limits.max_context}; raise it or drop the task"
             )
 
@@ -191,106 +220,83 @@ class _Player:
             async with asyncio.timeout(self.limits.episode_timeout_s):
                 return await self._turns()
         except TimeoutError:
-            if not self.turns:
+            if not self.window.segments[0].turns:
                 raise EngineError(f"no turn was generated within {self.limits.episode_timeout_s} s") from None
             return StopReason.TIMEOUT
 
     def episode(self, task: Task, stop_reason: StopReason, *, wall_s: float) -> Episode:
         """What was played, not yet scored."""
+        segments = [segment for segment in self.window.segments if segment.turns]
+        counts = {"turns": sum(len(segment.turns) for segment in segments), "segments": len(segments), "wall_s": wall_s}
         return Episode(
             task=task,
             messages=tuple(self.messages),
             stop_reason=stop_reason,
             step_reward=self.step_reward,
-            info=self.counts | {"turns": len(self.turns), "wall_s": wall_s},
+            info=self.counts | counts,
         )
 
     async def _turns(self) -> StopReason:
         for turn in range(self.max_turns):
+            if self.window.is_nearly_full:
+                await self._compact()
             max_tokens = self._budget(is_last=turn == self.max_turns - 1)
             if max_tokens < self.limits.min_turn_tokens:
                 return StopReason.MAX_CONTEXT
-            completion = await self._generate(turn, max_tokens)
-            action = self._record(turn, completion)
+            completion, action = await self._speak(max_tokens, id_prefix=f"call_{turn}")
+            self.messages.append(action.message)
             if completion.finish_reason is FinishReason.LENGTH:
                 return StopReason.MAX_CONTEXT
             result = await self._step(action)
+            shown = self.window.cut(result.observation)
+            self.messages.extend(shown)
             if result.terminated or result.truncated:
-                self.messages.extend(self._shortened(result.observation))
                 return StopReason.COMPLETED if result.terminated else StopReason.TRUNCATED
-            self._observe(result.observation, completion)
+            self.window.observe(shown)
         return StopReason.MAX_TURNS
+
+    def _room(self) -> int:
+        return self.limits.max_context - self.window.num_tokens
 
     def _budget(self, *, is_last: bool) -> int:
         """Tokens this turn may have: what is left, less room for a tool's answer where one can follow."""
-        left = self.limits.max_context - len(self.token_ids) - len(self._seen)
-        reserve = 0 if is_last or not self.env.tools else self.limits.tool_output_tokens
-        if left - reserve < self.limits.min_turn_tokens:
+        reserve = 0 if is_last or not self.tools else self.limits.tool_output_tokens
+        if self._room() - reserve < self.limits.min_turn_tokens:
             reserve = 0  # a last word without the possibility of an answer
-        return min(self.limits.max_turn_tokens, left - reserve)
+        return min(self.limits.max_turn_tokens, self._room() - reserve)
 
-    async def _generate(self, turn: int, max_tokens: int) -> Completion:
-        prompt = self.token_ids + self._seen
-        self._check_prefix(prompt)
+    async def _compact(self) -> None:
+        """Make room. Notes that do not fit any more are not asked for: the budget then ends the episode."""
+        if self.limits.compaction == "drop":
+            self.window.drop_old()
+            return
+        self.window.ask_for_summary()
+        max_tokens = min(self.limits.max_turn_tokens, self._room())
+        if max_tokens >= self.limits.min_turn_tokens:
+            await self._speak(max_tokens, id_prefix="note")
+            self.window.take_summary()
+
+    async def _speak(self, max_tokens: int, *, id_prefix: str) -> tuple[Completion, Action]:
+        """One turn of the model, recorded and read."""
+        completion = await self._generate(max_tokens)
+        parsed = self.tokenizer.parse(completion.token_ids, tools=self.tools, id_prefix=id_prefix)
+        message = Message(role="assistant", content=parsed.content, tool_calls=parsed.tool_calls)
+        self.window.record(completion, message)
+        return completion, Action(message=message, parse_errors=parsed.errors, finish_reason=completion.finish_reason)
+
+    async def _generate(self, max_tokens: int) -> Completion:
         sampling = replace(self.sampling, max_tokens=max_tokens)
+        request_id = f"{self.request_prefix}-{self.num_generated}"
+        self.num_generated += 1
         started = time.monotonic()
         with boundary(EngineError, "generate"):
-            completion = await self.engine.generate(prompt, sampling, request_id=f"{self.request_prefix}-{turn}")
+            completion = await self.engine.generate(self.window.prompt(), sampling, request_id=request_id)
         self.counts["generate_s"] += time.monotonic() - started
-        _check_completion(completion, max_tokens, self.tokenizer.stop_token_ids)
+        check_completion(completion, sampling, self.tokenizer)
         return completion
-
-    def _check_prefix(self, prompt: Sequence[int]) -> None:
-        """The invariant of the token path: a prompt is the one before, what was said to it, and something new."""
-        position = 0
-        for turn in self.turns:
-            for ids in (turn.observation_ids, turn.completion.token_ids):
-                if tuple(prompt[position : position + len(ids)]) != ids:
-                    raise AssertionError(f"{self.request_prefix}: the prompt does not extend the recorded turns")
-                position += len(ids)
-
-    def _record(self, turn: int, completion: Completion) -> Action:
-        """Append what was prompted and said, and read it."""
-        self.turns.append(Turn(observation_ids=tuple(self._seen), completion=completion))
-        self.token_ids += [*self._seen, *completion.token_ids]
-        self._seen = []
-        text = self.tokenizer.assistant_text(completion.token_ids)
-        parsed = parse_hermes(text, id_prefix=f"call_{turn}", thinking=self.tokenizer.opens_thought)
-        message = Message(role="assistant", content=parsed.content, tool_calls=parsed.tool_calls)
-        self.messages.append(message)
-        return Action(message=message, parse_errors=parsed.errors, finish_reason=completion.finish_reason)
 
     async def _step(self, action: Action) -> StepResult:
         result = await environments.advance(self.env, action)
         environments.add_counts(self.counts, result.info)
         self.step_reward += result.reward
         return result
-
-    def _observe(self, observation: Sequence[Message], previous: Completion) -> None:
-        shown = self._shortened(observation)
-        self.messages.extend(shown)
-        self._seen = self.tokenizer.observation(shown, previous=previous.token_ids)
-
-    def _shortened(self, observation: Sequence[Message]) -> list[Message]:
-        """Tool output cut in tokens; several answers of one turn share the allowance."""
-        num_answers = sum(message.role == "tool" for message in observation)
-        share = self.limits.tool_output_tokens // max(num_answers, 1)
-        return [
-            replace(message, content=self.tokenizer.truncate(message.content, share))
-            if message.role == "tool"
-            else message
-            for message in observation
-        ]
-
-
-def _check_completion(completion: Completion, max_tokens: int, stop_token_ids: Sequence[int]) -> None:
-    """Raises EngineError for an answer that cannot be one to what was asked."""
-    ids = completion.token_ids
-    if completion.finish_reason is FinishReason.ABORT:
-        raise EngineError(f"the engine aborted the request after {len(ids)} tokens")
-    if not ids:
-        raise EngineError("the engine returned no token")
-    if len(ids) > max_tokens:
-        raise EngineError(f"the engine returned {len(ids)} tokens, {max_tokens} were allowed")
-    if completion.finish_reason is FinishReason.STOP and ids[-1] not in stop_token_ids:
-        raise EngineError(f"the engine stopped at token {ids[-1]}, which is none of {tuple(stop_token_ids)}")

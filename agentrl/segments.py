@@ -15,7 +15,6 @@ from typing import Any
 
 import msgspec
 
-from agentrl.errors import ConfigError
 from agentrl.renderer import TurnTokenizer
 from agentrl.types import Completion, Message, Turn
 
@@ -141,19 +140,10 @@ class SegmentStore:
         )
 
     def _can_append(self, new: Sequence[Message]) -> bool:
-        """Whether the template writes messages of these roles alike whatever went before."""
+        """Whether messages of these roles are written alike whatever went before."""
         roles = tuple(message.role for message in new)
         if roles not in self._appendable:
-            histories = (
-                ("user", "assistant"),
-                ("system", "user", "assistant"),
-                ("user", "assistant", "tool", "assistant"),
-            )
-            try:
-                first, *others = [self._tokenizer.glue_after(history, roles) for history in histories]
-                self._appendable[roles] = all(other == first for other in others)
-            except ConfigError:  # refused here; perhaps not where it is rendered as a whole
-                self._appendable[roles] = False
+            self._appendable[roles] = self._tokenizer.can_append(roles)
         return self._appendable[roles]
 
 

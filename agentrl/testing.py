@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from agentrl.errors import EngineError
-from agentrl.parsers import format_message
 from agentrl.renderer import TurnTokenizer
 from agentrl.types import (
     Completion,
@@ -33,10 +32,10 @@ def call(name: str, **arguments: object) -> Message:
 class ScriptedEngine:
     """An Engine that needs no model: turn n of every episode is `script[n]`, or `script(prompt_text)`.
 
-    Answers obey the sampling: cut at `max_tokens`, ended by the close token otherwise. Behaviour logprobs are
-    `logprob`, versions are those of `update_weights`. A script that runs out raises EngineError; the
-    turn is the last part of the request id, as `run_episode` writes it. `prompts` keeps the
-    ids of every request for assertions.
+    Answers obey the sampling: cut at `max_tokens`, ended by a stop string or by the close token otherwise. Behaviour
+    logprobs are `logprob`, versions are those of `update_weights`. A script that runs out raises EngineError; the turn
+    is the last part of the request id, as `run_episode` writes it. `prompts` keeps the ids of every request for
+    assertions.
     """
 
     tokenizer: TurnTokenizer
@@ -51,7 +50,7 @@ class ScriptedEngine:
         self.prompts[request_id] = list(token_ids)
         if self.latency_s:
             await asyncio.sleep(self.latency_s)
-        ids = [*self.tokenizer.encode_assistant(self._say(token_ids, request_id)), self.tokenizer.close_id]
+        ids = self._turn(self._say(token_ids, request_id), sampling.stop)
         is_cut = len(ids) > sampling.max_tokens
         ids = ids[: sampling.max_tokens]
         return Completion(
@@ -78,6 +77,15 @@ class ScriptedEngine:
         """None."""
         return {}
 
+    def _turn(self, text: str, stop: Sequence[str]) -> list[int]:
+        """Up to the token that completes a stop string, which is kept whole."""
+        ids = self.tokenizer.encode_assistant(text)
+        if any(string in text for string in stop):
+            for end in range(1, len(ids) + 1):
+                if any(string in self.tokenizer.decode(ids[:end]) for string in stop):
+                    return ids[:end]
+        return [*ids, self.tokenizer.close_id]
+
     def _say(self, token_ids: Sequence[int], request_id: str) -> str:
         if callable(self.script):
             said = self.script(self.tokenizer.decode(token_ids))
@@ -86,4 +94,4 @@ class ScriptedEngine:
             if turn >= len(self.script):
                 raise EngineError(f"the script has {len(self.script)} turns, turn {turn + 1} was asked for")
             said = self.script[turn]
-        return said if isinstance(said, str) else format_message(said)
+        return said if isinstance(said, str) else self.tokenizer.format.write(said)

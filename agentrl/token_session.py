@@ -40,12 +40,12 @@ class TokenSession(ChatSession):
     ) -> None:
         super().__init__(max_calls=max_calls)
         self._engine = engine
-        self._tokenizer = tokenizer
+        self._tokenizer = tokenizer.speaking("hermes")  # what a chat endpoint's tools are
         self._limits = limits
         self._sampling = sampling
         self._name = name
         self._num_begun = 0
-        self.store = SegmentStore(tokenizer)
+        self.store = SegmentStore(self._tokenizer)
         """What was recorded."""
 
     @property
@@ -93,22 +93,10 @@ class TokenSession(ChatSession):
         try:
             with boundary(EngineError, "generate"):
                 completion = await self._engine.generate(prompt, sampling, request_id=request_id)
-            self._check(completion, sampling)
+            check_completion(completion, sampling, self._tokenizer)
         except EngineError as error:
             raise self._fail(error) from error
         return completion
-
-    def _check(self, completion: Completion, sampling: Sampling) -> None:
-        """Raises EngineError for a completion that cannot be one to what was asked."""
-        ids = completion.token_ids
-        if completion.finish_reason is FinishReason.ABORT:
-            raise EngineError(f"the engine aborted the request after {len(ids)} tokens")
-        if not 0 < len(ids) <= sampling.max_tokens:
-            raise EngineError(f"the engine returned {len(ids)} tokens, 1 to {sampling.max_tokens} were allowed")
-        if completion.finish_reason is FinishReason.STOP and ids[-1] not in sampling.stop_token_ids:
-            text = self._tokenizer.decode(ids)
-            if not any(stop in text for stop in sampling.stop):
-                raise EngineError(f"the engine stopped at token {ids[-1]}, which ends no turn and no stop string")
 
     def _read(
         self, completion: Completion, request: ChatRequest, *, number: int, num_prompt_tokens: int
@@ -117,7 +105,10 @@ class TokenSession(ChatSession):
         text = self._tokenizer.assistant_text(completion.token_ids)
         cut = min((at for stop in request.stop if (at := text.find(stop)) >= 0), default=len(text))
         thinking = self._tokenizer.opens_thought
-        parsed = parse_hermes(text[:cut], id_prefix=f"call_{number}", thinking=thinking)
+        if cut == len(text):
+            parsed = self._tokenizer.parse(completion.token_ids, tools=request.tools, id_prefix=f"call_{number}")
+        else:
+            parsed = parse_hermes(text[:cut], id_prefix=f"call_{number}", thinking=thinking)
         calls = parsed.tool_calls[:1] if request.single_call else parsed.tool_calls
         thought, content = _split_thought(parsed.content, thinking=thinking)
         finish: Finish = "tool_calls" if calls else "stop"
@@ -131,6 +122,21 @@ class TokenSession(ChatSession):
             num_completion_tokens=len(completion.token_ids),
         )
         return Message(role="assistant", content=parsed.content, tool_calls=parsed.tool_calls), answer
+
+
+def check_completion(completion: Completion, sampling: Sampling, tokenizer: TurnTokenizer) -> None:
+    """Raises EngineError for an answer that cannot be one to what was asked."""
+    ids = completion.token_ids
+    if completion.finish_reason is FinishReason.ABORT:
+        raise EngineError(f"the engine aborted the request after {len(ids)} tokens")
+    if not ids:
+        raise EngineError("the engine returned no token")
+    if len(ids) > sampling.max_tokens:
+        raise EngineError(f"the engine returned {len(ids)} tokens, {sampling.max_tokens} were allowed")
+    if completion.finish_reason is FinishReason.STOP and ids[-1] not in sampling.stop_token_ids:
+        text = tokenizer.decode(ids)
+        if not any(stop in text for stop in sampling.stop):
+            raise EngineError(f"the engine stopped at token {ids[-1]}, which ends no turn and no stop string")
 
 
 def _split_thought(content: str, *, thinking: bool) -> tuple[str, str]:

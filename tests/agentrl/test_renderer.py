@@ -121,15 +121,14 @@ def test_truncation_keeps_head_and_tail(tokenizer: TurnTokenizer) -> None:
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
-        (None, "no chat template"),
         ("{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}", "does not end an assistant"),
         ("{{ messages[-1].content }}<|im_end|>", "drops or repeats"),
         (
             "{% for m in messages %}{{ '<|im_start|>' ~ m.role ~ loop.index ~ m.content ~ '<|im_end|>' }}{% endfor %}",
             "changes with the dialogue before",
         ),
-        ("{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
-         "{{ '<|im_start|>' + m.role + m.content + '<|im_end|>' }}{% endfor %}", "no tools"),
+        ("{% for m in messages %}{% if loop.index > 2 %}{{ raise_exception('too long') }}{% endif %}"
+         "{{ '<|im_start|>' + m.role + m.content + '<|im_end|>' }}{% endfor %}", "too long"),
     ],
 )  # fmt: skip
 def test_a_template_that_cannot_be_trained_with_is_refused(
@@ -139,14 +138,23 @@ def test_a_template_that_cannot_be_trained_with_is_refused(
         TurnTokenizer.load(with_template(template))
 
 
-def test_a_template_that_ignores_tools_is_refused_when_tools_are_used(
+def test_a_template_that_ignores_tools_has_them_told_in_the_system_message(
     with_template: Callable[[str | None], str],
 ) -> None:
     plain = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
     tokenizer = TurnTokenizer.load(with_template(plain + "{{ '<|im_start|>assistant\n' }}"))
-    assert tokenizer.first_prompt([user("hi")])
-    with pytest.raises(ConfigError, match="ignores tools"):
-        tokenizer.first_prompt([user("hi")], TOOLS)
+    assert "python" not in tokenizer.decode(tokenizer.first_prompt([user("hi")]))
+    told = tokenizer.decode(tokenizer.first_prompt([system("Be brief."), user("hi")], TOOLS)).partition("<|im_end|>")[0]
+    assert told.startswith("<|im_start|>system\nBe brief.\n\n") and '"name": "python"' in told
+
+
+def test_a_tokenizer_without_a_template_writes_raw_text(with_template: Callable[[str | None], str]) -> None:
+    folder = with_template(None)
+    tokenizer = TurnTokenizer.load(folder)
+    assert tokenizer.decode(tokenizer.first_prompt([system("s"), user("q")])) == "s\n\nq\n\n"
+    assert (tokenizer.format.name, tokenizer.close_id) == ("fences", tokenizer.added_ids["<|endoftext|>"])
+    with pytest.raises(ConfigError, match="no chat template"):
+        TurnTokenizer.load(folder, renderer="template")
 
 
 def test_thinking_opened_by_the_prompt_is_known(with_template: Callable[[str | None], str]) -> None:

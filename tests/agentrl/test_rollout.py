@@ -65,9 +65,9 @@ def play(tokenizer: TurnTokenizer) -> Callable[..., Any]:
         script: Script, env: Env | None = None, *, limits: RolloutConfig = LIMITS, **options: Any
     ) -> Trajectory:
         engine = options.pop("engine", None) or ScriptedEngine(tokenizer=tokenizer, script=script)
-        return await run_episode(
-            env or Echo(), TASK, engine=engine, tokenizer=tokenizer, limits=limits, episode_id="e", seed=1, **options
-        )
+        rules = {"tokenizer": tokenizer, "limits": limits, **options}
+        (episode,) = await run_episode(env or Echo(), TASK, engine=engine, episode_id="e", seed=1, **rules)
+        return episode
 
     return run
 
@@ -118,7 +118,8 @@ async def test_each_prompt_extends_the_last_and_budgets_hold(
 ) -> None:
     limits = RolloutConfig(max_context=max_context, max_turn_tokens=cap, tool_output_tokens=24)
     engine = ScriptedEngine(tokenizer=tokenizer, script=script)
-    episode = await run_episode(Echo(), TASK, engine=engine, tokenizer=tokenizer, limits=limits, episode_id="e", seed=0)
+    parts = {"engine": engine, "tokenizer": tokenizer, "limits": limits}
+    (episode,) = await run_episode(Echo(), TASK, **parts, episode_id="e", seed=0)
     ids = episode.token_ids()
     assert len(ids) <= max_context
     assert len(ids) == len(episode.action_mask()) == len(episode.behavior_logprobs())

@@ -1,0 +1,78 @@
+"""What a finished episode counts for in the loss, and what overlength costs it. Pure: records in, records out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from agentrl.config import RolloutConfig
+from agentrl.types import Message, StopReason, Trajectory
+
+OVERLONG = "overlong"
+"""Name of the punishment among the rewards."""
+BOX = "\\boxed{"
+
+
+def judged(segments: Sequence[Trajectory], limits: RolloutConfig) -> tuple[Trajectory, ...]:
+    """The segments of one episode with their weights, and the reward after punishment.
+
+    Each of S segments weighs 1/S: an episode counts once, however often it forked. Weight 0 leaves it out of the loss;
+    its reward stays in its group's baseline, as where these rules come from.
+    """
+    weight = 0.0 if _is_masked(segments, limits) else 1 / len(segments)
+    punishment = 0.0
+    if limits.overlong == "penalize":
+        punishment = max((_punishment(segment, limits) for segment in segments if segment.turns), default=0.0)
+    return tuple(_weighed(segment, weight, punishment, is_named=limits.overlong == "penalize") for segment in segments)
+
+
+def soft_overlong_punishment(num_tokens: int, *, max_tokens: int, cache_tokens: int) -> float:
+    """DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13), as a positive number to take off the reward.
+
+        0 for |y| <= L_max - L_cache;  (|y| - (L_max - L_cache)) / L_cache up to L_max;  1 beyond
+
+    Args:
+        num_tokens: |y|, tokens of the response.
+        max_tokens: L_max.
+        cache_tokens: L_cache.
+    """
+    return min(1.0, max(0.0, (num_tokens - (max_tokens - cache_tokens)) / cache_tokens))
+
+
+def is_void(message: Message) -> bool:
+    """Whether a turn has neither a whole call nor a boxed answer (SimpleTIR, arXiv 2509.02479, section 3)."""
+    return not message.tool_calls and BOX not in message.content
+
+
+def _is_masked(segments: Sequence[Trajectory], limits: RolloutConfig) -> bool:
+    if limits.overlong == "mask" and segments[0].stop_reason is StopReason.MAX_CONTEXT:
+        return True
+    return limits.mask_void_turns and any(is_void(message) for message in _said(segments, limits))
+
+
+def _said(segments: Sequence[Trajectory], limits: RolloutConfig) -> list[Message]:
+    """What the model said in the episode, but for the notes with which a segment ends that was summarized."""
+    out: list[Message] = []
+    for segment in segments:
+        spoken = [m for m in segment.messages if m.role == "assistant"][-len(segment.turns) :] if segment.turns else []
+        is_noted = limits.compaction == "summarize" and segment is not segments[-1]
+        out += spoken[:-1] if is_noted else spoken
+    return out
+
+
+def _punishment(segment: Trajectory, limits: RolloutConfig) -> float:
+    """A generation that was cut at the limit would have gone beyond it."""
+    if segment.stop_reason is StopReason.MAX_CONTEXT:
+        return 1.0
+    num_opening = len(segment.turns[0].observation_ids)
+    num_tokens = sum(len(turn.observation_ids) + len(turn.completion.token_ids) for turn in segment.turns)
+    return soft_overlong_punishment(
+        num_tokens - num_opening,
+        max_tokens=limits.max_context - num_opening,
+        cache_tokens=limits.overlong_cache_tokens,
+    )
+
+
+def _weighed(trajectory: Trajectory, weight: float, punishment: float, *, is_named: bool) -> Trajectory:
+    rewards = {**trajectory.rewards, OVERLONG: -punishment} if is_named else trajectory.rewards
+    return replace(trajectory, weight=weight, reward=trajectory.reward - punishment, rewards=rewards)

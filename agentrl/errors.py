@@ -11,6 +11,7 @@ AgentRLError
  |   |   +- EngineGone        its process is gone, or the connection to it broke
  |   |   +- WeightSyncError   an engine does not hold the weights it should: always ends the run
  |   +- LearnerError       the learner process failed
+ |   +- CanaryFailed       a part works and gives wrong outcomes: ends the run at once
  +- StaleTrajectoryError   the lag bound was broken at consumption: a bug, ends the run
  +- WeightsWanted          an engine was restarted: the learner publishes again, and nothing is lost
  +- ErrorRateExceeded      too many episodes failed for infrastructure reasons
@@ -69,6 +70,10 @@ class WeightsWanted(AgentRLError):
 
 class LearnerError(InfraError):
     """The learner process failed."""
+
+
+class CanaryFailed(InfraError):
+    """A program or an answer whose outcome is known came out otherwise."""
 
 
 class StaleTrajectoryError(AgentRLError):

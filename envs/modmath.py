@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from random import Random
@@ -11,9 +10,8 @@ from agentrl.env import Split, register
 from agentrl.types import Message, Task, ToolCall
 from envs.aime import AimePython
 from envs.modmath_templates import TEMPLATES, attempt
+from envs.splits import NUM_TEST_TASKS, split_of
 
-NUM_TEST_TASKS = 512
-TEST_SHARE = 1 / 8
 _TEMPLATE_BY_NAME = {template.name: template for template in TEMPLATES}
 
 
@@ -22,6 +20,7 @@ class ModMath(AimePython):
     """Modular powers, digit sums, counting, multiples, series and recurrences; answers from 0 to 999."""
 
     system_prompt = "Solve the problem with Python. End with the answer in \\boxed{}."
+    canary_answers = (("33", "033", "34"),)  # all answers are integers: the grader of others is not started
 
     @classmethod
     def tasks(cls, split: Split, *, data: str | None = None, seed: int = 0) -> Iterable[Task]:
@@ -72,9 +71,3 @@ def _generate(split: Split, name: str) -> Iterator[Task]:
             metadata={"template": template.name, "numbers": numbers},
         )
         index += 1
-
-
-def split_of(prompt: str) -> Split:
-    """Decided by the text alone, so no seed can bring a test problem into training."""
-    first_byte = hashlib.sha256(prompt.encode()).digest()[0]
-    return "test" if first_byte < 256 * TEST_SHARE else "train"

@@ -1,0 +1,56 @@
+"""GSM8K: word problems of primary school, with an interpreter and, as its control arm, without.
+
+The set's worked solutions say after each sum what a calculator gave, `<<48/2=24>>`; those sums are demonstrations.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from agentrl.env import register
+from agentrl.types import Message, Task
+from envs.boxed_math import BoxedMath
+from envs.python_tool import WithPython, python_call
+
+_SUM = re.compile(r"<<([^<>=]*)=([^<>]*)>>")
+_ARITHMETIC = re.compile(r"[\d\s.+\-*/()]+")
+_LEADING_ZEROS = re.compile(r"(?<![\d.])0+(?=\d)")
+
+
+@register("Gsm8k-v0")
+class Gsm8k(BoxedMath):
+    """No tool, one turn."""
+
+    @classmethod
+    def demonstrations(cls, task: Task, *, skill: float = 1.0, seed: int = 0) -> Sequence[Message] | None:
+        """The worked solution without its sums, always right."""
+        solution = task.metadata.get("solution")
+        if not isinstance(solution, str) or "####" not in solution:
+            return super().demonstrations(task, skill=skill, seed=seed)
+        return [Message(role="assistant", content=f"{prose(solution)}\nThe answer is \\boxed{{{task.answer}}}.")]
+
+
+@register("Gsm8kPython-v0")
+class Gsm8kPython(WithPython, Gsm8k):
+    """With a stateful Python interpreter."""
+
+    @classmethod
+    def demonstrations(cls, task: Task, *, skill: float = 1.0, seed: int = 0) -> Sequence[Message] | None:
+        """One call that prints the solution's sums, then the solution, always right."""
+        spoken = super().demonstrations(task, skill=skill, seed=seed)
+        sums = sums_of(str(task.metadata.get("solution", "")))
+        if spoken is None or not sums:
+            return spoken
+        return [python_call("\n".join(f"print({each})" for each in sums)), *spoken]
+
+
+def prose(solution: str) -> str:
+    """A worked solution without calculator notes and without its marked answer."""
+    return _SUM.sub("", solution.rpartition("####")[0]).strip()
+
+
+def sums_of(solution: str) -> list[str]:
+    """The sums a worked solution gives to the calculator, as Python; those that are no arithmetic are left out."""
+    sums = [_LEADING_ZEROS.sub("", match[1].strip()) for match in _SUM.finditer(solution)]
+    return [each for each in sums if each and _ARITHMETIC.fullmatch(each)]

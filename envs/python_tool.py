@@ -1,0 +1,60 @@
+"""The `python` tool: a stateful interpreter in the sandbox, opened by its first call. Knows no grading."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+from agentrl.canary import Canary
+from agentrl.tools import tool
+from agentrl.types import Message, Task, ToolCall
+from envs.boxed_math import BoxedMath
+
+if TYPE_CHECKING:
+    from sandbox.client import SandboxSession
+
+
+class WithPython(BoxedMath):
+    """Gives problems an interpreter: `class MathPython(WithPython, Math)`."""
+
+    max_turns = 8
+    system_prompt = (
+        "Solve the problem. You may run Python with the tool `python`; variables persist between calls, and what you "
+        "print is what you see. End with the final answer in \\boxed{}."
+    )
+
+    _seed: int | None = None
+    _session: SandboxSession | None = None
+
+    @classmethod
+    def canaries(cls) -> Sequence[Canary]:
+        """The known answers, and one found with the tool."""
+        graded = super().canaries()
+        cells = ("n = 6", "print(n * 7)")
+        script = (*map(python_call, cells), graded[0].script[-1])
+        answers = ("(no output)", "42")
+        return [*graded, Canary(task=graded[0].task, script=script, correct=graded[0].correct, tool_texts=answers)]
+
+    async def reset(self, *, task: Task, seed: int | None = None) -> tuple[list[Message], dict[str, Any]]:
+        """The instructions and the problem. The interpreter is opened by the first call: many episodes make none."""
+        self._seed = seed
+        return await super().reset(task=task, seed=seed)
+
+    @tool
+    async def python(self, code: Annotated[str, "Python source; print what you need to see"]) -> str:
+        """Run Python code. Variables persist between calls."""
+        if self._session is None:
+            self._session = await self.sandbox.open_session(seed=self._seed)
+        return (await self._session.exec(code)).to_text() or "(no output)"
+
+    async def close(self) -> None:
+        """Give the interpreter back."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+
+def python_call(code: str, number: int = 0) -> Message:
+    """An assistant's turn that runs `code`."""
+    call = ToolCall(id=f"call_{number}", name="python", arguments={"code": code})
+    return Message(role="assistant", content="", tool_calls=(call,))

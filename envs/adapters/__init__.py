@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 FACTORIES = {
     "gymnasium": "envs.adapters.from_gymnasium:from_gymnasium",
+    "mcp": "envs.adapters.from_mcp:from_mcp",
 }
 """Before the colon of a target: the function that makes a class of the rest."""
 

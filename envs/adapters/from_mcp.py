@@ -1,0 +1,318 @@
+"""The tools of an MCP server as an environment's tools. Knows MCP's results; knows no transport and no tokens.
+
+Schemas are the server's own, word for word, and arguments are checked against them before a call. What the server
+calls an error is the model's to read; a server that fails or is gone is EnvError.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from threading import Thread
+from typing import TYPE_CHECKING, Any, Literal
+
+import jsonschema
+import pydantic
+from jsonschema.validators import validator_for
+from referencing import Registry
+
+from agentrl.env import ToolEnv, load_env_class
+from agentrl.errors import ConfigError, EnvError
+from agentrl.tools import ToolArgumentError, ToolError, ToolSpec
+from agentrl.types import Message, Task
+from envs.adapters.mcp_connection import McpConnection, McpServer
+from envs.adapters.questions import Questions
+
+if TYPE_CHECKING:
+    import mcp_types
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class McpTool(ToolSpec):
+    """A tool of a server."""
+
+    remote_name: str
+    parameters: Mapping[str, Any]
+    connection: Callable[[object], McpConnection]
+    """The connection of the episode that calls."""
+    arguments: type[pydantic.BaseModel] = pydantic.BaseModel  # unused: `parameters` says what is valid
+
+    def schema(self) -> dict[str, Any]:
+        """The server's own."""
+        function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
+        return {"type": "function", "function": function}
+
+    def validate(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """The arguments as they are. Raises ToolArgumentError."""
+        kind = validator_for(self.parameters, default=jsonschema.Draft202012Validator)
+        validator = kind(self.parameters, registry=Registry())
+        errors = sorted(validator.iter_errors(arguments), key=lambda error: list(map(str, error.path)))
+        if errors:
+            raise ToolArgumentError("; ".join(_explain(error) for error in errors[:3]))
+        return arguments
+
+    async def call(
+        self,
+        owner: object,
+        arguments: dict[str, Any],
+        *,
+        private: Callable[[type], Awaitable[Any]] | None = None,
+    ) -> str:
+        """Ask the server. Raises ToolError for what it calls an error, EnvError when it fails."""
+        from mcp import MCPError
+
+        self.validate(arguments)
+        try:
+            result = await self.connection(owner).call(self.remote_name, arguments)
+        except MCPError as error:
+            raise ToolError(error.message) from error
+        text = as_text(result)
+        if result.is_error:
+            raise ToolError(text or "the tool failed and did not say why")
+        return text
+
+
+def from_mcp(
+    place: str,
+    *,
+    base: type[ToolEnv] | str = Questions,
+    lifetime: Literal["worker", "episode"] = "episode",
+    tools: Sequence[str] | None = None,
+    prefix: str = "",
+    env: Mapping[str, str] | None = None,
+    headers: Mapping[str, str] | None = None,
+    start_timeout_s: float = 30.0,
+    call_timeout_s: float = 60.0,
+) -> type[ToolEnv]:
+    """`base` with the tools of an MCP server besides its own.
+
+    The server is asked for its tools once, here. A server that offers others later fails the episode.
+
+    Args:
+        place: a command line (stdio), or the URL of a server that runs (streamable HTTP).
+        base: a ToolEnv class or target, which has the tasks and the score; it may be an `mcp:` target itself.
+        lifetime: a session, and with a command a process, for each episode; or one for all episodes of a worker.
+        tools: the names to offer; None offers all.
+        prefix: put before the names, where two servers use the same.
+        env, headers, start_timeout_s, call_timeout_s: see McpServer.
+
+    Raises ConfigError: `base` is no ToolEnv, names clash, a schema is none, or the server cannot be asked.
+    """
+    base_class = load_env_class(base) if isinstance(base, str) else base
+    if not issubclass(base_class, ToolEnv):
+        raise ConfigError(f"mcp:{place}: base {base_class.__name__} is no ToolEnv, so it can take no tools")
+    if lifetime not in ("worker", "episode"):
+        raise ConfigError(f"mcp:{place}: lifetime={lifetime!r} must be 'worker' or 'episode'")
+    server = McpServer(
+        place=place,
+        env=env or {},
+        headers=headers or {},
+        start_timeout_s=start_timeout_s,
+        call_timeout_s=call_timeout_s,
+    )
+    layer = _Layer(server, lifetime=lifetime, listed=_in_thread(lambda: _ask_for_tools(server)))
+    return _with_tools(base_class, layer, layer.specs(tools, prefix, taken=base_class.tools))
+
+
+class _Layer:
+    """One server under an environment class: its tools as they were listed, and the connections to it."""
+
+    def __init__(self, server: McpServer, *, lifetime: str, listed: Sequence[mcp_types.Tool]) -> None:
+        self._server = server
+        self._listed = {tool.name: _wire(tool) for tool in listed}
+        self._tools = listed
+        self.is_shared = lifetime == "worker"
+        self._of_episodes: dict[int, McpConnection] = {}
+        self._of_workers: dict[asyncio.AbstractEventLoop, _Shared] = {}
+
+    def specs(self, names: Sequence[str] | None, prefix: str, taken: Mapping[str, ToolSpec]) -> dict[str, ToolSpec]:
+        """The tools to offer, by the name that the model uses. Raises ConfigError."""
+        where = f"mcp:{self._server.place}"
+        if unknown := set(names or ()) - set(self._listed):
+            raise ConfigError(f"{where} has no tool {sorted(unknown)}; it has {sorted(self._listed)}")
+        found: dict[str, ToolSpec] = {}
+        for tool in self._tools:
+            if names is not None and tool.name not in names:
+                continue
+            name = prefix + tool.name
+            if name in taken or name in found:
+                raise ConfigError(f"{where}: the environment has a tool {name!r} already; set `prefix`")
+            _check_schema(tool, where)
+            found[name] = McpTool(
+                name=name,
+                description=tool.description or "",
+                remote_name=tool.name,
+                parameters=tool.input_schema,
+                connection=lambda owner: self._of_episodes[id(owner)],
+            )
+        return found
+
+    async def begin(self, owner: object) -> None:
+        """Give an episode its connection. Raises EnvError."""
+        shared = self._of_workers.get(asyncio.get_running_loop()) if self.is_shared else None
+        self._of_episodes[id(owner)] = await (self.connect() if shared is None else shared.connection())
+
+    async def end(self, owner: object) -> None:
+        """Close the episode's connection, where it is its own."""
+        connection = self._of_episodes.pop(id(owner), None)
+        shared = self._of_workers.get(asyncio.get_running_loop())
+        if connection is not None and (shared is None or shared.current is not connection):
+            await connection.close()
+
+    async def connect(self) -> McpConnection:
+        """A new connection to a server whose tools are those that were listed. Raises EnvError."""
+        connection = await McpConnection.open(self._server)
+        try:
+            now = {tool.name: _wire(tool) for tool in await connection.tools()}
+            if changed := sorted(n for n in now.keys() | self._listed.keys() if now.get(n) != self._listed.get(n)):
+                raise EnvError(f"the MCP server {self._server.place} changed its tools {changed} since the start")
+        except BaseException:
+            await connection.close()
+            raise
+        return connection
+
+    @asynccontextmanager
+    async def worker(self) -> AsyncIterator[None]:
+        """One connection for all episodes of this loop, for the length of the block."""
+        loop = asyncio.get_running_loop()
+        shared = self._of_workers[loop] = _Shared(self.connect)
+        try:
+            await shared.connection()
+            yield
+        finally:
+            del self._of_workers[loop]
+            if shared.current is not None:
+                await shared.current.close()
+
+
+class _Shared:
+    """A worker's connection; made anew for the next episode when it was lost."""
+
+    def __init__(self, connect: Callable[[], Awaitable[McpConnection]]) -> None:
+        self._connect = connect
+        self._gate = asyncio.Lock()
+        self.current: McpConnection | None = None
+
+    async def connection(self) -> McpConnection:
+        async with self._gate:
+            if self.current is not None and not self.current.is_open:
+                log.warning("an MCP server was lost; it is started again")
+                await self.current.close()
+                self.current = None
+            if self.current is None:
+                self.current = await self._connect()
+            return self.current
+
+
+def _with_tools(base: type[ToolEnv], layer: _Layer, specs: Mapping[str, ToolSpec]) -> type[ToolEnv]:
+    class WithMcp(base):  # type: ignore[valid-type,misc]
+        def __init_subclass__(cls, **kwargs: Any) -> None:
+            super().__init_subclass__(**kwargs)
+            cls.tools = {**specs, **cls.tools}
+
+        @classmethod
+        @asynccontextmanager
+        async def open_shared(cls) -> AsyncIterator[Any]:
+            async with super().open_shared() as shared:
+                if layer.is_shared:
+                    async with layer.worker():
+                        yield shared
+                else:
+                    yield shared
+
+        async def reset(self, *, task: Task, seed: int | None = None) -> tuple[list[Message], dict[str, Any]]:
+            await layer.begin(self)
+            return await super().reset(task=task, seed=seed)  # type: ignore[no-any-return]
+
+        async def close(self) -> None:
+            try:
+                await super().close()
+            finally:
+                await layer.end(self)
+
+    WithMcp.__name__ = WithMcp.__qualname__ = f"{base.__name__}WithMcp"
+    WithMcp.__doc__ = base.__doc__
+    WithMcp.tools = {**base.tools, **specs}
+    return WithMcp
+
+
+def as_text(result: mcp_types.CallToolResult) -> str:
+    """What a model of text reads of a result: texts as they are, everything else by its name."""
+    parts = [_block(block) for block in result.content]
+    if not parts and result.structured_content is not None:
+        return json.dumps(result.structured_content, ensure_ascii=False)
+    return "\n".join(parts)
+
+
+def _block(block: Any) -> str:
+    match block.type:
+        case "text":
+            return str(block.text)
+        case "image" | "audio":
+            return f"[{block.type}: {block.mime_type}, {_num_bytes(block.data)} bytes]"
+        case "resource_link":
+            return f"[resource: {block.name}, {block.uri}]"
+        case "resource":
+            held = block.resource
+            if (text := getattr(held, "text", None)) is not None:
+                return f"[resource: {held.uri}]\n{text}"
+            return f"[resource: {held.uri}, {held.mime_type or 'of unknown type'}, {_num_bytes(held.blob)} bytes]"
+        case other:
+            return f"[{other}]"
+
+
+def _num_bytes(base64: str) -> int:
+    return len(base64) * 3 // 4 - base64[-2:].count("=")
+
+
+def _explain(error: jsonschema.ValidationError) -> str:
+    place = ".".join(map(str, error.path))
+    message = error.message if len(error.message) < 200 else f"{error.message[:200]}..."
+    return f"argument {place!r}: {message}" if place else message
+
+
+def _check_schema(tool: mcp_types.Tool, where: str) -> None:
+    schema = tool.input_schema
+    try:
+        validator_for(schema, default=jsonschema.Draft202012Validator).check_schema(schema)
+    except jsonschema.SchemaError as error:
+        raise ConfigError(f"{where}: the schema of tool {tool.name!r} is no JSON schema: {error.message}") from error
+
+
+def _wire(tool: mcp_types.Tool) -> tuple[str | None, str]:
+    """What the model is told of a tool, to compare."""
+    return tool.description, json.dumps(tool.input_schema, sort_keys=True)
+
+
+async def _ask_for_tools(server: McpServer) -> list[mcp_types.Tool]:
+    connection = await McpConnection.open(server)
+    try:
+        return await connection.tools()
+    finally:
+        await connection.close()
+
+
+def _in_thread(ask: Callable[[], Any]) -> Any:
+    """Run a coroutine to its end, also where a loop runs already. Raises ConfigError for a server that fails."""
+    outcome: list[Any] = []
+
+    def work() -> None:
+        try:
+            outcome.append(asyncio.run(ask()))
+        except Exception as error:
+            outcome.append(error)
+
+    thread = Thread(target=work, name="mcp tools")
+    thread.start()
+    thread.join()
+    if isinstance(outcome[0], EnvError):
+        raise ConfigError(str(outcome[0])) from outcome[0]
+    if isinstance(outcome[0], Exception):
+        raise outcome[0]
+    return outcome[0]

@@ -1,0 +1,320 @@
+"""What a lag bound costs and what it keeps: the project's own buffer in simulated time, beside the capacity formula.
+
+Engines with a fixed number of sequences play groups whose episodes have long-tailed lengths, correlated within a task;
+a learner takes a fixed time a step. The buffer is agentrl/buffer.py itself, driven through hours in seconds.
+
+    python -m benchmarks.staleness_sim --out benchmarks/staleness_sim.md
+
+The rival is the admission rule of AReaL (arXiv 2505.24298, section 5.1): a group may start while
+(groups accepted and running) < (version + k + 1) * batch, and finished groups are trained in the order they finish. It
+has no check at consumption, so what it trains on can be older than k: its share is a column.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import random
+import statistics
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Protocol
+
+from agentrl.buffer import OnStale, TrajectoryBuffer
+from agentrl.journal import Journal
+from agentrl.types import (
+    Completion,
+    FinishReason,
+    StopReason,
+    Task,
+    Trajectory,
+    TrajectoryGroup,
+    Turn,
+    VersionSpan,
+)
+from benchmarks import reporting, virtual_time
+
+Rule = Literal["drop", "requeue", "wait", "capacity"]
+RULES: tuple[Rule, ...] = ("drop", "requeue", "wait", "capacity")
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """Seconds and counts of the simulated cluster."""
+
+    num_engines: int = 2000
+    sequences_per_engine: int = 2
+    groups_per_step: int = 192
+    group_size: int = 8
+    step_s: float = 60.0
+    """Of the learner, publication included."""
+    median_episode_s: float = 60.0
+    task_spread: float = 0.7
+    """Standard deviation of log duration between tasks."""
+    episode_spread: float = 0.7
+    """The same within a task."""
+    useless_share: float = 0.25
+    """Groups with equal rewards: freed at once."""
+    steps: int = 40
+    warm_up: int = 10
+    """Steps left out of the numbers; k + warm_up where k is larger."""
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """What one simulated run came to, after its warm-up."""
+
+    hours: float = 0.0
+    learner_idle_s: float = 0.0
+    engine_busy_s: float = 0.0
+    lags: list[int] = field(default_factory=list)
+    trained_s: list[float] = field(default_factory=list)
+    """Longest episode of each trained group."""
+    played_s: list[float] = field(default_factory=list)
+    """The same of each group that finished with a spread of rewards."""
+
+
+class Store(Protocol):
+    """What stands between engines and learner."""
+
+    @property
+    def version(self) -> int:
+        """That the engines hold."""
+
+    async def admit(self) -> int:
+        """Wait until a group may start."""
+
+    async def finish(self, group_id: int, *, version: int, is_useless: bool) -> None:
+        """A group is played; `version` is that of its first token."""
+
+    async def take(self) -> list[tuple[int, int]]:
+        """Wait for a batch: group ids and their lags."""
+
+    async def commit(self, version: int) -> None:
+        """The step is made, the engines hold `version`."""
+
+
+class OurStore:
+    """agentrl/buffer.py with its journal in memory."""
+
+    def __init__(self, world: World, *, max_lag: int, on_stale: OnStale) -> None:
+        self._buffer = TrajectoryBuffer(
+            groups_per_step=world.groups_per_step, max_lag=max_lag, journal=Journal(":memory:"), on_stale=on_stale
+        )
+        self._task = Task(id="t", prompt="", answer="")
+
+    @property
+    def version(self) -> int:
+        """See Store."""
+        return self._buffer.version
+
+    async def admit(self) -> int:
+        """See Store."""
+        return await self._buffer.admit(self._task)
+
+    async def finish(self, group_id: int, *, version: int, is_useless: bool) -> None:
+        """See Store."""
+        await self._buffer.finish(_group(group_id, self._task, version=version, is_useless=is_useless))
+
+    async def take(self) -> list[tuple[int, int]]:
+        """See Store."""
+        batch = await self._buffer.take()
+        return [(group.group_id, batch.policy_version - group.policy_version) for group in batch.groups]
+
+    async def commit(self, version: int) -> None:
+        """See Store."""
+        await self._buffer.commit(version)
+
+
+class CapacityStore:
+    """The capacity formula, finished first trained first."""
+
+    def __init__(self, world: World, *, max_lag: int) -> None:
+        self.version = 0
+        self._batch = world.groups_per_step
+        self._max_lag = max_lag
+        self._counted = 0  # accepted and running
+        self._num_issued = 0
+        self._ready: deque[tuple[int, int]] = deque()
+        self._changed = asyncio.Condition()
+
+    async def admit(self) -> int:
+        """See Store."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._counted < (self.version + self._max_lag + 1) * self._batch)
+            self._counted += 1
+            self._num_issued += 1
+            return self._num_issued - 1
+
+    async def finish(self, group_id: int, *, version: int, is_useless: bool) -> None:
+        """See Store."""
+        async with self._changed:
+            if is_useless:
+                self._counted -= 1
+            else:
+                self._ready.append((group_id, version))
+            self._changed.notify_all()
+
+    async def take(self) -> list[tuple[int, int]]:
+        """See Store."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: len(self._ready) >= self._batch)
+            return [(group_id, self.version - v) for group_id, v in (self._ready.popleft() for _ in range(self._batch))]
+
+    async def commit(self, version: int) -> None:
+        """See Store."""
+        async with self._changed:
+            self.version = version
+            self._changed.notify_all()
+
+
+class Simulation:
+    """One store in one world, for as many steps as it takes."""
+
+    def __init__(self, world: World, *, max_lag: int, rule: Rule, seed: int) -> None:
+        self._world = world
+        self._random = random.Random(f"{seed}")
+        self._sequences = asyncio.Semaphore(world.num_engines * world.sequences_per_engine)
+        self._store: Store = (
+            CapacityStore(world, max_lag=max_lag)
+            if rule == "capacity"
+            else OurStore(world, max_lag=max_lag, on_stale=rule)
+        )
+        self._longest_s: dict[int, float] = {}
+        self._warm_up = max(world.warm_up, max_lag + 2)
+        self._outcome = Outcome()
+        self._is_counting = False
+
+    async def run(self) -> Outcome:
+        """Play until the last step."""
+        rollouts = asyncio.create_task(self._roll())
+        loop = asyncio.get_running_loop()
+        began = 0.0
+        for step in range(self._warm_up + self._world.steps):
+            if step == self._warm_up:
+                self._is_counting, began = True, loop.time()
+            asked = loop.time()
+            batch = await self._store.take()
+            if self._is_counting:
+                self._outcome.learner_idle_s += loop.time() - asked
+                self._outcome.lags += [lag for _, lag in batch]
+                self._outcome.trained_s += [self._longest_s[group_id] for group_id, _ in batch]
+            await asyncio.sleep(self._world.step_s)
+            await self._store.commit(self._store.version + 1)
+        self._outcome.hours = (loop.time() - began) / 3600
+        rollouts.cancel()
+        await asyncio.gather(rollouts, return_exceptions=True)
+        return self._outcome
+
+    async def _roll(self) -> None:
+        async with asyncio.TaskGroup() as groups:
+            while True:
+                group_id = await self._store.admit()
+                groups.create_task(self._group(group_id))
+
+    async def _group(self, group_id: int) -> None:
+        world, rng = self._world, self._random
+        task = rng.gauss(0, world.task_spread)
+        durations = [
+            world.median_episode_s * math.exp(task + rng.gauss(0, world.episode_spread))
+            for _ in range(world.group_size)
+        ]
+        is_useless = rng.random() < world.useless_share
+        versions = await asyncio.gather(*(self._episode(seconds) for seconds in durations))
+        self._longest_s[group_id] = max(durations)
+        if self._is_counting and not is_useless:
+            self._outcome.played_s.append(max(durations))
+        await self._store.finish(group_id, version=min(versions), is_useless=is_useless)
+
+    async def _episode(self, seconds: float) -> int:
+        async with self._sequences:
+            version = self._store.version
+            await asyncio.sleep(seconds)
+            if self._is_counting:
+                self._outcome.engine_busy_s += seconds
+            return version
+
+
+def _group(group_id: int, task: Task, *, version: int, is_useless: bool) -> TrajectoryGroup:
+    completion = Completion(
+        token_ids=(1,),
+        behavior_logprobs=(-1.0,),
+        version_spans=(VersionSpan(version=version, start=0, end=1),),
+        finish_reason=FinishReason.STOP,
+    )
+    trajectories = tuple(
+        Trajectory(
+            id=f"{group_id}-{member}",
+            task_id=task.id,
+            turns=(Turn(observation_ids=(1,), completion=completion),),
+            messages=(),
+            reward=reward,
+            rewards={},
+            stop_reason=StopReason.COMPLETED,
+        )
+        for member, reward in enumerate((0.0, 0.0 if is_useless else 1.0))
+    )
+    return TrajectoryGroup(group_id=group_id, task=task, trajectories=trajectories)
+
+
+def simulate(world: World, *, max_lag: int, rule: Rule, seed: int = 0) -> Outcome:
+    """One run in simulated time."""
+    return virtual_time.run(Simulation(world, max_lag=max_lag, rule=rule, seed=seed).run())
+
+
+def row(world: World, outcome: Outcome, *, max_lag: int, rule: Rule) -> list[object]:
+    """One line of the report."""
+    seconds = outcome.hours * 3600
+    capacity_s = seconds * world.num_engines * world.sequences_per_engine
+    lost = 1 - len(outcome.trained_s) / max(1, len(outcome.played_s))
+    return [
+        rule,
+        max_lag,
+        f"{world.steps / outcome.hours:.1f}",
+        f"{100 * outcome.learner_idle_s / seconds:.0f} %",
+        f"{100 * min(1.0, outcome.engine_busy_s / capacity_s):.0f} %",
+        f"{statistics.mean(outcome.lags):.2f}",
+        max(outcome.lags),
+        f"{100 * sum(lag > max_lag for lag in outcome.lags) / len(outcome.lags):.1f} %",
+        f"{100 * max(0.0, lost):.1f} %",
+        f"{statistics.mean(outcome.trained_s) / statistics.mean(outcome.played_s):.3f}",
+    ]
+
+
+COLUMNS = (
+    *("rule", "k", "steps an hour", "learner idle", "engines busy", "mean lag", "largest", "trained older than k"),
+    *("played, not trained", "trained length / played length"),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the table, and write it with its settings where asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lags", type=int, nargs="+", default=[0, 1, 2, 4, 8, 16])
+    parser.add_argument("--rules", nargs="+", choices=RULES, default=list(RULES))
+    parser.add_argument("--steps", type=int, default=World.steps)
+    parser.add_argument("--engines", type=int, default=World.num_engines)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args(argv)
+    world = World(steps=arguments.steps, num_engines=arguments.engines)
+    head = reporting.header("Staleness in simulated time", {"world": world, "seed": arguments.seed})
+    rows = []
+    for max_lag in arguments.lags:
+        for rule in arguments.rules:
+            began = time.perf_counter()
+            outcome = simulate(world, max_lag=max_lag, rule=rule, seed=arguments.seed)
+            rows.append(row(world, outcome, max_lag=max_lag, rule=rule))
+            print(*rows[-1], f"({time.perf_counter() - began:.0f} s)", flush=True)
+    text = head + "\n" + reporting.table(COLUMNS, rows)
+    if arguments.out:
+        arguments.out.write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -49,9 +49,12 @@ class EnvConfig(Section):
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the class's constructor, or options of the adapter that `target` names."""
     train_data: str | None = None
-    """JSONL file of training rows; none for environments that generate their own."""
+    """Training rows: a set's name (GSM8K), a hub name (hf:owner/name?split=train), a .jsonl or .parquet file, a folder:
+    docs/math.md. None for environments that generate their own."""
     eval_data: str | None = None
-    """JSONL file of held-out rows."""
+    """Held-out rows, written in the same ways."""
+    allow_overlap: bool = False
+    """Train although training rows are in the held-out data too, word for word or nearly."""
     max_turns: PositiveInt | None = None
     """Overrides the class's own turn budget."""
     wrappers: tuple[WrapperConfig, ...] = ()
@@ -102,6 +105,11 @@ class ModelConfig(Section):
     path: str
     """A folder in Hugging Face layout, or a hub name."""
     warmstart: WarmstartConfig | None = None
+    renderer: str = "auto"
+    """What writes turns as tokens: the chat `template`, `raw` text, or a family of the renderers package such as qwen3.
+    auto: the package where it knows the model, else the template, else (only without one) raw text."""
+    chat_template_args: dict[str, Any] = {}
+    """Variables for the chat template, such as {enable_thinking: false}."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     lora: LoraConfig | None = None
     """Train adapters instead of all weights: docs/algorithms.md, "LoRA"."""
@@ -147,6 +155,8 @@ class RolloutConfig(Section):
     """Times an episode is run again after an infrastructure failure before it counts as failed."""
     max_infra_error_rate: Annotated[float, Field(ge=0, le=1)] = 0.2
     """Stop the run when more than this share of the last 100 episodes failed for infrastructure."""
+    canary_every: Annotated[int, Field(ge=0)] = 20
+    """Steps between checks that the sandbox and the grader still give known outcomes; 0 checks at the start only."""
 
     @property
     def min_turn_tokens(self) -> int:

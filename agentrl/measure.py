@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from secrets import token_urlsafe
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
 
 from agentrl import launch
 from agentrl.chat_model import ChatModel, ChatRules
@@ -18,7 +16,7 @@ from agentrl.chat_player import play_chat_group
 from agentrl.config import Config, parse
 from agentrl.console import EvalConsole
 from agentrl.engine import Engine
-from agentrl.env import Env, load_env_class, make
+from agentrl.env import Env, load_env_class, opened
 from agentrl.errors import ConfigError
 from agentrl.evaluate import Evaluation, MakeGroup, evaluate
 from agentrl.openai_engine import OpenAIEngine
@@ -26,9 +24,7 @@ from agentrl.player import Player
 from agentrl.proxy import ChatProxy
 from agentrl.source import held_out_tasks
 from agentrl.train import check_model
-
-if TYPE_CHECKING:
-    from sandbox.client import SandboxClient
+from agentrl.wrappers import load_wrappers
 
 EVERYTHING = 10**9
 
@@ -75,7 +71,7 @@ class Request:
         if data is not None:
             tree["env"]["eval_data"] = str(data)
         if target is not None:
-            tree["env"]["target"] = target
+            tree["env"] |= {"target": target, "kwargs": {}}
         if samples is not None:
             tree["eval"]["samples_per_task"] = samples
         laid_over = parse(tree, source="eval options")
@@ -96,44 +92,56 @@ class Request:
 async def measure(request: Request) -> Evaluation:
     """Play every task and show the numbers. Raises AgentRLError."""
     config = request.config
-    env_class = load_env_class(config.env.target)
+    env_class = load_env_class(config.env.target, config.env.kwargs)
     tasks = held_out_tasks(env_class, config.env, num_tasks=request.num_tasks)
     console = EvalConsole()
-    with TemporaryDirectory(prefix="agentrl-eval-") as logs:
-        token = token_urlsafe(16)
-        async with launch.sandbox_service(config, logs=Path(logs), token=token) as (sandbox, parts):
-            with console.phase("starting the sandbox"):
-                await launch.sandbox_ready(sandbox, parts)
-            playing = _by_tokens if request.served_model is None else _by_messages
-            async with launch.watching(*parts), playing(request, env_class, sandbox, Path(logs), console) as make_group:
-                with console.progress("playing") as advance:
-                    evaluation = await evaluate(
-                        tasks,
-                        make_group=make_group,
-                        policy_version=0,
-                        max_concurrent_groups=max(1, 2 * config.engine.max_num_seqs // config.eval.samples_per_task),
-                        progress=advance,
-                    )
+    async with playing(request, env_class, console) as make_group:
+        with console.progress("playing") as advance:
+            evaluation = await evaluate(
+                tasks,
+                make_group=make_group,
+                policy_version=0,
+                max_concurrent_groups=max(1, 2 * config.engine.max_num_seqs // config.eval.samples_per_task),
+                progress=advance,
+            )
     console.result(evaluation.result)
     return evaluation
 
 
 @asynccontextmanager
+async def playing(request: Request, env_class: type[Env], console: EvalConsole) -> AsyncIterator[MakeGroup]:
+    """All started that it takes, and stopped again: yields (index, task) -> its group. Raises AgentRLError."""
+    config = request.config
+    wrappers = load_wrappers(config.env.wrappers)
+    through = _by_tokens if request.served_model is None else _by_messages
+    with TemporaryDirectory(prefix="agentrl-eval-") as logs:
+        async with launch.sandbox_service(config, logs=Path(logs), token=token_urlsafe(16)) as (sandbox, parts):
+            with console.phase("starting the sandbox"):
+                await launch.sandbox_ready(sandbox, parts)
+            async with (
+                launch.watching(*parts),
+                opened(env_class, sandbox=sandbox, wrappers=wrappers) as make_env,
+                through(request, make_env, Path(logs), console) as make_group,
+            ):
+                yield make_group
+
+
+@asynccontextmanager
 async def _by_tokens(
-    request: Request, env_class: type[Env], sandbox: SandboxClient, logs: Path, console: EvalConsole
+    request: Request, make_env: Callable[[], Env], logs: Path, console: EvalConsole
 ) -> AsyncIterator[MakeGroup]:
     """Through an engine that takes and tells token ids: the code path of training."""
     from agentrl.renderer import TurnTokenizer
 
     tokenizer = await asyncio.to_thread(TurnTokenizer.load, request.tokenizer)
-    player = Player(request.config, env_class=env_class, tokenizer=tokenizer, sandbox=sandbox)
+    player = Player(request.config, make_env=make_env, tokenizer=tokenizer)
     async with _engine(request, logs, console) as engine:
         yield lambda index, task: player.play_group(engine, index, task, kind="eval")
 
 
 @asynccontextmanager
 async def _by_messages(
-    request: Request, env_class: type[Env], sandbox: SandboxClient, logs: Path, console: EvalConsole
+    request: Request, make_env: Callable[[], Env], logs: Path, console: EvalConsole
 ) -> AsyncIterator[MakeGroup]:
     """Through any chat endpoint."""
     config = request.config
@@ -153,7 +161,7 @@ async def _by_messages(
         request_timeout_s=config.engine.request_timeout_s,
     ) as model:
         yield lambda index, task: play_chat_group(
-            partial(make, env_class, sandbox=sandbox),
+            make_env,
             task,
             group_id=index,
             size=config.eval.samples_per_task,

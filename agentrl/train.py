@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,13 +13,14 @@ from agentrl import launch
 from agentrl.batch_server import create_app, serving
 from agentrl.config import Config
 from agentrl.console import TrainConsole
-from agentrl.env import load_env_class
+from agentrl.env import Env, load_env_class, opened
 from agentrl.errors import ConfigError, LearnerError
 from agentrl.metrics import MetricsLog
 from agentrl.orchestrator import Orchestrator, Summary
 from agentrl.player import Player
 from agentrl.run_folder import RunFolder
 from agentrl.source import TaskSource, held_out_tasks
+from agentrl.wrappers import load_wrappers
 
 if TYPE_CHECKING:
     from agentrl.engine import TrainableEngine
@@ -37,7 +39,8 @@ class Training:
         self._config = config
         self._console = console
         self._token = secrets.token_urlsafe(16)
-        self._env_class = load_env_class(config.env.target)
+        self._env_class = load_env_class(config.env.target, config.env.kwargs)
+        self._wrappers = load_wrappers(config.env.wrappers)
         # Read before anything is made or started: a broken row should cost a second, not a minute.
         self._held_out = held_out_tasks(self._env_class, config.env, num_tasks=config.eval.num_tasks)
         self._source = TaskSource(self._env_class, config.env, seed=config.seed)
@@ -49,8 +52,9 @@ class Training:
             with self._console.phase("starting the sandbox"):
                 await launch.sandbox_ready(sandbox, parts)
             async with launch.watching(*parts):
-                model_path = await self._model(sandbox)
-                return await self._with_engine(sandbox, model_path)
+                async with opened(self._env_class, sandbox=sandbox, wrappers=self._wrappers) as make_env:
+                    model_path = await self._model(sandbox)
+                    return await self._with_engine(make_env, model_path)
 
     async def _model(self, sandbox: SandboxClient) -> str:
         """Path of the model, made by the warm start where it is missing and the config says how."""
@@ -69,7 +73,7 @@ class Training:
                 await part.watch()
         return model.path
 
-    async def _with_engine(self, sandbox: SandboxClient, model_path: str) -> Summary:
+    async def _with_engine(self, make_env: Callable[[], Env], model_path: str) -> Summary:
         from agentrl.renderer import TurnTokenizer
 
         async with (
@@ -77,9 +81,12 @@ class Training:
             launch.watching(*parts),
         ):
             with self._console.phase("starting the engine (vLLM)"):
-                tokenizer = await asyncio.to_thread(TurnTokenizer.load, model_path)
+                turns = self._config.model
+                tokenizer = await asyncio.to_thread(
+                    TurnTokenizer.load, model_path, renderer=turns.renderer, template_args=turns.chat_template_args
+                )
                 await launch.engine_ready(url, self._config.engine, parts)
-            player = Player(self._config, env_class=self._env_class, tokenizer=tokenizer, sandbox=sandbox)
+            player = Player(self._config, make_env=make_env, tokenizer=tokenizer)
             async with launch.engine_client(url, self._config, parts) as engine:
                 return await self._with_learner(engine, player)
 

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 
 from agentrl.config import Config, WarmstartConfig
-from agentrl.env import Env, Episode, load_env_class, make, play_script
+from agentrl.env import Env, Episode, load_env_class, opened, play_script
 from agentrl.errors import ConfigError, SandboxError
 from agentrl.renderer import TurnTokenizer
 from agentrl.types import Message, Task
@@ -95,11 +95,14 @@ async def warmstart(
     report = progress or (lambda done, total: None)
 
     started = time.monotonic()
-    env_class = load_env_class(config.env.target)
-    episodes = await _play(config, settings, env_class, sandbox, lambda done: report(done, total))
+    env_class = load_env_class(config.env.target, config.env.kwargs)
+    async with opened(env_class, sandbox=sandbox) as make_env:
+        episodes = await _play(config, settings, env_class, make_env, lambda done: report(done, total))
     played = time.monotonic()
     tools = env_class.tool_schemas()
-    tokenizer, turns = _fit_tokenizer(episodes[:TOKENIZER_SAMPLE], tools, settings.vocab_size)
+    tokenizer, turns = _fit_tokenizer(
+        episodes[:TOKENIZER_SAMPLE], tools, settings.vocab_size, config.rollout.tool_format
+    )
     examples = [_encode(episode, turns, tools, config.rollout.tool_output_tokens) for episode in episodes]
     model = make_model(settings, tokenizer, seed=config.seed)
     loop = asyncio.get_running_loop()
@@ -132,7 +135,7 @@ async def _play(
     config: Config,
     settings: WarmstartConfig,
     env_class: type[Env],
-    sandbox: SandboxClient,
+    make_env: Callable[[], Env],
     on_done: Callable[[int], None],
 ) -> list[Episode]:
     """The demonstrations with what the tools really answered, in the order of their tasks."""
@@ -148,7 +151,7 @@ async def _play(
         async with slots:
             try:
                 async with asyncio.timeout(config.rollout.episode_timeout_s):
-                    episode = await play_script(make(env_class, sandbox=sandbox), task, script, seed=index)
+                    episode = await play_script(make_env(), task, script, seed=index)
             except TimeoutError as error:
                 limit_s = config.rollout.episode_timeout_s
                 raise SandboxError(f"demonstration of task {task.id} took more than {limit_s} s") from error
@@ -165,23 +168,23 @@ async def _play(
 
 
 def _fit_tokenizer(
-    episodes: Sequence[Episode], tools: list[dict[str, Any]], vocab_size: int
+    episodes: Sequence[Episode], tools: list[dict[str, Any]], vocab_size: int, tool_format: str
 ) -> tuple[Any, TurnTokenizer]:
     """A vocabulary learned from the texts exactly as rollouts cut them: prompt, completion, observation, ..."""
-    bytes_only = _turn_tokenizer(make_tokenizer([], MIN_VOCAB_SIZE))
+    bytes_only = _turn_tokenizer(make_tokenizer([], MIN_VOCAB_SIZE), tool_format)
     texts = []
     for episode in episodes:
         token_ids, action_mask = bytes_only.demonstration(episode.messages, tools)
         for _, run in groupby(zip(token_ids, action_mask, strict=True), key=lambda pair: pair[1]):
             texts.append(bytes_only.decode([token_id for token_id, _ in run]))
     tokenizer = make_tokenizer(texts, vocab_size)
-    return tokenizer, _turn_tokenizer(tokenizer)
+    return tokenizer, _turn_tokenizer(tokenizer, tool_format)
 
 
-def _turn_tokenizer(tokenizer: Any) -> TurnTokenizer:
+def _turn_tokenizer(tokenizer: Any, tool_format: str) -> TurnTokenizer:
     with tempfile.TemporaryDirectory(prefix="agentrl-tokenizer-") as folder:
         tokenizer.save_pretrained(folder)
-        return TurnTokenizer.load(folder)
+        return TurnTokenizer.load(folder).speaking(tool_format)
 
 
 def _encode(episode: Episode, turns: TurnTokenizer, tools: list[dict[str, Any]], tool_output_tokens: int) -> Example:

@@ -5,6 +5,8 @@ Knows nothing of buffers, groups or the learner: numbers in, a number out.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 RECOVERY = 10
 """Lag comes back this many times slower than it goes: a policy that has drifted once drifts again."""
 
@@ -39,6 +41,16 @@ class EssGuard:
         elif self._num_above == RECOVERY * self._num_steps:
             self._move(+1)
         return self.lag
+
+    def state_dict(self) -> dict[str, int]:
+        """What a checkpoint must hold."""
+        return {"lag": self.lag, "num_below": self._num_below, "num_above": self._num_above}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on where `state_dict` was taken. A smaller `max_lag`, or no floor, in the config wins."""
+        if self._floor is not None:
+            self.lag = min(state["lag"], self._max_lag)
+            self._num_below, self._num_above = state["num_below"], state["num_above"]
 
     def _move(self, by: int) -> None:
         self.lag = min(max(self.lag + by, 0), self._max_lag)

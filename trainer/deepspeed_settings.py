@@ -46,7 +46,7 @@ def start_engine(model: Any, config: Config) -> Any:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     # Without a rate until it starts: in stage 0 with bfloat16 DeepSpeed makes a step of zero gradient on its own, which
     # would decay the weights, and count in Adam's bias correction.
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], lr=0.0)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=deepspeed_config(config))
     optimizer.state.clear()
     set_rates(engine, config)

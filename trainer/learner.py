@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,7 @@ from agentrl.config import Config
 from agentrl.errors import LearnerError, StaleTrajectoryError
 from agentrl.types import Batch, StepOutput, TrajectoryGroup
 from trainer import feed, ranks, self_test, vcpo, vitals
-from trainer.deepspeed_settings import start_engine
+from trainer.deepspeed_settings import set_rates, start_engine
 from trainer.gradients import Estimator
 from trainer.model import checkpoint_layers, load_model
 from trainer.packing import share_of_rank
@@ -39,7 +39,7 @@ class Learner:
         torch.manual_seed(config.seed)
         self.device = ranks.join(timeout_s=config.learner.step_timeout_s)
         self.policy_version = policy_version
-        self._config = config
+        self.config = config
         self.model = load_model(config).to(self.device)
         self_test.prepare(self.model)
         if config.learner.gradient_checkpointing:
@@ -75,20 +75,20 @@ class Learner:
         self._check(batch)
         groups = self._estimate(batch)
         metrics = vitals.counts(groups) | vitals.policy(groups) | self._weight_metrics(groups)
-        if (every := self._config.algorithm.variance_every) and self.policy_version % every == 0:
+        if (every := self.config.algorithm.variance_every) and self.policy_version % every == 0:
             metrics |= self._split_variance.measure(batch.groups, policy_version=self.policy_version)
         rho = _rho(groups)
         reasons = (
             _refusals(groups)
             or ranks.gather(_overflow(self._estimator.sums.total))
-            or _too_few(rho, self._config.algorithm.refuse_below)
+            or _too_few(rho, self.config.algorithm.refuse_below)
         )
         if reasons or rho is None:
             self._skipped_steps += 1
             log.warning("step %d refused, weights kept: %s", self.policy_version + 1, "; ".join(reasons[:5]))
         else:
             metrics |= self._update(rho, max_lag=max(member.lag for member in vitals.members(groups)))
-        metrics |= vitals.signs(groups, algorithm=self._config.algorithm, grad_norm=metrics.get("learner/grad_norm"))
+        metrics |= vitals.signs(groups, algorithm=self.config.algorithm, grad_norm=metrics.get("learner/grad_norm"))
         for alarm in vitals.alarms(metrics):
             log.warning("step %d: %s", self.policy_version + 1, alarm)
         self.policy_version += 1
@@ -99,6 +99,26 @@ class Learner:
             "learner/tokens_per_s": metrics["learner/num_tokens"] / step_s,
         }
         return StepOutput(policy_version=self.policy_version, metrics=metrics, ess_ratio=rho)
+
+    @property
+    def engine(self) -> Any:
+        """DeepSpeed's, which holds the weights and the optimizer."""
+        return self._engine
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the learner knows beside weights and optimizer, as plain numbers; trainer/checkpoint.py has the rest."""
+        return {
+            "policy_version": self.policy_version,
+            "skipped_steps": self._skipped_steps,
+            "rho_base": self._rho_base.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken, with the config's own learning rate and what else it sets."""
+        self.policy_version = int(state["policy_version"])
+        self._skipped_steps = int(state["skipped_steps"])
+        self._rho_base.load_state_dict(state["rho_base"])
+        set_rates(self._engine, self.config)
 
     def logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """log p(token[t+1] | token[:t+1]) under the present weights. [T-1]"""
@@ -135,19 +155,19 @@ class Learner:
         )
 
     def _weight_metrics(self, groups: list[GroupTerms]) -> dict[str, float]:
-        algorithm = self._config.algorithm
+        algorithm = self.config.algorithm
         return vitals.weights(groups, max_weight=algorithm.max_weight if algorithm.treatment == "truncate" else None)
 
     def _update(self, rho: float, *, max_lag: int) -> dict[str, float]:
         """Hand the gradient to DeepSpeed and step at this step's own learning rate."""
         rho_base = self._rho_base.observe(rho, max_lag=max_lag)
-        scale = vcpo.step_scale(rho, rho_base, self._config.algorithm.step_scale)
+        scale = vcpo.step_scale(rho, rho_base, self.config.algorithm.step_scale)
         feed.hand_over(self._engine, self._estimator.sums, factor=-float(distributed.get_world_size()))
         own_norm = self._reduced_norm()
         with _scaled_rate(self._engine.optimizer.param_groups, scale):
             self._engine.step()
         return {
-            "learner/lr": self._config.learner.lr * scale,
+            "learner/lr": self.config.learner.lr * scale,
             "learner/lr_scale": scale,
             "learner/rho_base": rho_base,
             "learner/grad_norm": float(self._engine.get_global_grad_norm() or own_norm),

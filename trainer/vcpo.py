@@ -102,10 +102,14 @@ class RhoBase:
         return {"fixed": self._fixed, "seen": [list(entry) for entry in self._seen]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken. A setting given as a number is kept: the config wins."""
-        if self._fixed is None:
-            self._fixed = state["fixed"]
-            self._seen = [(float(rho), int(lag)) for rho, lag in state["seen"]]
+        """Go on where `state_dict` was taken. The config wins: a number that it gives is kept, `auto` takes no number
+        that another config gave.
+        """
+        seen = [(float(rho), int(lag)) for rho, lag in state["seen"]]
+        if self._fixed is None and seen:
+            self._fixed, self._seen = state["fixed"], seen
+        now = f"being learned, {len(self._seen)} steps seen" if self._fixed is None else f"{self._fixed:.3f}"
+        log.info("rho_base is %s", now)
 
     def _settle(self, rhos: Sequence[float], what: str) -> None:
         self._fixed = statistics.median(rhos)

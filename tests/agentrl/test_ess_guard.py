@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 
 import pytest
@@ -54,3 +55,21 @@ def test_lag_stays_in_range_and_moves_by_at_most_one(ratios: list[float | None])
     one = guard()
     lags = [2, *(one.observe(ratio) for ratio in ratios)]
     assert all(0 <= lag <= 2 and abs(lag - before) <= 1 for before, lag in itertools.pairwise(lags))
+
+
+@given(RATIOS, RATIOS)
+def test_after_a_restart_it_goes_on_where_it_was(before: list[float | None], after: list[float | None]) -> None:
+    whole, first, second = guard(), guard(), guard()
+    for ratio in before:
+        assert whole.observe(ratio) == first.observe(ratio)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert second.lag == first.lag
+    assert [second.observe(ratio) for ratio in after] == [whole.observe(ratio) for ratio in after]
+
+
+def test_after_a_restart_the_config_wins() -> None:
+    state = guard().state_dict()
+    smaller, without = EssGuard(max_lag=1, floor=0.3, num_steps=2), EssGuard(max_lag=3, floor=None, num_steps=2)
+    smaller.load_state_dict(state)
+    without.load_state_dict(state)
+    assert (smaller.lag, without.lag) == (1, 3)

@@ -177,8 +177,8 @@ def divide_small_weights() -> None:
     deepspeed_settings.deepspeed_config = changed
 
 
-def config(model_path: Path, *, dtype: str = "float32", **sections: dict[str, Any]) -> Config:
-    tree = {
+def config(model_path: Path, *, dtype: str = "float32", **sections: Any) -> Config:
+    tree: dict[str, Any] = {
         "name": "test",
         "env": {"target": "x:Y"},
         "model": {"path": str(model_path), "dtype": dtype},

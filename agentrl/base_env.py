@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from agentrl.episode import Action, Episode, Split, StepResult
 from agentrl.errors import ConfigError
+from agentrl.provide import Scope
 from agentrl.tools import ToolSpec
 from agentrl.types import Message, Task
 
@@ -28,7 +30,11 @@ class Env(ABC):
     max_turns: ClassVar[int] = 8
     reward_weights: ClassVar[Mapping[str, float]] = {"correct": 1.0}
     tools: ClassVar[Mapping[str, ToolSpec]] = {}
+    kwargs: ClassVar[Mapping[str, Any]] = {}
+    """Constructor arguments that `make` fills in: those of `env.kwargs` in a config, or of `register`."""
     _sandbox: SandboxClient | None = None
+    _shared: Any = None
+    _scope: Scope | None = None
 
     @classmethod
     def tasks(cls, split: Split, *, data: str | None = None, seed: int = 0) -> Iterable[Task]:
@@ -57,6 +63,38 @@ class Env(ABC):
         With probability 1 - `skill` a plausible wrong approach. The same arguments give the same script.
         """
         return None
+
+    @classmethod
+    def open_shared(cls) -> AbstractAsyncContextManager[Any]:
+        """What all episodes of a worker use together: an index, a pool of connections. The default: nothing.
+
+        Override it as `@classmethod @asynccontextmanager async def open_shared(cls)`, with one `yield`. It is entered
+        before the first episode and left after the last, in one task; each episode finds the object in `self.shared`.
+        What it raises is a failure of the infrastructure.
+        """
+        return nullcontext()
+
+    @property
+    def shared(self) -> Any:
+        """What `open_shared` yielded. Raises ConfigError when it was not opened: see `agentrl.env.opened`."""
+        if self._shared is None:
+            name = type(self).__name__
+            raise ConfigError(
+                f"{name} has no shared resources: define open_shared(), and make it inside `opened({name})`"
+            )
+        return self._shared
+
+    @property
+    def unwrapped(self) -> Env:
+        """The environment inside all wrappers: itself, where there is none."""
+        return self
+
+    @property
+    def scope(self) -> Scope:
+        """What this episode holds for its tools' private arguments."""
+        if self._scope is None:
+            self._scope = Scope()
+        return self._scope
 
     @property
     def sandbox(self) -> SandboxClient:

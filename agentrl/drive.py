@@ -9,17 +9,20 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from agentrl.base_env import Env
 from agentrl.episode import STEP_REWARD, Action, Episode, StepResult
 from agentrl.errors import AgentRLError, EnvError, SandboxError
+from agentrl.provide import Scope
 from agentrl.types import Message, StopReason, Task
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 CLOSE_TIMEOUT_S = 30.0
 
 
@@ -52,6 +55,10 @@ async def play_script(env: Env, task: Task, messages: Sequence[Message], seed: i
     Returns the scored Episode: COMPLETED when the environment terminated, TRUNCATED when it said so, MAX_TURNS when
     the script or the turn budget ran out first. Raises InfraError exactly as a rollout does.
     """
+    return await uninterrupted_close(_play_script(env, task, messages, seed))
+
+
+async def _play_script(env: Env, task: Task, messages: Sequence[Message], seed: int) -> Episode:
     try:
         observation = await start(env, task, seed)
         dialogue: list[Message] = list(observation)
@@ -76,21 +83,22 @@ async def play_script(env: Env, task: Task, messages: Sequence[Message], seed: i
 
 async def start(env: Env, task: Task, seed: int | None) -> list[Message]:
     """`reset`, its failures attributed."""
-    with attributed(f"{type(env).__name__}.reset of task {task.id}"):
+    env.unwrapped._scope = Scope(task=task, seed=seed)
+    with attributed(f"{type(env.unwrapped).__name__}.reset of task {task.id}"):
         observation, _ = await env.reset(task=task, seed=seed)
     if not observation:
-        raise EnvError(f"{type(env).__name__}.reset of task {task.id} returned no message")
+        raise EnvError(f"{type(env.unwrapped).__name__}.reset of task {task.id} returned no message")
     return observation
 
 
 async def advance(env: Env, action: Action) -> StepResult:
     """`step`, its failures attributed and its result checked."""
-    with attributed(f"{type(env).__name__}.step"):
+    with attributed(f"{type(env.unwrapped).__name__}.step"):
         result = StepResult(*await env.step(action))
     if not math.isfinite(result.reward):
-        raise EnvError(f"{type(env).__name__}.step returned reward {result.reward}: it must be finite")
+        raise EnvError(f"{type(env.unwrapped).__name__}.step returned reward {result.reward}: it must be finite")
     if not (result.terminated or result.truncated or result.observation):
-        raise EnvError(f"{type(env).__name__}.step returned no observation, yet the episode goes on")
+        raise EnvError(f"{type(env.unwrapped).__name__}.step returned no observation, yet the episode goes on")
     return result
 
 
@@ -99,36 +107,93 @@ async def scored(env: Env, episode: Episode, *, timeout_s: float | None = None) 
 
     Raises EnvError when it takes too long, a name is unknown to `reward_weights` or missing, or a value is not finite.
     """
-    name = type(env).__name__
+    name = type(env.unwrapped).__name__
     try:
         async with asyncio.timeout(timeout_s):
             with attributed(f"{name}.score of task {episode.task.id}"):
                 rewards = dict(await env.score(episode))
     except TimeoutError as error:
         raise EnvError(f"scoring task {episode.task.id} took more than {timeout_s:g} s") from error
-    weights = dict(env.reward_weights)
-    if episode.step_reward:
-        rewards[STEP_REWARD] = episode.step_reward
-        weights.setdefault(STEP_REWARD, 1.0)
     for key, value in rewards.items():
-        if key not in weights:
-            raise EnvError(f"{name}.score returned {key!r}, which reward_weights does not name: {sorted(weights)}")
+        if key not in env.reward_weights:
+            known = sorted(env.reward_weights)
+            raise EnvError(f"{name}.score returned {key!r}, which reward_weights does not name: {known}")
         if not math.isfinite(value):
             raise EnvError(f"{name}.score returned {key}={value}: it must be finite")
-    missing = weights.keys() - rewards.keys() - {STEP_REWARD}
-    if missing and type(env).score is not Env.score:
+    missing = env.reward_weights.keys() - rewards.keys() - {STEP_REWARD}
+    if missing and type(env.unwrapped).score is not Env.score:
         raise EnvError(f"{name}.score did not return {sorted(missing)}")
-    reward = sum(weights[key] * value for key, value in rewards.items())
-    return replace(episode, rewards=rewards, reward=float(reward))
+    reward = total_reward(env, rewards, episode.step_reward)
+    if episode.step_reward:
+        rewards[STEP_REWARD] = episode.step_reward
+    return replace(episode, rewards=rewards, reward=reward)
+
+
+def total_reward(env: Env, rewards: Mapping[str, float], step_reward: float) -> float:
+    """What is trained on: the weighted sum of the named rewards and of what `step` returned (weight 1 by default)."""
+    weights = env.reward_weights
+    named = sum(weights[key] * value for key, value in rewards.items())
+    return float(named + weights.get(STEP_REWARD, 1.0) * step_reward)
+
+
+@dataclass(kw_only=True)
+class _Closing:
+    """Whether the task it belongs to is closing an environment now, and was cancelled meanwhile."""
+
+    is_active: bool = False
+    is_cancelled: bool = False
+
+
+_CLOSING: ContextVar[_Closing | None] = ContextVar("closing", default=None)
+
+
+async def uninterrupted_close(episode: Awaitable[T]) -> T:
+    """Run `episode` in a task of its own, in which a cancellation waits for `close` to end.
+
+    So an environment that is closing when its episode is cancelled still closes wholly, and in the very task that
+    opened what it holds.
+    """
+    closing = _Closing()
+    token = _CLOSING.set(closing)
+    try:
+        job = asyncio.ensure_future(episode)
+    finally:
+        _CLOSING.reset(token)
+    while not job.done():
+        try:
+            await asyncio.wait({job})
+        except asyncio.CancelledError:
+            if job.done():
+                raise
+            if closing.is_active:
+                closing.is_cancelled = True
+            else:
+                job.cancel()
+    return job.result()
 
 
 async def close(env: Env) -> None:
-    """`close` under a deadline. A failure is logged, not raised: it must not hide how the episode ended."""
+    """`close`, and all that was made for its tools, under a deadline.
+
+    A failure is logged, not raised: it must not hide how the episode ended.
+    """
+    closing = _CLOSING.get() or _Closing()
+    closing.is_active = True
+    try:
+        await _within_deadline(env, env.close)
+        await _within_deadline(env, env.unwrapped.scope.close)
+    finally:
+        closing.is_active = False
+    if closing.is_cancelled:
+        raise asyncio.CancelledError
+
+
+async def _within_deadline(env: Env, closes: Callable[[], Coroutine[Any, Any, None]]) -> None:
     try:
         async with asyncio.timeout(CLOSE_TIMEOUT_S):
-            await env.close()
+            await closes()
     except Exception:
-        log.warning("%s.close failed", type(env).__name__, exc_info=True)
+        log.warning("%s.close failed", type(env.unwrapped).__name__, exc_info=True)
 
 
 def add_counts(total: dict[str, float], info: Mapping[str, Any]) -> None:

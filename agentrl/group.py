@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from agentrl.env import Episode
+from agentrl.env import Episode, uninterrupted_close
 from agentrl.errors import InfraError, WeightSyncError
 from agentrl.types import Task, Trajectory, TrajectoryGroup, Turn
 
@@ -65,7 +65,7 @@ async def play_group(
         episode_seed = zlib.crc32(f"{seed}/{task.id}/{group_id}/{index}".encode())
         for number in range(max_retries + 1):
             try:
-                return await play(Attempt(episode_id=episode_id, number=number, seed=episode_seed))
+                return await uninterrupted_close(play(Attempt(episode_id=episode_id, number=number, seed=episode_seed)))
             except WeightSyncError:
                 raise
             except InfraError as error:

@@ -1,31 +1,25 @@
-"""Turns a task into a group of trajectories, with all a run has settled: environment, tokenizer, sandbox, limits."""
+"""Turns a task into a group of trajectories, with all a run has settled: environment, tokenizer, limits."""
 
 from __future__ import annotations
 
-from functools import partial
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from agentrl.config import Config
 from agentrl.engine import Engine
-from agentrl.env import Env, make
+from agentrl.env import Env
 from agentrl.proxy import ChatProxy
 from agentrl.renderer import TurnTokenizer
 from agentrl.rollout import run_group
 from agentrl.run_folder import Kind
 from agentrl.types import Task, TrajectoryGroup
 
-if TYPE_CHECKING:
-    from sandbox.client import SandboxClient
-
 
 class Player:
     """One per run; each episode gets an environment of its own."""
 
-    def __init__(
-        self, config: Config, *, env_class: type[Env], tokenizer: TurnTokenizer, sandbox: SandboxClient
-    ) -> None:
+    def __init__(self, config: Config, *, make_env: Callable[[], Env], tokenizer: TurnTokenizer) -> None:
         self._config = config
-        self._make_env = partial(make, env_class, sandbox=sandbox)
+        self._make_env = make_env
         self._tokenizer = tokenizer
         self._proxy = ChatProxy()  # serves nothing until an AgentEnv is played
 

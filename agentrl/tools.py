@@ -5,32 +5,43 @@ Knows nothing of formats (how a model writes a call) or of episodes.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import re
 import typing
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import pydantic
 
 from agentrl.errors import ConfigError
+from agentrl.threads import StopSignal, in_thread
 
 _MARK = "__agentrl_tool__"
+_ANYTHING: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(Any)
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class ToolArgumentError(ValueError):
+class ToolError(Exception):
+    """Raise it in a tool for what the model did wrong: it reads the text, and the call counts in `tool_errors`.
+
+    Any other exception of a tool is a failure of the environment: the episode is played again and never scored.
+    """
+
+
+class ToolArgumentError(ToolError, ValueError):
     """The model's arguments do not fit the schema. An observation, never a failure of the system."""
 
 
 def tool(method: F) -> F:
     """Offer a method of a `ToolEnv` to the model.
 
-    Every parameter needs a type hint (`Annotated[str, "what it is"]` adds a description); the docstring is the
-    description the model reads. The method returns what the model shall see; a value that is not a string is shown
-    as JSON. A method that is not async runs in a thread.
+    Every parameter needs a type hint: plain types, enums, lists, dataclasses and pydantic models, nested as you like.
+    The docstring is the description the model reads; `Args:` in it, or `Annotated[str, "what it is"]`, describes a
+    parameter. A parameter of a private type (`Task`, `SandboxSession`, what `@provide` makes) is not in the schema:
+    the episode fills it in. The method returns what the model shall see; a value that is not a string is shown as
+    JSON. A method that is not async runs in a thread.
     """
     setattr(method, _MARK, True)
     return method
@@ -43,10 +54,12 @@ class ToolSpec:
     name: str
     description: str
     arguments: type[pydantic.BaseModel]
+    private: Mapping[str, type] = field(default_factory=dict)
+    """Parameters that the model does not see, and what they are."""
 
     def schema(self) -> dict[str, Any]:
         """OpenAI's function schema, what chat templates expect under `tools`."""
-        parameters = _without_titles(self.arguments.model_json_schema())
+        parameters = _without_titles(_inlined(self.arguments.model_json_schema()))
         parameters.pop("additionalProperties", None)
         return {
             "type": "function",
@@ -59,60 +72,135 @@ class ToolSpec:
             model = self.arguments.model_validate(arguments)
         except pydantic.ValidationError as error:
             raise ToolArgumentError("; ".join(_explain(item) for item in error.errors()[:3])) from error
-        return {name: getattr(model, name) for name in type(model).model_fields}
+        fields = type(model).model_fields.items()
+        return {info.alias or name: getattr(model, name) for name, info in fields}
 
-    async def call(self, owner: object, arguments: dict[str, Any]) -> str:
-        """Run the tool on `owner`. Raises ToolArgumentError before the call, whatever the tool raises after."""
+    async def call(
+        self,
+        owner: object,
+        arguments: dict[str, Any],
+        *,
+        private: Callable[[type], Awaitable[Any]] | None = None,
+    ) -> str:
+        """Run the tool on `owner`. Raises ToolArgumentError before the call, whatever the tool raises after.
+
+        `private` gives what a private parameter of a type is filled with.
+        """
         typed = self.validate(arguments)
+        stop = StopSignal()
+        for name, kind in self.private.items():
+            if kind is StopSignal:
+                typed[name] = stop
+            elif private is None:
+                raise ConfigError(f"tool {self.name}: nobody provides {kind.__name__}")
+            else:
+                typed[name] = await private(kind)
         method = getattr(owner, self.name)
         if inspect.iscoroutinefunction(method):
             result = await method(**typed)
         else:
-            result = await asyncio.to_thread(method, **typed)
-        if isinstance(result, str):
-            return result
-        return pydantic.TypeAdapter(Any).dump_json(result).decode()
+            result = await in_thread(partial(method, **typed), name=f"tool {self.name}", stop=stop)
+        return result if isinstance(result, str) else _ANYTHING.dump_json(result).decode()
 
 
-def collect_tools(cls: type) -> dict[str, ToolSpec]:
-    """The tools of a class, in order of definition, base classes first. Raises ConfigError for an untyped parameter."""
+def collect_tools(cls: type, *, private: Collection[type] = ()) -> dict[str, ToolSpec]:
+    """The tools of a class, in order of definition, base classes first. Raises ConfigError for an untyped parameter.
+
+    `private` are the types that an episode provides; parameters of these are not in the schema.
+    """
     names = dict.fromkeys(name for base in reversed(cls.__mro__) for name in vars(base))
     methods: dict[str, Any] = {name: getattr(cls, name, None) for name in names}
-    return {name: _spec(method, name) for name, method in methods.items() if getattr(method, _MARK, False)}
+    return {name: _spec(method, name, private) for name, method in methods.items() if getattr(method, _MARK, False)}
 
 
-def _spec(function: Callable[..., Any], name: str) -> ToolSpec:
+def _spec(function: Callable[..., Any], name: str, private: Collection[type]) -> ToolSpec:
     where = f"tool {function.__qualname__}"
-    description = inspect.cleandoc(function.__doc__ or "")
-    if not description:
+    if not (docstring := inspect.cleandoc(function.__doc__ or "")):
         raise ConfigError(f"{where} has no docstring: it is the description the model reads")
     try:
         hints = typing.get_type_hints(function, include_extras=True)
     except NameError as error:
         raise ConfigError(f"{where}: {error}; types in its signature must be importable at run time") from error
-    fields: dict[str, Any] = {}
-    for parameter in list(inspect.signature(function).parameters.values())[1:]:
+    parameters = list(inspect.signature(function).parameters.values())[1:]
+    for parameter in parameters:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             raise ConfigError(f"{where}: *{parameter.name} has no schema; name the parameters")
         if parameter.name not in hints:
             raise ConfigError(f"{where}: parameter {parameter.name!r} needs a type hint")
+    hidden = {p.name: hints[p.name] for p in parameters if hints[p.name] in (*private, StopSignal)}
+    description, texts = _read_docstring(docstring, [p.name for p in parameters], where)
+    shown = [p for p in parameters if p.name not in hidden]
+    arguments = _arguments_model(name, shown, hints, texts, where)
+    return ToolSpec(name=name, description=description, arguments=arguments, private=hidden)
+
+
+def _arguments_model(
+    name: str, parameters: list[inspect.Parameter], hints: Mapping[str, Any], texts: Mapping[str, str], where: str
+) -> type[pydantic.BaseModel]:
+    """Fields are numbered and known by their alias: a parameter may be called `schema`, `copy` or `model_id`."""
+    fields: dict[str, Any] = {}
+    for index, parameter in enumerate(parameters):
+        hint, text = _described(hints[parameter.name])
         default = ... if parameter.default is parameter.empty else parameter.default
-        fields[parameter.name] = (_described(hints[parameter.name]), default)
-    config = pydantic.ConfigDict(extra="forbid", arbitrary_types_allowed=False)
+        info = pydantic.Field(default, alias=parameter.name, description=text or texts.get(parameter.name))
+        fields[f"p{index}"] = (hint, info)
+    config = pydantic.ConfigDict(extra="forbid", arbitrary_types_allowed=False, validate_by_name=False)
     try:
-        arguments = pydantic.create_model(f"{name}_arguments", __config__=config, **fields)
+        arguments: type[pydantic.BaseModel] = pydantic.create_model(f"{name}_arguments", __config__=config, **fields)
         arguments.model_json_schema()
     except (pydantic.errors.PydanticUserError, TypeError) as error:
         raise ConfigError(f"{where}: no JSON schema can be made: {str(error).splitlines()[0]}") from error
-    return ToolSpec(name=name, description=description, arguments=arguments)
+    return arguments
 
 
-def _described(hint: Any) -> Any:
-    """`Annotated[str, "text"]` as a pydantic field description; other annotations stay as they are."""
-    texts = [item for item in getattr(hint, "__metadata__", ()) if isinstance(item, str)]
+def _described(hint: Any) -> tuple[Any, str | None]:
+    """`Annotated[str, "text"]` taken apart; other annotations stay as they are."""
+    metadata = getattr(hint, "__metadata__", ())
+    texts = [item for item in metadata if isinstance(item, str)]
     if not texts:
-        return hint
-    return typing.Annotated[hint.__origin__, pydantic.Field(description=" ".join(texts))]
+        return hint, None
+    rest = [item for item in metadata if not isinstance(item, str)]
+    bare = typing.Annotated[(hint.__origin__, *rest)] if rest else hint.__origin__
+    return bare, " ".join(texts)
+
+
+def _read_docstring(docstring: str, names: list[str], where: str) -> tuple[str, dict[str, str]]:
+    """What the tool does, and what its parameters are where the docstring says so (Google, NumPy or Sphinx style)."""
+    if not re.search(r"^\s*(Args|Arguments|Params|Parameters):?\s*$|^\s*:param ", docstring, re.MULTILINE):
+        return docstring, {}
+    import docstring_parser
+
+    parsed = docstring_parser.parse(docstring)
+    if not parsed.params:
+        return docstring, {}
+    texts = {item.arg_name: " ".join((item.description or "").split()) for item in parsed.params}
+    if unknown := sorted(texts.keys() - set(names)):
+        raise ConfigError(f"{where}: its docstring describes {unknown[0]!r}, which is not a parameter of it")
+    returns = parsed.returns.description if parsed.returns else None
+    parts = (parsed.short_description, parsed.long_description, f"Returns: {returns}" if returns else None)
+    return "\n\n".join(part for part in parts if part), texts
+
+
+def _inlined(schema: dict[str, Any]) -> dict[str, Any]:
+    """Nested types written where they are used, not by reference: small models do not follow references.
+
+    A type that contains itself stays a reference.
+    """
+    definitions = schema.get("$defs", {})
+
+    def resolve(node: Any, inside: tuple[str, ...]) -> Any:
+        if isinstance(node, list):
+            return [resolve(item, inside) for item in node]
+        if not isinstance(node, dict):
+            return node
+        name = str(node.get("$ref", "")).removeprefix("#/$defs/")
+        if name in definitions and name not in inside:
+            siblings = {k: v for k, v in node.items() if k != "$ref"}
+            return {**resolve(definitions[name], (*inside, name)), **resolve(siblings, inside)}
+        return {k: resolve(v, inside) for k, v in node.items()}
+
+    inlined: dict[str, Any] = resolve({k: v for k, v in schema.items() if k != "$defs"}, ())
+    return inlined | {"$defs": definitions} if '"$ref"' in _ANYTHING.dump_json(inlined).decode() else inlined
 
 
 def _without_titles(node: Any) -> Any:

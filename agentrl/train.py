@@ -51,10 +51,12 @@ class Training:
         async with launch.sandbox_service(self._config, logs=self._run.logs, token=self._token) as (sandbox, parts):
             with self._console.phase("starting the sandbox"):
                 await launch.sandbox_ready(sandbox, parts)
-            async with launch.watching(*parts):
-                async with opened(self._env_class, sandbox=sandbox, wrappers=self._wrappers) as make_env:
-                    model_path = await self._model(sandbox)
-                    return await self._with_engine(make_env, model_path)
+            async with (
+                launch.watching(*parts),
+                opened(self._env_class, sandbox=sandbox, wrappers=self._wrappers) as make_env,
+            ):
+                model_path = await self._model(sandbox)
+                return await self._with_engine(make_env, model_path)
 
     async def _model(self, sandbox: SandboxClient) -> str:
         """Path of the model, made by the warm start where it is missing and the config says how."""

@@ -97,7 +97,7 @@ async def orchestrating(
     config: Config, engine: TrainableEngine, tokenizer: TurnTokenizer
 ) -> AsyncIterator[tuple[Orchestrator, str]]:
     run = RunFolder.create(config.out_dir, config.name, config=config)
-    player = Player(config, env_class=SayYes, tokenizer=tokenizer, sandbox=None)  # type: ignore[arg-type]
+    player = Player(config, make_env=SayYes, tokenizer=tokenizer)
     with MetricsLog(run) as metrics:
         orchestrator = Orchestrator(
             config,

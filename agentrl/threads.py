@@ -1,0 +1,69 @@
+"""Blocking work beside the event loop, in a thread of its own that can hold up neither a cancellation nor the exit.
+
+Knows nothing of what the work is. Not `asyncio.to_thread`: its few workers are shared by all episodes, and one that is
+stuck keeps the process from ending.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TypeVar
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+GRACE_S = 1.0
+
+
+class StopSignal(threading.Event):
+    """Set when nobody waits for the work any more. A plain tool that asks for one as an argument can end early."""
+
+
+async def in_thread(work: Callable[[], T], *, name: str, stop: StopSignal | None = None) -> T:
+    """The result of `work`, which sees the caller's context variables; what it raises is raised here.
+
+    A cancellation sets `stop` and gives the thread GRACE_S to end; then it is left behind, and a warning says so.
+    """
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+    ended = asyncio.Event()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        ended.set()
+        if done.done():
+            return
+        if error is not None:
+            done.set_exception(error)
+        else:
+            done.set_result(result)  # type: ignore[arg-type]  # there is a result where there is no error
+
+    def target() -> None:
+        result: T | None = None
+        failure: BaseException | None = None
+        try:
+            result = context.run(work)
+        except (StopIteration, SystemExit, KeyboardInterrupt) as error:  # no future takes these
+            failure = RuntimeError(f"{type(error).__name__}: {error}")
+        except BaseException as error:
+            failure = error
+        with suppress(RuntimeError):  # the loop has ended, and nobody waits any more
+            loop.call_soon_threadsafe(settle, result, failure)
+
+    context = contextvars.copy_context()
+    threading.Thread(target=target, name=name, daemon=True).start()
+    try:
+        return await done
+    except asyncio.CancelledError:
+        if stop is not None:
+            stop.set()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(GRACE_S):
+                await ended.wait()
+        if not ended.is_set():
+            log.warning("%s goes on after its cancellation; its thread is left behind", name)
+        raise

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, Protocol
 
+import msgspec
+
 from agentrl.codec import Codec
 from agentrl.errors import ConfigError
 from agentrl.parsers import (
@@ -87,13 +89,21 @@ class HermesFormat:
         self._codec = codec
         self._strategy = strategy
         self._thinking = thinking
+        self._is_told: dict[bytes, bool] = {}
 
     def opening(self, messages: Sequence[Message], tools: _Tools) -> tuple[list[Message], _Tools]:
-        """See ToolFormat. A template that shows tools tells the model itself how to call them."""
-        if not tools or self._strategy.shows_tools(tools):
+        """See ToolFormat. A template that teaches this format tells the model itself; for others we do."""
+        if not tools or self._teaches(tools):
             return list(messages), tools
         listed = "\n".join(json.dumps(schema["function"], ensure_ascii=False) for schema in tools)
         return with_instructions(messages, _HERMES_PROMPT.format(tools=listed)), ()
+
+    def _teaches(self, tools: _Tools) -> bool:
+        key = msgspec.json.encode(tools)
+        if key not in self._is_told:
+            text = self._strategy.told(tools)
+            self._is_told[key] = OPEN in text and all(schema["function"]["name"] in text for schema in tools)
+        return self._is_told[key]
 
     def parse(self, token_ids: Sequence[int], *, tools: _Tools, id_prefix: str) -> ParsedText:
         """See ToolFormat. Where the vocabulary has a token for `<tool_call>`, only that token opens a call."""

@@ -7,10 +7,13 @@ what must be appended after a real one (suffix difference), so nothing the model
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
+
+import msgspec
 
 from agentrl.codec import Codec
 from agentrl.errors import ConfigError
@@ -28,6 +31,8 @@ _ARGUMENT = "\ue002"
 _PROBE = '"\n\\.'
 """Comes out changed of a template that writes a content as JSON."""
 OBSERVATIONS: tuple[tuple[Role, ...], ...] = (("tool",), ("tool", "tool"), ("user",))
+MAX_OPENINGS = 256
+"""Kept rendered, by roles and tools."""
 _Calls = Literal["none", "objects", "texts"]
 """How a synthetic assistant turn before tool messages holds its calls: not, with arguments as objects, as JSON text."""
 
@@ -42,8 +47,8 @@ class Strategy(Protocol):
     def opening(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
         """Ids of a whole dialogue, generation prompt included. Raises ConfigError when it cannot be written."""
 
-    def shows_tools(self, tools: Sequence[dict[str, Any]]) -> bool:
-        """Whether `opening` tells the model of them."""
+    def told(self, tools: Sequence[dict[str, Any]]) -> str:
+        """The text of an opening with these tools; empty where the strategy has no way to tell of them."""
 
     def following(self, messages: Sequence[Message], *, spoken: Sequence[int]) -> list[int]:
         """New ids after an assistant turn that came to `spoken`: its close token where it has none, then `messages`."""
@@ -65,6 +70,7 @@ class TemplateStrategy:
         self._codec = codec
         self._template = template
         self._cache: dict[tuple[Role, ...], Pieces] = {}
+        self._openings: dict[tuple[tuple[Role, ...], bytes], Pieces] = {}
         self._calls: _Calls = "none"
         self._has_tool_role = True
         self._json_roles: set[Role] = set()
@@ -76,13 +82,27 @@ class TemplateStrategy:
     def opening(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
         """See Strategy. Raises ConfigError if the template drops or repeats a content."""
         messages = self._adapted(messages)
-        text = self._render([m.role for m in messages], tools=list(tools))
-        return self._encode(_pieces(text), messages)
+        if self._calls != "none" and any(message.role == "tool" for message in messages):
+            return self._grown(messages, tools)
+        key = (tuple(m.role for m in messages), msgspec.json.encode(tools))
+        if key not in self._openings:
+            if len(self._openings) >= MAX_OPENINGS:
+                self._openings.clear()
+            self._openings[key] = split_pieces(self._render(key[0], tools=list(tools)))
+        return self._encode(self._openings[key], messages)
 
-    def shows_tools(self, tools: Sequence[dict[str, Any]]) -> bool:
+    def _grown(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
+        """A dialogue with tool output turn by turn, as a rollout would have it: synthetic calls never reach a model."""
+        turns = [i for i, message in enumerate(messages) if message.role == "assistant"]
+        ids = self.opening(messages[: turns[0]], tools) if turns else []
+        for start, end in zip(turns, [*turns[1:], len(messages)], strict=True):
+            spoken = self._codec.encode_parts(self._content(messages[start]))
+            ids += [*spoken, *self.following(messages[start + 1 : end], spoken=spoken)]
+        return ids
+
+    def told(self, tools: Sequence[dict[str, Any]]) -> str:
         """See Strategy."""
-        text = self._render(["user"], tools=list(tools))
-        return all(schema["function"]["name"] in text for schema in tools)
+        return self._render(["user"], tools=list(tools))
 
     def following(self, messages: Sequence[Message], *, spoken: Sequence[int]) -> list[int]:
         """See Strategy."""
@@ -129,7 +149,7 @@ class TemplateStrategy:
 
     def _find_close(self) -> tuple[int, str]:
         """The token with which the template ends an assistant turn, and its text."""
-        _, _, rest = self._render(("user", "assistant", "user")).partition(_placeholder(1))
+        _, _, rest = self._render(("user", "assistant", "user")).partition(placeholder(1))
         found = self._codec.glue(rest)
         if found and isinstance(found[0], str) and not found[0].strip():
             del found[0]
@@ -161,15 +181,15 @@ class TemplateStrategy:
             return str(error)
 
     def _changes_with_history(self, roles: tuple[Role, ...]) -> str | None:
-        histories: list[tuple[Role, ...]] = [("user", "assistant", *self._as_written(("tool",)), "assistant")]
-        if self._has_system:
-            histories.append(("system", "user", "assistant"))
+        longer: tuple[Role, ...] = ("user", "assistant", *self._as_written(("tool",)), "assistant")
         expected = self._after(roles)
-        for history in histories:
-            pieces = self._glue_after(history, roles)
-            moved = any(isinstance(piece, int) and piece < 0 for piece in pieces)
-            if pieces != expected and not moved:
-                return f"what it writes before {list(roles)} messages changes with the dialogue before them"
+        found = [self._glue_after(longer, roles)]
+        if self._has_system:
+            # A template may show the system text with the newest message only; then it is in the opening, and no more.
+            with contextlib.suppress(ConfigError):
+                found.append(self._glue_after(("system", "user", "assistant"), roles))
+        if any(pieces != expected and not _repeats_earlier(pieces) for pieces in found):
+            return f"what it writes before {list(roles)} messages changes with the dialogue before them"
         return None
 
     def _writes_json(self, role: Role) -> bool:
@@ -179,7 +199,7 @@ class TemplateStrategy:
             roles = ("user", "assistant", "tool") if role == "tool" else ("system", "user")
         index = roles.index(role)
         text = self._render(roles, extra={index: _PROBE})
-        after = text.partition(_placeholder(index))[2]
+        after = text.partition(placeholder(index))[2]
         if after.startswith(_PROBE):
             return False
         if after.startswith(_escaped(_PROBE)):
@@ -198,16 +218,16 @@ class TemplateStrategy:
         Contents are numbered from 0; a negative number is a content of `before` that the template put there.
         """
         text = self._render([*before, *roles])
-        last = _placeholder(len(before) - 1)
+        last = placeholder(len(before) - 1)
         end = text.rfind(last) + len(last) if last in text else 0
-        first = text.find(_placeholder(len(before)), end)
+        first = text.find(placeholder(len(before)), end)
         end = max(end, text.rfind(_ARGUMENT, 0, first if first >= 0 else None) + 1)
         close = text.find(self._close, end)
         if not end or close < 0:
             raise ConfigError(f"the {self.name} does not end an assistant turn before roles {list(roles)}")
         if not self._calls_in(before, roles) and text[end:close].strip():
             raise ConfigError(f"the {self.name} writes {text[end:close]!r} after what the model said")
-        return [p - len(before) if isinstance(p, int) else p for p in _pieces(text[close:])]
+        return [p - len(before) if isinstance(p, int) else p for p in split_pieces(text[close:])]
 
     def _calls_in(self, before: Sequence[Role], roles: Sequence[Role]) -> bool:
         return self._calls != "none" and roles[:1] == ("tool",) and before[-1] == "assistant"
@@ -260,9 +280,9 @@ class RawStrategy:
             parts.append("\n\n")
         return [*self._start, *self._codec.encode_parts(parts)]
 
-    def shows_tools(self, tools: Sequence[dict[str, Any]]) -> bool:
+    def told(self, tools: Sequence[dict[str, Any]]) -> str:
         """See Strategy."""
-        return False
+        return ""
 
     def following(self, messages: Sequence[Message], *, spoken: Sequence[int]) -> list[int]:
         """See Strategy. What the model said is not closed: it goes on after the text."""
@@ -277,7 +297,7 @@ def _synthetic(roles: Sequence[Role], calls: _Calls, extra: dict[int, str]) -> l
     """A dialogue of placeholders, in which every tool message answers a call where `calls` says so."""
     messages: list[dict[str, Any]] = []
     for i, role in enumerate(roles):
-        message: dict[str, Any] = {"role": role, "content": _placeholder(i) + extra.get(i, "")}
+        message: dict[str, Any] = {"role": role, "content": placeholder(i) + extra.get(i, "")}
         if role == "tool" and calls != "none":
             asking = next(m for m in reversed(messages) if m["role"] == "assistant")
             asked = asking.setdefault("tool_calls", [])
@@ -291,13 +311,19 @@ def _synthetic(roles: Sequence[Role], calls: _Calls, extra: dict[int, str]) -> l
     return messages
 
 
-def _placeholder(index: int) -> str:
+def placeholder(index: int) -> str:
+    """Stands for content `index` while a template is rendered."""
     return f"\ue000{index}\ue001"
 
 
-def _pieces(text: str) -> Pieces:
+def split_pieces(text: str) -> Pieces:
+    """Rendered text as glue and the numbers of contents."""
     parts = _PLACEHOLDER.split(text)
     return [int(part) if i % 2 else part for i, part in enumerate(parts)]
+
+
+def _repeats_earlier(pieces: Pieces) -> bool:
+    return any(isinstance(piece, int) and piece < 0 for piece in pieces)
 
 
 def _escaped(text: str) -> str:

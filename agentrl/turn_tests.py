@@ -5,6 +5,7 @@ Knows no template: a strategy is asked for tokens as a rollout would ask. Each c
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 
 from agentrl.codec import Codec
@@ -73,7 +74,8 @@ def _contents_are_shown_and_open_nothing(codec: Codec, strategy: Strategy) -> st
             ids = _after(strategy, roles, text)
             if sum(i in added for i in ids) != num_plain:
                 return f"{text!r} in {list(roles)} messages changes the number of special tokens"
-            if text.strip() not in codec.decode(ids):
+            shown = codec.decode(ids)
+            if text.strip() not in shown and json.dumps(text, ensure_ascii=False)[1:-1] not in shown:
                 return f"{text!r} in {list(roles)} messages does not reach the model"
     return None
 

@@ -16,24 +16,29 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.func import functional_call, grad, vmap
 
-from benchmarks.calculator import Play, Policy, rollout, task, warm_start
+from benchmarks.calculator import Policy
 from benchmarks.reporting import header, table
-from benchmarks.stability import GROUP_SIZE, NUM_TASKS, BaselineRule, Trainer, without_weights
+from benchmarks.stability_policy import SHAPES, named
+from benchmarks.stability_rollout import Episodes
+from benchmarks.stability_rules import without_weights
+from benchmarks.stability_train import GROUP_SIZE, NUM_TASKS, Spec, Stack, sampled
 from trainer import vcpo
 
 MAX_WEIGHT = 8.0
-RULES: dict[str, BaselineRule] = {
+RULES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor | None]] = {
     "none": lambda log_weight_G, norm_G, reward_G: torch.zeros(()),
     "mean": lambda log_weight_G, norm_G, reward_G: reward_G.mean(),
     "opob": vcpo.optimal_baseline,
     "opob_safe": vcpo.safe_baseline,
-    "opob without w^2": without_weights,
+    "opob without w^2": lambda log_weight_G, norm_G, reward_G: without_weights(
+        log_weight_G, log_weight_G, norm_G, reward_G
+    ),
 }
 COLUMNS = ("lag, seed", "rule", "kept", "cosine", "variance", "noise", "down", "b* above mean", "highest above")
 
@@ -89,31 +94,31 @@ def _variance(gradient_NP: Tensor) -> float:
 
 def measure(*, seed: int, lag: int, lr: float, num_steps: int, num_groups: int) -> Sample:
     """Train for `num_steps` under `lag` with opob_safe, then sample groups from the weights of `lag` steps ago."""
-    policy, behind = Policy(), Policy()
-    policy.load_state_dict(warm_start(seed))
-    generator = torch.Generator().manual_seed(1000 + seed)
-    trainer = Trainer(policy, "opob_safe", lr)
-    kept: deque[dict[str, Tensor]] = deque(maxlen=lag + 1)
-    for _ in range(num_steps):
-        kept.append({name: value.clone() for name, value in policy.state_dict().items()})
-        behind.load_state_dict(kept[0])
-        trainer.step(_plays(behind, generator))
-    sample = Sample()
+    stack = Stack([Spec(rule="opob_safe", lag=lag, seed=seed, lr=lr, num_steps=num_steps)])
+    stack.run()
+    sample, generator = Sample(), torch.Generator().manual_seed(2000 + seed)
     for _ in range(num_groups // NUM_TASKS):
-        plays = _plays(behind, generator)
-        ids_BT, acted_BT, log_ratios = trainer.scored(plays)
-        score_BP = trainer.scores(ids_BT, trainer.token_weights(plays, log_ratios, acted_BT))
-        for start in range(0, len(plays), GROUP_SIZE):
-            part = slice(start, start + GROUP_SIZE)
-            log_weight_G = torch.stack([ratio_N.sum() for ratio_N in log_ratios[part]]).clamp(max=math.log(MAX_WEIGHT))
-            reward_G = torch.tensor([play.reward for play in plays[part]], dtype=torch.float64)
-            sample.add(log_weight_G, score_BP[part], reward_G)
+        episodes = sampled(stack.oldest_SP, [generator])
+        log_weight_U, score_UP = scores(stack.weight_SP, episodes)
+        reward_U = torch.from_numpy(episodes.reward_SU[0]).double()
+        for row_G in torch.from_numpy(episodes.row_SB[0]).view(NUM_TASKS, GROUP_SIZE):
+            sample.add(log_weight_U[row_G].clamp(max=math.log(MAX_WEIGHT)), score_UP[row_G], reward_U[row_G])
     return sample
 
 
-def _plays(policy: Policy, generator: torch.Generator) -> list[Play]:
-    tasks = [one for one in (task(generator) for _ in range(NUM_TASKS)) for _ in range(GROUP_SIZE)]
-    return rollout(policy, tasks, generator)
+def scores(weight_SP: Tensor, episodes: Episodes) -> tuple[Tensor, Tensor]:
+    """(log w [U], gradient of the mean log-probability of the actions [U, P]) of the first run's distinct episodes."""
+    policy, parameters = Policy(), {name: value[0] for name, value in named(weight_SP).items()}
+    ids_UT, acted_UT = torch.from_numpy(episodes.ids_SUT[0]), torch.from_numpy(episodes.acted_SUT[0, :, 1:])
+
+    def of_one(parameters: dict[str, Tensor], ids_T: Tensor, acted_T: Tensor) -> tuple[Tensor, Tensor]:
+        logits_TV = functional_call(policy, parameters, (ids_T[None],))[0, :-1]
+        logprob_T = logits_TV.log_softmax(-1).gather(1, ids_T[1:, None])[:, 0] * acted_T
+        return logprob_T.sum() / acted_T.sum().clamp(min=1), logprob_T
+
+    gradients, logprob_UT = vmap(grad(of_one, has_aux=True), in_dims=(None, 0, 0))(parameters, ids_UT, acted_UT)
+    log_ratio_UT = logprob_UT.double() - torch.from_numpy(episodes.logprob_SUT[0, :, 1:])
+    return log_ratio_UT.sum(1), torch.cat([gradients[name].flatten(1) for name in SHAPES], dim=1)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

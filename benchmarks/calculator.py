@@ -1,15 +1,17 @@
-"""A calculator task small enough to train in a minute on one core, and a policy of 0.1 M parameters for it.
+"""A calculator task small enough to train in seconds on one core, and a policy of 0.1 M parameters for it.
 
-The policy reads `?17+58>`, calls a calculator `C17+58;`, gets `R75;` and answers `A75$`; reward 1 for the right answer.
-It starts from noisy demonstrations. Knows nothing of how it is trained.
+The policy reads `?11+49+98>`, calls a calculator `C11+49;`, gets `R60;`, calls it again `C60+98;`, gets `R158;` and
+answers `A158$`; reward 1 for the right answer. It starts from noisy demonstrations. Knows nothing of how it is trained
+or of how episodes are sampled.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
+from tempfile import gettempdir
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +19,9 @@ from torch import Tensor, nn
 CHARACTERS = "_0123456789+?>CRA;$."  # the first is padding
 INDEX = {character: i for i, character in enumerate(CHARACTERS)}
 WIDTH, NUM_LAYERS, NUM_HEADS = 64, 2, 4
-MAX_TOKENS, MAX_ACTIONS = 40, 20
+NUM_OPERANDS = 3
+PROMPT_TOKENS = 1 + 3 * NUM_OPERANDS
+MAX_TOKENS, MAX_ACTIONS = 52, 30
 SKILL = 0.4
 WARM_STEPS = 500
 
@@ -63,59 +67,36 @@ class Block(nn.Module):
         return out
 
 
-@dataclass(kw_only=True)
-class Play:
-    """One episode under way."""
-
-    target: int
-    ids: list[int]
-    acted: list[bool]
-    logprobs: list[float]
-    turn: str = ""
-    is_over: bool = False
-    reward: float = 0.0
-
-    def observe(self, text: str) -> None:
-        """Append what the model did not write."""
-        self.ids += [INDEX[character] for character in text]
-        self.acted += [False] * len(text)
-        self.logprobs += [0.0] * len(text)
-
-    def act(self, token: int, logprob: float) -> None:
-        """Append a sampled token and let the calculator answer."""
-        self.ids.append(token)
-        self.acted.append(True)
-        self.logprobs.append(logprob)
-        self.turn += CHARACTERS[token]
-        if self.turn.endswith("$"):
-            self.is_over, self.reward = True, float(self.turn == f"A{self.target}$")
-        elif self.turn.endswith(";"):
-            call = re.fullmatch(r"C(\d+)\+(\d+);", self.turn)
-            self.observe(f"R{(int(call[1]) + int(call[2])) % 1000};" if call else "R.;")
-            self.turn = ""
-        self.is_over |= sum(self.acted) >= MAX_ACTIONS or len(self.ids) > MAX_TOKENS - 6
+def tokens(text: str) -> list[int]:
+    """Token ids of a text."""
+    return [INDEX[character] for character in text]
 
 
-def task(generator: torch.Generator) -> tuple[int, int]:
-    """Two numbers of two digits."""
-    first, second = torch.randint(10, 100, (2,), generator=generator).tolist()
-    return first, second
+def text(ids: Sequence[int]) -> str:
+    """The text of token ids."""
+    return "".join(CHARACTERS[i] for i in ids)
 
 
-def rollout(policy: Policy, tasks: Sequence[tuple[int, int]], generator: torch.Generator) -> list[Play]:
-    """One episode per task, in step."""
-    plays = [Play(target=a + b, ids=[], acted=[], logprobs=[]) for a, b in tasks]
-    for play, (a, b) in zip(plays, tasks, strict=True):
-        play.observe(f"?{a}+{b}>")
-    while open_plays := [play for play in plays if not play.is_over]:
-        with torch.no_grad():
-            logits_BTV = policy(padded([play.ids for play in open_plays]))
-        last_B = torch.tensor([len(play.ids) - 1 for play in open_plays])
-        log_p_BV = logits_BTV[torch.arange(len(open_plays)), last_B].log_softmax(-1)
-        token_B = torch.multinomial(log_p_BV.exp(), 1, generator=generator)[:, 0]
-        for play, token, log_p_V in zip(open_plays, token_B.tolist(), log_p_BV, strict=True):
-            play.act(token, float(log_p_V[token]))
-    return plays
+def tasks(number: int, generator: torch.Generator) -> list[list[int]]:
+    """`number` tasks of NUM_OPERANDS numbers of two digits each."""
+    drawn: list[list[int]] = torch.randint(10, 100, (number, NUM_OPERANDS), generator=generator).tolist()
+    return drawn
+
+
+def prompt(operands: Sequence[int]) -> str:
+    """What the policy reads first; PROMPT_TOKENS characters."""
+    return "?" + "+".join(map(str, operands)) + ">"
+
+
+def reply(call: str) -> str:
+    """What the calculator writes after a turn that ends with `;`."""
+    found = re.fullmatch(r"C(\d+)\+(\d+);", call)
+    return f"R{(int(found[1]) + int(found[2])) % 1000};" if found else "R.;"
+
+
+def reward(turn: str, operands: Sequence[int]) -> float:
+    """1 for the right answer in the turn that ended the episode, else 0."""
+    return float(turn == f"A{sum(operands)}$")
 
 
 def padded(rows: Sequence[Sequence[int]]) -> Tensor:
@@ -124,25 +105,42 @@ def padded(rows: Sequence[Sequence[int]]) -> Tensor:
     return torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows])
 
 
-@lru_cache(maxsize=1)
-def warm_start(seed: int) -> dict[str, Tensor]:
-    """Weights that imitate a demonstrator who copies and answers right with probability SKILL."""
+@lru_cache(maxsize=32)
+def warm_start(seed: int, num_steps: int = WARM_STEPS) -> dict[str, Tensor]:
+    """Weights that imitate a demonstrator who copies right with probability SKILL. Kept in the temporary folder."""
+    path = Path(gettempdir()) / f"agentrl-calculator-{NUM_OPERANDS}-{num_steps}-{seed}.pt"
+    if path.exists():
+        found: dict[str, Tensor] = torch.load(path)
+        return found
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     policy = Policy()
     optimizer = torch.optim.AdamW(policy.parameters(), lr=2e-3, betas=(0.9, 0.98), weight_decay=0.0)
-    for _ in range(WARM_STEPS):
-        ids_BT = padded([_demonstration(generator) for _ in range(32)])
+    for _ in range(num_steps):
+        ids_BT = padded([tokens(_demonstration(generator)) for _ in range(32)])
         logits_BTV = policy(ids_BT[:, :-1])
-        loss = nn.functional.cross_entropy(logits_BTV[:, 6:].flatten(0, 1), ids_BT[:, 7:].flatten(), ignore_index=0)
+        start = PROMPT_TOKENS - 1
+        loss = nn.functional.cross_entropy(
+            logits_BTV[:, start:].flatten(0, 1), ids_BT[:, start + 1 :].flatten(), ignore_index=0
+        )
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-    return {name: value.clone() for name, value in policy.state_dict().items()}
+    weights = {name: value.clone() for name, value in policy.state_dict().items()}
+    torch.save(weights, path)
+    return weights
 
 
-def _demonstration(generator: torch.Generator) -> list[int]:
-    (a, b), is_right = task(generator), torch.rand((), generator=generator) < SKILL
-    copied = b if is_right else task(generator)[1]
-    text = f"?{a}+{b}>C{a}+{copied};R{a + copied};A{a + copied}$"
-    return [INDEX[character] for character in text]
+def _demonstration(generator: torch.Generator) -> str:
+    """One episode; with probability 1 - SKILL one operand is copied wrong."""
+    operands = tasks(1, generator)[0]
+    copied = list(operands)
+    if torch.rand((), generator=generator) >= SKILL:
+        wrong = int(torch.randint(NUM_OPERANDS, (), generator=generator))
+        copied[wrong] = tasks(1, generator)[0][0]
+    total, episode = copied[0], prompt(operands)
+    for operand in copied[1:]:
+        call = f"C{total}+{operand};"
+        episode += call + reply(call)
+        total += operand
+    return episode + f"A{total}$"

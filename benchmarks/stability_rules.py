@@ -1,0 +1,80 @@
+"""The rules that the stability study sets side by side, as settings of the project's own objective.
+
+Where a rule is not in the project (the published code's way, b* without w^2) its b* is here, over trainer/vcpo.py.
+Knows nothing of runs.
+Shapes: _G members of one group. float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from agentrl.algorithm import AlgorithmConfig
+from trainer import vcpo
+
+Optimum = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor | None]
+"""(log weight in use, log weight untruncated, score norm, reward), all [G], to b*; None: no member has a gradient."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """One line of the study's tables."""
+
+    algorithm: AlgorithmConfig
+    about: str
+    optimum: Optimum | None = None
+    """b*, for rules that need norms."""
+    has_proxy_norms: bool = False
+    """Norms of the normalisation scales' gradients in the place of whole norms."""
+
+
+def published(log_used_G: Tensor, log_weight_G: Tensor, norm_G: Tensor, reward_G: Tensor) -> Tensor | None:
+    """b* of arXiv 2602.17616, section 4.2, with the weights in use."""
+    return vcpo.optimal_baseline(log_used_G, norm_G, reward_G)
+
+
+def safe(log_used_G: Tensor, log_weight_G: Tensor, norm_G: Tensor, reward_G: Tensor) -> Tensor | None:
+    """min(b*, mean R)."""
+    return vcpo.safe_baseline(log_used_G, norm_G, reward_G)
+
+
+def published_code(log_used_G: Tensor, log_weight_G: Tensor, norm_G: Tensor, reward_G: Tensor) -> Tensor | None:
+    """Weights squared twice: truncated ones, which the measured norms already carry, and untruncated ones."""
+    return vcpo.optimal_baseline(log_used_G + log_weight_G, norm_G, reward_G)
+
+
+def without_weights(log_used_G: Tensor, log_weight_G: Tensor, norm_G: Tensor, reward_G: Tensor) -> Tensor | None:
+    """b* from the norms alone, as if every weight were 1."""
+    return vcpo.optimal_baseline(torch.zeros_like(log_used_G), norm_G, reward_G)
+
+
+_OPOB = AlgorithmConfig(baseline="opob", rho_base=1.0)
+
+RULES: dict[str, Rule] = {
+    "opob": Rule(algorithm=_OPOB, optimum=published, about="VCPO as published"),
+    "opob_code": Rule(algorithm=_OPOB, optimum=published_code, about="VCPO as its code has it: w squared twice"),
+    "opob_safe": Rule(
+        algorithm=AlgorithmConfig(baseline="opob_safe", rho_base=1.0), optimum=safe, about="min(b*, mean)"
+    ),
+    "opob_no_w2": Rule(algorithm=_OPOB, optimum=without_weights, about="b* from norms alone"),
+    "opob_proxy": Rule(
+        algorithm=_OPOB, optimum=published, has_proxy_norms=True, about="b* with the norms of normalisation scales"
+    ),
+    "zero": Rule(algorithm=AlgorithmConfig(baseline="none", rho_base=1.0), about="no baseline, ESS step"),
+    "mean": Rule(algorithm=AlgorithmConfig(baseline="mean", rho_base=1.0), about="mean baseline, ESS step"),
+    "tis": Rule(algorithm=AlgorithmConfig(preset="tis"), about="sequence-TIS, mean baseline"),
+    "uncorrected": Rule(
+        algorithm=AlgorithmConfig(preset="tis", ratio="none", treatment="none"), about="no correction, mean baseline"
+    ),
+    "grpo": Rule(algorithm=AlgorithmConfig(preset="grpo"), about="PPO clip 0.2, token"),
+    "gspo": Rule(
+        algorithm=AlgorithmConfig(preset="gspo", clip_low=0.05, clip_high=0.05),
+        about="geometric mean, clip 0.05: the published 3e-4 is made for thousands of tokens",
+    ),
+    "m2po": Rule(algorithm=AlgorithmConfig(preset="m2po"), about="second moment, 0.04"),
+    "bapo": Rule(algorithm=AlgorithmConfig(preset="bapo"), about="adaptive clip"),
+}

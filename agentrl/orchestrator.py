@@ -21,6 +21,7 @@ from typing import Protocol
 
 from agentrl.breaker import ErrorBreaker
 from agentrl.buffer import TrajectoryBuffer
+from agentrl.canary import Canaries
 from agentrl.config import Config
 from agentrl.engine import Engine, TrainableEngine
 from agentrl.errors import InfraError, NoLearningSignal
@@ -78,6 +79,7 @@ class Orchestrator:
         engine: where tokens come from.
         play_group: how a task becomes a group of trajectories.
         held_out: tasks of the evaluations, the same every time.
+        canaries: checked every `rollout.canary_every` steps; the start is the caller's.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class Orchestrator:
         run: RunFolder,
         metrics: MetricsLog,
         observer: Observer,
+        canaries: Canaries | None = None,
     ) -> None:
         self._config = config
         self._engine = MeteredEngine(engine)
@@ -100,6 +103,7 @@ class Orchestrator:
         self._run = run
         self._metrics = metrics
         self._observer = observer
+        self._canaries = canaries
         self._journal = Journal(run.journal)
         self._buffer = TrajectoryBuffer(
             groups_per_step=config.rollout.groups_per_step,
@@ -173,9 +177,15 @@ class Orchestrator:
                 "run/overlap": self._learner.overlap,
             }
             await self._record(step, batch, output, timing)
+            await self._check_canaries(step)
             if self._config.eval.every and step % self._config.eval.every == 0 and step < limits.steps:
                 self._latest = await self._evaluate(step)
         return ""
+
+    async def _check_canaries(self, step: int) -> None:
+        every = self._config.rollout.canary_every
+        if self._canaries is not None and every and step % every == 0:
+            await self._canaries.check(when=f"after step {step}")
 
     async def _act_on_ess(self, output: StepOutput) -> None:
         """Admit with less lag while the effective sample size is low, with more when it has recovered."""

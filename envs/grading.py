@@ -11,9 +11,18 @@ import re
 from agentrl.errors import EnvError
 from envs.equality_pool import EqualityPool
 
+MAX_NUMBER_CHARACTERS = 200
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # what a backslash escapes is no brace
 _INTEGER = re.compile(r"[+-]?[0-9]+")
-_THOUSANDS = re.compile(r"[+-]?[0-9]{1,3}(?:(?:,|\{,\}|\\,|\\!,|,\\!)[0-9]{3})+")
+_THOUSANDS = re.compile(r"(?<![0-9,.}])[0-9]{1,3}(?:(?:,|\{,\}|\\,|\\!,|,\\!)[0-9]{3})+(?![0-9]|,[0-9])")
+_WRAPPED = re.compile(r"^(?:\$(.*)\$|\\(?:text|textbf|mathbf|mathrm|boldsymbol|mbox)\s*\{([^{}]*)\})$")
+_UNIT = r"\\(?:text|mbox|mathrm|textrm|textit|mathit)\s*\{[^{}0-9]*\}(?:\^\{?[23]\}?)?"
+_DRESSED = re.compile(
+    rf"^(?:[A-Za-z]\s*=\s*)?([+-]?)\s*(?:\\?\$)?([0-9].*?)(?:\.0*)?(?:\\[,;! ]|[\s~])*"
+    rf"(?:\\?[%$]|\^\{{?\\circ\}}?|\\degree|°|{_UNIT})?$"
+)
+_LIST = re.compile(r",|;|\band\b|\bor\b|\\text\s*\{\s*(?:and|or)\s*\}")
 _AIME = re.compile("0*[0-9]{1,3}")
 _DROPPED = re.compile(r"\\left|\\right|\\!|\\,|\\;|\\:|\\ |\s|\$|(?<!\\)~")
 _DEGREES = re.compile(r"\^\{?\\circ\}?|\\degree|°")
@@ -21,14 +30,17 @@ _TEXT = re.compile(r"\\(?:text|mbox|textbf|textit|mathrm|textrm)\s*\{([^{}]*)\}"
 
 
 def final_answer(text: str) -> str | None:
-    """The content of the last balanced `\\boxed{}` after any `</think>`; None when there is none."""
-    text = text.rpartition("</think>")[2]
-    found: str | None = None
-    for match in _BOX.finditer(text):
-        content = _balanced(text, match.end())
-        if content is not None:
-            found = content.strip()
-    return found
+    """The content of the last balanced `\\boxed{}` outside `<think>`; None when there is none."""
+    text = text.rpartition("</think>")[2].partition("<think>")[0]  # the second: a thought that never ended
+    starts = {match.end() for match in _BOX.finditer(text)}
+    open_braces: list[int] = []
+    last_start, last_end = -1, -1
+    for match in _BRACE.finditer(text):
+        if match[0] == "{":
+            open_braces.append(match.end())
+        elif match[0] == "}" and open_braces and (start := open_braces.pop()) in starts and start > last_start:
+            last_start, last_end = start, match.start()
+    return None if last_start < 0 else text[last_start:last_end].strip()
 
 
 def aime_integer(text: str) -> int | None:
@@ -40,7 +52,9 @@ def aime_integer(text: str) -> int | None:
 async def is_correct(text: str, gold: str) -> bool:
     """Whether the final answer in `text` equals `gold`.
 
-    Integers are compared as integers and nothing else; other answers by their normalised text, then by math-verify.
+    Where the gold answer is an integer, the answer must be one number that equals it: `1,005`, `\\$5.00`, `5\\text{ m}`
+    and `x = 5` are numbers, `4+1` and `10/2` are not. Other answers are compared by their normalised text, then by
+    math-verify.
     Raises EnvError when the grader failed, MissingDependencyError without math-verify.
     """
     if not gold.strip():
@@ -50,9 +64,11 @@ async def is_correct(text: str, gold: str) -> bool:
         return False
     gold_integer = _as_integer(gold)
     if gold_integer is not None:
-        return _as_integer(answer) == gold_integer
+        return _as_integer(_number_in(answer)) == gold_integer
     if normalised(answer) == normalised(gold):
         return True
+    if not _LIST.search(_without_separators(gold)) and _LIST.search(_without_separators(answer)):
+        return False  # math-verify reads a list as a set, in which one answer may stand twice
     return await asyncio.to_thread(EqualityPool.shared().equal, gold, answer)
 
 
@@ -68,24 +84,21 @@ def normalised(answer: str) -> str:
 
 def _as_integer(answer: str) -> int | None:
     """An answer that is written as one integer, `$`, sign and thousands separators allowed."""
-    answer = answer.strip().strip("$").strip().rstrip(".")
-    if _THOUSANDS.fullmatch(answer):
-        answer = re.sub("[^0-9+-]", "", answer)
+    answer = _without_separators(answer.strip().strip("$").strip().rstrip("."))
     if len(answer) > 4000 or not _INTEGER.fullmatch(answer):  # int() refuses more digits
         return None
     return int(answer)
 
 
-def _balanced(text: str, start: int) -> str | None:
-    """Text from `start` to the brace that closes one opened before it; escaped braces do not count."""
-    depth, position = 1, start
-    while position < len(text):
-        character = text[position]
-        if character == "\\":
-            position += 2
-            continue
-        depth += (character == "{") - (character == "}")
-        if depth == 0:
-            return text[start:position]
-        position += 1
-    return None
+def _number_in(answer: str) -> str:
+    """The bare number of an answer that says more: its name, currency, unit, or zeros after the point."""
+    if len(answer) > MAX_NUMBER_CHARACTERS:
+        return answer
+    answer = answer.replace("−", "-").strip()
+    while (inner := _WRAPPED.sub(r"\1\2", answer).strip()) != answer:
+        answer = inner
+    return _DRESSED.sub(r"\1\2", answer)
+
+
+def _without_separators(answer: str) -> str:
+    return _THOUSANDS.sub(lambda match: re.sub("[^0-9+-]", "", match[0]), answer)

@@ -30,10 +30,8 @@ class WithPython(BoxedMath):
     def canaries(cls) -> Sequence[Canary]:
         """The known answers, and one found with the tool."""
         graded = super().canaries()
-        cells = ("n = 6", "print(n * 7)")
-        script = (*map(python_call, cells), graded[0].script[-1])
-        answers = ("(no output)", "42")
-        return [*graded, Canary(task=graded[0].task, script=script, correct=graded[0].correct, tool_texts=answers)]
+        script = (python_call("print(6 * 7)"), *graded[0].script)
+        return [*graded, Canary(task=graded[0].task, script=script, correct=graded[0].correct, tool_texts=("42",))]
 
     async def reset(self, *, task: Task, seed: int | None = None) -> tuple[list[Message], dict[str, Any]]:
         """The instructions and the problem. The interpreter is opened by the first call: many episodes make none."""

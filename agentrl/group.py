@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from agentrl.backoff import backoff_s as jittered
 from agentrl.env import Episode, uninterrupted_close
 from agentrl.errors import InfraError, WeightSyncError
 from agentrl.types import Task, Trajectory, TrajectoryGroup, Turn
@@ -56,7 +57,7 @@ async def play_group(
 ) -> TrajectoryGroup:
     """Play `task` `size` times at once. An episode may come to several trajectories.
 
-    An episode that fails for infrastructure is played again up to `max_retries` times, after `backoff_s`, which
+    An episode that fails for infrastructure is played again up to `max_retries` times, after about `backoff_s`, which
     doubles; then its error is raised and the other episodes are cancelled. Raises InfraError, ConfigError.
     """
 
@@ -72,7 +73,7 @@ async def play_group(
                 if number == max_retries:
                     raise
                 log.warning("episode %s failed, retry %d: %s", episode_id, number + 1, error)
-                await asyncio.sleep(backoff_s * 2**number)
+                await asyncio.sleep(jittered(number, base_s=backoff_s))
         raise AssertionError("unreachable")
 
     try:

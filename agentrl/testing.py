@@ -50,9 +50,13 @@ class ScriptedEngine:
         self.prompts[request_id] = list(token_ids)
         if self.latency_s:
             await asyncio.sleep(self.latency_s)
-        ids = self._turn(self._say(token_ids, request_id), sampling.stop)
-        is_cut = len(ids) > sampling.max_tokens
-        ids = ids[: sampling.max_tokens]
+        return self.completion(self._say(token_ids, request_id), max_tokens=sampling.max_tokens, stop=sampling.stop)
+
+    def completion(self, text: str, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Completion:
+        """`text` as a generation of the present version."""
+        ids = self._turn(text, stop)
+        is_cut = max_tokens is not None and len(ids) > max_tokens
+        ids = ids[:max_tokens]
         return Completion(
             token_ids=tuple(ids),
             behavior_logprobs=(self.logprob,) * len(ids),

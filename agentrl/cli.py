@@ -6,24 +6,25 @@ the command that needs them, so that `--help` is instant.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
-import signal
 import sys
-from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agentrl.errors import AgentRLError, ConfigError
+from agentrl.cli_env import env_app
+from agentrl.cli_rollout import rollout
+from agentrl.cli_run import ConfigPath, Debug, Overrides
+from agentrl.cli_run import fail as _fail
+from agentrl.cli_run import guarded as _guarded
+from agentrl.cli_run import run as _run
+from agentrl.errors import ConfigError
 
 if TYPE_CHECKING:
     from agentrl.config import Config
     from agentrl.console import TrainConsole
-
-T = TypeVar("T")
 
 app = typer.Typer(
     name="agentrl",
@@ -32,15 +33,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-env_app = typer.Typer(help="Check an environment.", no_args_is_help=True)
 app.add_typer(env_app, name="env")
-
-ConfigPath = Annotated[Path, typer.Argument(help="YAML file, e.g. configs/quickstart.yaml", show_default=False)]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="e.g. learner.lr=1e-4 train.steps=20", show_default=False),
-]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")]
+app.command(name="rollout")(rollout)
 
 
 @app.command()
@@ -125,20 +119,6 @@ def warmstart(
     _run(make_model(config, out=out, sandbox_url=sandbox_url, progress_json=progress_json), debug=debug)
 
 
-@env_app.command(name="check")
-def env_check(
-    target: Annotated[str, typer.Argument(help="module:Class, path/to/file.py:Class, or a registered id.")],
-    data: Annotated[Path | None, typer.Option(help="JSONL rows {id, problem, answer}.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first rows.")] = None,
-    debug: Debug = False,
-) -> None:
-    """Judge an environment: contract, tools, seeds, clean-up; each gold answer scores 1.0 and a wrong one 0.0."""
-    from agentrl.judge import check_environment
-
-    if not _run(check_environment(target, data=data, limit=limit), debug=debug):
-        raise typer.Exit(1)
-
-
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
 def sandbox(context: typer.Context) -> None:
     """Serve the sandbox that runs model-written code (`agentrl sandbox --help` lists its options)."""
@@ -151,7 +131,7 @@ def sandbox(context: typer.Context) -> None:
 def engine(config_path: ConfigPath, overrides: Overrides = None, debug: Debug = False) -> None:
     """Serve the config's model with vLLM, with the flags that in-flight weight updates need."""
     from agentrl import config as configs
-    from agentrl.launch import replace_by_engine
+    from agentrl.launch_engines import replace_by_engine
     from agentrl.train import check_model, is_model_folder
 
     config = configs.load(config_path, overrides or [])
@@ -182,56 +162,3 @@ def main() -> None:
         app()
     except ConfigError as error:
         _fail(error, code=2, debug="--debug" in sys.argv)
-
-
-def _run(work: Coroutine[Any, Any, T], *, debug: bool) -> T:
-    return _guarded(lambda: asyncio.run(_interruptible(work)), debug=debug)
-
-
-class _Interrupted(Exception):
-    """SIGINT or SIGTERM arrived, and the work has cleaned up."""
-
-
-async def _interruptible(work: Coroutine[Any, Any, T]) -> T:
-    """Ctrl-C, and SIGTERM (a container being stopped), cancel the work: parts stopped, report written.
-
-    Handled here and not by Python's default, which is missing where a shell started us in the background.
-    """
-    task = asyncio.ensure_future(work)
-    interrupted = False
-
-    def stop() -> None:
-        nonlocal interrupted
-        interrupted = True
-        task.cancel()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop)
-    try:
-        return await task
-    except asyncio.CancelledError:
-        if interrupted:
-            raise _Interrupted from None
-        raise
-
-
-def _guarded(work: Callable[[], T], *, debug: bool) -> T:
-    """Run it; show what went wrong on one screen and exit with the code that belongs to it."""
-    try:
-        return work()
-    except (KeyboardInterrupt, _Interrupted):
-        typer.echo("interrupted: every part was stopped; what was finished is in the run folder", err=True)
-        raise typer.Exit(130) from None
-    except ConfigError as error:
-        _fail(error, code=2, debug=debug)
-    except AgentRLError as error:
-        _fail(error, code=1, debug=debug)
-
-
-def _fail(error: AgentRLError, *, code: int, debug: bool) -> NoReturn:
-    from agentrl.console import show_error
-
-    if debug:
-        raise error
-    show_error(error)
-    sys.exit(code)

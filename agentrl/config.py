@@ -88,6 +88,9 @@ class LoraConfig(Section):
     target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
     """Names of the linear layers that get an adapter, as PEFT understands them: [q_proj, v_proj]. all-linear: every
     one but the output head."""
+    publish: Literal["merged", "adapter"] = "merged"
+    """What the engine is given: W + alpha / rank * B A in place of W, by any engine.weight_transfer; or A and B alone,
+    through a folder, which vLLM computes beside W as the learner does."""
 
     @model_validator(mode="after")
     def _has_no_dropout(self) -> LoraConfig:
@@ -113,6 +116,11 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     lora: LoraConfig | None = None
     """Train adapters instead of all weights: docs/algorithms.md, "LoRA"."""
+
+    @property
+    def publishes_adapter(self) -> bool:
+        """Whether the engine is given adapters beside the weights it started with."""
+        return self.lora is not None and self.lora.publish == "adapter"
 
 
 class RolloutConfig(Section):
@@ -170,9 +178,14 @@ class RolloutConfig(Section):
 
 
 class EngineConfig(Section):
-    """vLLM. With `url` set a running server is used; otherwise `agentrl train` starts one on this machine."""
+    """vLLM. With `url` set running servers are used; otherwise `agentrl train` starts them on this machine."""
 
-    url: str | None = None
+    url: str | tuple[str, ...] | None = None
+    """One server, or several that serve the same model."""
+    replicas: PositiveInt = 1
+    """Servers to start here; each takes `tensor_parallel` GPUs of its own."""
+    update_order: Literal["simultaneous", "rolling"] = "simultaneous"
+    """Of several engines: new weights for all at once, or for one after the other while the rest go on generating."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     host: str = "127.0.0.1"
     port: Port = 0
@@ -206,6 +219,32 @@ class EngineConfig(Section):
     docs/engine.md."""
     parity_every: PositiveInt = 1
     """Probe the first update and every n-th after it."""
+
+    @model_validator(mode="after")
+    def _several_engines_fit(self) -> EngineConfig:
+        if self.url is not None and self.replicas > 1:
+            raise ValueError("replicas starts servers here and url names running ones: give one of them")
+        if self.url == ():
+            raise ValueError("url is an empty list: name a server, or leave it out to have one started")
+        if self.num_engines > 1 and self.weight_transfer in ("gloo", "nccl", "ipc"):
+            raise ValueError(
+                f"weight_transfer={self.weight_transfer} joins one engine to the learner: several take their weights "
+                "from a folder that all can read, safetensors or reload"
+            )
+        needed = self.replicas * self.tensor_parallel
+        if self.gpus is not None and self.replicas > 1 and len(self.gpus) < needed:
+            raise ValueError(f"{self.replicas} replicas of {self.tensor_parallel} GPUs need {needed} of gpus")
+        return self
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Running servers to use; empty where they are to be started."""
+        return () if self.url is None else (self.url,) if isinstance(self.url, str) else self.url
+
+    @property
+    def num_engines(self) -> int:
+        """Engines of the run."""
+        return len(self.urls) or self.replicas
 
 
 class SandboxConfig(Section):
@@ -246,6 +285,10 @@ class LearnerConfig(Section):
     step_timeout_s: PositiveFloat = 600.0
     save_every: Annotated[int, Field(ge=0)] = 50
     """Steps between exports of the weights in Hugging Face layout; the last step is always saved. 0: only the last."""
+    checkpoint_every: Annotated[int, Field(ge=0)] = 0
+    """Steps between checkpoints of the learner's whole state, optimizer included, from which it can go on. 0: none."""
+    keep_checkpoints: PositiveInt = 2
+    """How many of these are kept; the oldest goes when a new one is whole."""
 
     @model_validator(mode="after")
     def _can_offload(self) -> LearnerConfig:
@@ -300,6 +343,11 @@ class Config(Section):
             raise ValueError(
                 f"algorithm.baseline={self.algorithm.baseline} and normalize_by_std={self.algorithm.normalize_by_std} "
                 "need rollout.group_size >= 2; for single episodes set algorithm.preset: reinforce"
+            )
+        if self.model.publishes_adapter and self.engine.weight_transfer not in ("auto", "safetensors"):
+            raise ValueError(
+                f"engine.weight_transfer={self.engine.weight_transfer} cannot carry model.lora.publish=adapter, which "
+                "travels through a folder: leave it at auto, or set model.lora.publish=merged"
             )
         if self.rollout.max_turn_tokens >= self.rollout.max_context:
             raise ValueError("rollout.max_turn_tokens must be smaller than rollout.max_context")

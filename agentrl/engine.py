@@ -185,6 +185,10 @@ class VLLMEngine:
         """Raises EngineError unless the server and its engine process live."""
         await self.control.health()
 
+    async def recover(self) -> None:
+        """After it was gone: return once it serves weights that are known. Raises EngineError."""
+        await self._weights.come_back(EngineGone(f"engine at {self.url} was out"))
+
     async def version(self) -> int:
         """The policy version of the weights the engine holds, as labelled by the last update. Raises EngineError."""
         return await self.control.version()

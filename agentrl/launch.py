@@ -1,4 +1,7 @@
-"""Starts each part of a run as a process of its own, or joins the one that a URL names. Knows no training loop."""
+"""Starts sandbox, learner and warm start as processes of their own, or joins what a URL names. Knows no training loop.
+
+Engines are launch_engines.py's.
+"""
 
 from __future__ import annotations
 
@@ -10,25 +13,20 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl import engine_server
-from agentrl.config import Config, EngineConfig
-from agentrl.engine import VLLMEngine
+from agentrl.config import Config
 from agentrl.errors import ConfigError, SandboxError
 from agentrl.supervise import Child, child
 
 if TYPE_CHECKING:
     from sandbox.client import SandboxClient
 
-SERVED_NAME = "policy"
 TOKEN_VARIABLE = "AGENTRL_TOKEN"
 SANDBOX_START_TIMEOUT_S = 60.0
 WEIGHTS_PREFIX = "agentrl-weights-"
-PARITY_BOUNDS = {"float32": 1e-4, "bfloat16": 0.5}
-"""Largest allowed |engine - learner| logprob by model.dtype: some ten times what benchmarks/engine.md measures."""
 
 
 def port_of(host: str, port: int, *, key: str) -> int:
@@ -101,65 +99,6 @@ async def sandbox_ready(client: SandboxClient, parts: Sequence[Child]) -> None:
 
 
 @asynccontextmanager
-async def engine_process(config: Config, *, model_path: str, logs: Path) -> AsyncIterator[tuple[str, list[Child]]]:
-    """Base URL of the engine of `config.engine`, which may still be starting: wait with `engine_ready`."""
-    settings = config.engine
-    if settings.url is not None:
-        yield settings.url, []
-        return
-    url, command, env = _engine_command(config, model_path)
-    async with child("engine", command, log_path=logs / "engine.log", env=env) as part:
-        yield url, [part]
-
-
-def _engine_command(config: Config, model_path: str) -> tuple[str, list[str], dict[str, str]]:
-    """(base URL, command, added environment) of a server of our own. Raises ConfigError."""
-    settings = config.engine
-    port = port_of(settings.host, settings.port, key="engine.port")
-    command, env = engine_server.command(
-        model_path=model_path,
-        served_name=SERVED_NAME,
-        host=settings.host,
-        port=port,
-        config=settings,
-        max_context=config.rollout.max_context,
-        dtype=config.model.dtype,
-        seed=config.seed,
-    )
-    return f"http://{settings.host}:{port}", command, env
-
-
-async def engine_ready(url: str, settings: EngineConfig, parts: Sequence[Child]) -> None:
-    """Wait until it serves; from then on it is started again when it dies. Raises EngineError with its log's end."""
-    await engine_server.wait_ready(
-        url,
-        poll=parts[0].poll if parts else lambda: None,
-        log=partial(parts[0].log_tail, num_lines=2000, max_bytes=2**18) if parts else lambda: "",
-        timeout_s=settings.start_timeout_s,
-    )
-    for part in parts:
-        part.allow_restarts(settings.max_restarts)
-
-
-def engine_client(url: str, config: Config, parts: Sequence[Child]) -> VLLMEngine:
-    """A client of a server that is ready; a server that was not started here names its model itself."""
-    settings = config.engine
-    bound = settings.parity_bound
-    return VLLMEngine(
-        url,
-        model=SERVED_NAME if parts else None,
-        request_timeout_s=settings.request_timeout_s,
-        update_timeout_s=settings.update_timeout_s,
-        return_timeout_s=settings.start_timeout_s if settings.max_restarts else 0.0,
-        kv_on_update=settings.kv_on_update,
-        by_folder=engine_server.transfer_of(settings) == "reload",
-        parity_bound=PARITY_BOUNDS[config.model.dtype] if bound == "auto" else bound,
-        parity_every=settings.parity_every,
-        num_starts=lambda: sum(part.num_starts for part in parts),
-    )
-
-
-@asynccontextmanager
 async def learner_process(
     config: Config, *, config_path: Path, orchestrator_url: str, weights_dir: Path, run_dir: Path, token: str
 ) -> AsyncIterator[Child]:
@@ -173,7 +112,7 @@ async def learner_process(
         *launcher,
         *("--config", str(config_path), "--orchestrator", orchestrator_url),
         *("--weights-dir", str(weights_dir), "--run-dir", str(run_dir)),
-        *("--weight-transfer", engine_server.transfer_of(config.engine)),
+        *("--weight-transfer", engine_server.transfer_of(config.engine, config.model.lora)),
     ]
     env = {TOKEN_VARIABLE: token, "OMP_NUM_THREADS": str(config.learner.num_threads)}
     async with child("learner", command, log_path=run_dir / "logs" / "learner.log", env=env) as part:
@@ -211,10 +150,3 @@ def _sweep(parent: Path) -> None:
         owner = folder.name.removeprefix(WEIGHTS_PREFIX).partition("-")[0]
         if owner.isdigit() and not Path("/proc", owner).exists():
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def replace_by_engine(config: Config) -> None:
-    """Become the engine server of `config`, in the foreground: `agentrl engine`. Raises ConfigError."""
-    url, command, env = _engine_command(config, config.model.path)
-    sys.stderr.write(f"{engine_server.describe(config.engine)}\n{url} serves {config.model.path}\n")
-    os.execvpe(command[0], command, {**os.environ, **env})

@@ -10,7 +10,7 @@ from pathlib import Path
 from secrets import token_urlsafe
 from tempfile import TemporaryDirectory
 
-from agentrl import launch
+from agentrl import launch, launch_engines
 from agentrl.chat_model import ChatModel, ChatRules
 from agentrl.chat_player import play_chat_group
 from agentrl.config import Config, parse
@@ -47,7 +47,7 @@ class Request:
         config: Config,
         *,
         model: str | None,
-        data: Path | None,
+        data: str | Path | None,
         target: str | None,
         tokenizer: str | None,
         samples: int | None,
@@ -180,8 +180,11 @@ async def _engine(request: Request, logs: Path, console: EvalConsole) -> AsyncIt
         async with OpenAIEngine(request.url, request_timeout_s=config.engine.request_timeout_s) as running:
             yield running
         return
-    async with launch.engine_process(config, model_path=config.model.path, logs=logs) as (url, parts):
+    async with launch_engines.engine_servers(config, model_path=config.model.path, logs=logs) as servers:
         with console.phase("starting the engine (vLLM)"):
-            await launch.engine_ready(url, config.engine, parts)
-        async with launch.watching(*parts), launch.engine_client(url, config, parts) as engine:
+            await launch_engines.engines_ready(servers, config.engine)
+        async with (
+            launch.watching(*launch_engines.parts_of(servers)),
+            launch_engines.engine_client(servers, config) as engine,
+        ):
             yield engine

@@ -9,14 +9,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agentrl import launch
+from agentrl import launch, launch_engines
 from agentrl.batch_server import create_app, serving
+from agentrl.canary import Canaries
 from agentrl.config import Config
 from agentrl.console import TrainConsole
 from agentrl.env import Env, load_env_class, opened
 from agentrl.errors import ConfigError, LearnerError
 from agentrl.metrics import MetricsLog
 from agentrl.orchestrator import Orchestrator, Summary
+from agentrl.overlap import refuse_overlap
 from agentrl.player import Player
 from agentrl.run_folder import RunFolder
 from agentrl.source import TaskSource, held_out_tasks
@@ -44,6 +46,7 @@ class Training:
         # Read before anything is made or started: a broken row should cost a second, not a minute.
         self._held_out = held_out_tasks(self._env_class, config.env, num_tasks=config.eval.num_tasks)
         self._source = TaskSource(self._env_class, config.env, seed=config.seed)
+        refuse_overlap(self._env_class, config.env)
 
     async def run(self, folder: RunFolder) -> Summary:
         """Raises AgentRLError for whatever ended it; the folder keeps what was there by then."""
@@ -55,6 +58,8 @@ class Training:
                 launch.watching(*parts),
                 opened(self._env_class, sandbox=sandbox, wrappers=self._wrappers) as make_env,
             ):
+                self._canaries = Canaries(self._env_class, make_env=make_env, sandbox=sandbox)
+                await self._canaries.check(when="at the start")
                 model_path = await self._model(sandbox)
                 return await self._with_engine(make_env, model_path)
 
@@ -79,17 +84,17 @@ class Training:
         from agentrl.renderer import TurnTokenizer
 
         async with (
-            launch.engine_process(self._config, model_path=model_path, logs=self._run.logs) as (url, parts),
-            launch.watching(*parts),
+            launch_engines.engine_servers(self._config, model_path=model_path, logs=self._run.logs) as servers,
+            launch.watching(*launch_engines.parts_of(servers)),
         ):
             with self._console.phase("starting the engine (vLLM)"):
                 turns = self._config.model
                 tokenizer = await asyncio.to_thread(
                     TurnTokenizer.load, model_path, renderer=turns.renderer, template_args=turns.chat_template_args
                 )
-                await launch.engine_ready(url, self._config.engine, parts)
+                await launch_engines.engines_ready(servers, self._config.engine)
             player = Player(self._config, make_env=make_env, tokenizer=tokenizer)
-            async with launch.engine_client(url, self._config, parts) as engine:
+            async with launch_engines.engine_client(servers, self._config) as engine:
                 return await self._with_learner(engine, player)
 
     async def _with_learner(self, engine: TrainableEngine, player: Player) -> Summary:
@@ -103,6 +108,7 @@ class Training:
                 run=self._run,
                 metrics=metrics,
                 observer=self._console,
+                canaries=self._canaries,
             )
             async with (
                 serving(create_app(orchestrator.learner_port, token=self._token), host="127.0.0.1", port=0) as url,

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from agentrl import config as configs
-from agentrl import launch
+from agentrl import launch, launch_engines
 from agentrl.config import Config
 from agentrl.engine import VLLMEngine
 from agentrl.errors import EngineError, EngineGone
@@ -44,12 +44,13 @@ def config_for(model: Path, **engine: Any) -> Config:
 async def serving(config: Config, logs: Path) -> AsyncIterator[tuple[VLLMEngine, Child]]:
     """The engine as a run starts and watches it."""
     async with (
-        launch.engine_process(config, model_path=config.model.path, logs=logs) as (url, parts),
-        launch.watching(*parts),
+        launch_engines.engine_servers(config, model_path=config.model.path, logs=logs) as servers,
+        launch.watching(*launch_engines.parts_of(servers)),
     ):
-        await launch.engine_ready(url, config.engine, parts)
-        async with launch.engine_client(url, config, parts) as engine:
-            yield engine, parts[0]
+        await launch_engines.engines_ready(servers, config.engine)
+        async with launch_engines.engine_client(servers, config) as engine:
+            assert isinstance(engine, VLLMEngine)
+            yield engine, launch_engines.parts_of(servers)[0]
 
 
 def server_of(part: Child) -> int:
@@ -162,8 +163,8 @@ def dying_before(engine: VLLMEngine, verb: str, kill: Callable[[], None]) -> Ite
 
 async def cannot_start(config: Config, logs: Path) -> str:
     with pytest.raises(EngineError) as caught:
-        async with launch.engine_process(config, model_path=config.model.path, logs=logs) as (url, parts):
-            await launch.engine_ready(url, config.engine, parts)
+        async with launch_engines.engine_servers(config, model_path=config.model.path, logs=logs) as servers:
+            await launch_engines.engines_ready(servers, config.engine)
     return str(caught.value)
 
 

@@ -1,15 +1,20 @@
 """Causal attention that never looks from one segment of a pack into another, as one interface of transformers.
 
 On CPUs a loop of ordinary causal attention over the segments: the work is exactly that of the trajectories alone. On
-GPUs, in half precision, one call of flash attention with the segments' bounds. Knows nothing of what segments are.
+GPUs one call with the segments' bounds: torch's own varlen attention, else that of flash-attn, else the loop. Knows
+nothing of what segments are.
 
 Shapes: _S tokens of a pack, H query heads, K key heads, D head size.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
+import logging
 from collections.abc import Sequence
+from enum import StrEnum
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,10 +23,52 @@ from torch import Tensor, nn
 
 from agentrl.errors import ConfigError
 
+log = logging.getLogger(__name__)
+
 NAME = "agentrl_packed"
 HALF = (torch.bfloat16, torch.float16)
+LARGEST_FLASH_HEAD = 256
+FLASH_CAPABILITY = (8, 0)  # Ampere
 # What some architectures add to attention; none of it is computed here.
 _UNKNOWN = ("softcap", "s_aux", "position_bias", "cache")
+
+
+class Kernel(StrEnum):
+    """What computes the attention of a pack."""
+
+    LOOP = "scaled_dot_product_attention, segment by segment"
+    VARLEN = "torch.nn.attention.varlen.varlen_attn"
+    FLASH = "flash_attn.flash_attn_varlen_func"
+
+
+def choose(
+    *,
+    device_type: str,
+    dtype: torch.dtype,
+    head_size: int,
+    capability: tuple[int, int] | None,
+    has_varlen: bool,
+    has_flash: bool,
+) -> tuple[Kernel, str]:
+    """The fastest kernel that is exact here, and why none faster: "" where there is none faster.
+
+    `capability` is the GPU's compute capability. Raises ConfigError for a device that nothing here was made for.
+    """
+    if device_type == "cpu":
+        return Kernel.LOOP, ""
+    if device_type != "cuda" or capability is None:
+        raise ConfigError(f"attention over packs knows CPUs and CUDA GPUs, not the device {device_type!r}")
+    if dtype not in HALF:
+        return Kernel.LOOP, f"flash kernels take half precision only, the model is {str(dtype).removeprefix('torch.')}"
+    if head_size > LARGEST_FLASH_HEAD or head_size % 8:
+        return Kernel.LOOP, f"flash kernels take heads of multiples of 8 up to {LARGEST_FLASH_HEAD}, not {head_size}"
+    if capability < FLASH_CAPABILITY:
+        return Kernel.LOOP, f"flash kernels need compute capability 8.0, the GPU has {capability[0]}.{capability[1]}"
+    if has_varlen:
+        return Kernel.VARLEN, ""
+    if has_flash:
+        return Kernel.FLASH, ""
+    return Kernel.LOOP, "this torch has no varlen_attn and flash_attn is not installed"
 
 
 def install(model: Any) -> None:
@@ -34,6 +81,8 @@ def install(model: Any) -> None:
         model.set_attn_implementation(NAME)
     except ValueError as error:
         raise ConfigError(f"{type(model).__name__} takes no attention of ours: {error}") from error
+    kernel, reason = _chosen(model.device, model.dtype, _head_size(model.config))
+    log.info("attention of packs: %s%s", kernel, f" ({reason})" if reason else "")
 
 
 def segment_arguments(bounds: Sequence[int], device: torch.device) -> dict[str, Any]:
@@ -42,6 +91,24 @@ def segment_arguments(bounds: Sequence[int], device: torch.device) -> dict[str, 
     if device.type == "cuda":
         arguments["segment_bounds_on_device"] = torch.tensor(bounds, dtype=torch.int32, device=device)
     return arguments
+
+
+def _head_size(config: Any) -> int:
+    config = config.get_text_config()
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+@lru_cache(maxsize=16)
+def _chosen(device: torch.device, dtype: torch.dtype, head_size: int) -> tuple[Kernel, str]:
+    is_cuda = device.type == "cuda"
+    return choose(
+        device_type=device.type,
+        dtype=dtype,
+        head_size=head_size,
+        capability=torch.cuda.get_device_capability(device) if is_cuda else None,
+        has_varlen=importlib.util.find_spec("torch.nn.attention.varlen") is not None,
+        has_flash=is_cuda and importlib.util.find_spec("flash_attn") is not None,
+    )
 
 
 def _no_mask(**_: Any) -> None:
@@ -66,15 +133,18 @@ def _attend(
     """Transformers' attention interface. Without bounds, every row of the batch is one segment."""
     if attention_mask is not None or dropout or any(others.get(name) is not None for name in _UNKNOWN):
         raise ConfigError(f"{type(module).__name__} asks of its attention what the packed one does not do")
-    if segment_bounds_on_device is not None and segment_bounds is not None and query_1HSD.dtype in HALF:
-        out_SHD = _varlen(
-            *(tensor[0].transpose(0, 1) for tensor in (query_1HSD, key_1KSD, value_1KSD)),
-            bounds=segment_bounds_on_device,
-            longest=max(end - start for start, end in itertools.pairwise(segment_bounds)),
-            scaling=scaling,
-            sliding_window=sliding_window,
-        )
-        return out_SHD[None], None
+    if segment_bounds_on_device is not None and segment_bounds is not None:
+        kernel, _ = _chosen(query_1HSD.device, query_1HSD.dtype, query_1HSD.shape[3])
+        if kernel is not Kernel.LOOP:
+            out_SHD = _KERNELS[kernel](
+                *(tensor[0].transpose(0, 1) for tensor in (query_1HSD, key_1KSD, value_1KSD)),
+                bounds=segment_bounds_on_device,
+                longest=max(end - start for start, end in itertools.pairwise(segment_bounds)),
+                scaling=scaling,
+                # As flash counts it: tokens before the query's own, and none behind it.
+                window=(-1 if sliding_window is None else sliding_window - 1, 0),
+            )
+            return out_SHD[None], None
     bounds = segment_bounds or (0, query_1HSD.shape[2])
     lengths = [end - start for start, end in itertools.pairwise(bounds)]
     parts = zip(*(torch.split(tensor, lengths, dim=2) for tensor in (query_1HSD, key_1KSD, value_1KSD)), strict=True)
@@ -108,7 +178,7 @@ def _varlen(
     bounds: Tensor,
     longest: int,
     scaling: float | None,
-    sliding_window: int | None,
+    window: tuple[int, int],
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
@@ -121,8 +191,38 @@ def _varlen(
         longest,
         longest,
         scale=scaling,
-        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+        window_size=window,
         enable_gqa=query_SHD.shape[1] != key_SKD.shape[1],
     )
     assert isinstance(out_SHD, Tensor)
     return out_SHD
+
+
+def _flash(
+    query_SHD: Tensor,
+    key_SKD: Tensor,
+    value_SKD: Tensor,
+    *,
+    bounds: Tensor,
+    longest: int,
+    scaling: float | None,
+    window: tuple[int, int],
+) -> Tensor:
+    from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
+
+    out_SHD: Tensor = flash_attn_varlen_func(
+        query_SHD,
+        key_SKD,
+        value_SKD,
+        bounds,
+        bounds,
+        longest,
+        longest,
+        softmax_scale=scaling,
+        causal=True,
+        window_size=window,
+    )
+    return out_SHD
+
+
+_KERNELS = {Kernel.VARLEN: _varlen, Kernel.FLASH: _flash}

@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from trainer_builders import ARCHITECTURES, action_logprobs, architecture, episode, uneven_episodes
 
 from trainer import attention
 from trainer.logprobs import score
 from trainer.packing import action_tensors, join
+from trainer.score_gradients import recording, tied_weight
+from trainer.score_sums import GradientSums, Recorder
 
 CPU = torch.device("cpu")
 
@@ -55,3 +58,42 @@ def test_entropy_of_a_uniform_policy_is_log_vocabulary(tiny_model: Any) -> None:
 
 def test_without_a_recorder_there_is_no_graph(tiny_model: Any) -> None:
     assert not score(tiny_model, join([action_tensors(episode("a", reward=0.0), CPU)])).logprob_N.requires_grad
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that any operation inside makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for one in made if isinstance(made, tuple | list) else [made]:
+            if isinstance(one, torch.Tensor):
+                self.elements = max(self.elements, one.numel())
+        return made
+
+
+@pytest.mark.parametrize("has_norms", [True, False])
+def test_no_tensor_is_as_large_as_tokens_times_vocabulary(has_norms: bool) -> None:
+    """Forward and backward: the largest is the chunk of logits or a weight."""
+    model, chunk_tokens = architecture("Qwen3-tied"), 8
+    attention.install(model)
+    pack = join([action_tensors(one, CPU) for one in uneven_episodes()])
+    sums = GradientSums(list(model.parameters()), has_scores=has_norms)
+    sums.reset()
+    recorder = Recorder(
+        sums,
+        bounds=pack.bounds if has_norms else (0, pack.bounds[-1]),
+        action_bounds=pack.action_bounds if has_norms else (0, pack.action_bounds[-1]),
+        has_norms=has_norms,
+        tied_weight=tied_weight(model),
+        device=CPU,
+    )
+    with Largest() as largest, recording(model, recorder):
+        logprob_N = score(model, pack, recorder, chunk_tokens=chunk_tokens).logprob_N
+        torch.autograd.backward(logprob_N, torch.ones_like(logprob_N))
+    vocab_size = model.config.vocab_size
+    assert largest.elements == max(chunk_tokens * vocab_size, *(p.numel() for p in model.parameters()))
+    assert largest.elements < len(pack.target_N) * vocab_size / 2

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Iterable, Mapping
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,153 +9,14 @@ import httpx
 import pytest
 
 from agentrl import wire
-from agentrl.batch_server import create_app, serving
-from agentrl.config import Config, parse
-from agentrl.engine import TrainableEngine
-from agentrl.env import Action, Env, Episode, StepResult
+from agentrl.config import parse
 from agentrl.errors import EngineError, ErrorRateExceeded, NoLearningSignal, WeightSyncError
-from agentrl.metrics import MetricsLog, read
-from agentrl.orchestrator import Orchestrator, Summary
-from agentrl.player import Player
+from agentrl.metrics import read
 from agentrl.renderer import TurnTokenizer
-from agentrl.run_folder import RunFolder
-from agentrl.source import TaskSource, held_out_tasks
-from agentrl.statistics import EvalResult
 from agentrl.testing import ScriptedEngine
-from agentrl.types import Batch, Message, Probe, StepOutput, Task, TransferInit, WeightsRef, user
+from agentrl.types import TransferInit, WeightsRef
 from agentrl.weight_keeper import WeightUpdate
-
-TOKEN = "secret"
-
-
-class SayYes(Env):
-    """Rewards saying yes."""
-
-    @classmethod
-    def tasks(cls, split: str, *, data: str | None = None, seed: int = 0) -> Iterable[Task]:
-        return [Task(id=f"{split}-{i}", prompt="Say yes.", answer="yes") for i in range(4)]
-
-    async def reset(self, *, task: Task, seed: int | None = None) -> tuple[list[Message], dict[str, Any]]:
-        return [user(task.prompt)], {}
-
-    async def step(self, action: Action) -> StepResult:
-        return StepResult([], 0.0, True, False, {})
-
-    async def score(self, episode: Episode) -> dict[str, float]:
-        return {"correct": float(episode.final_text == "yes")}
-
-
-class Quiet:
-    """An observer that only remembers."""
-
-    def __init__(self) -> None:
-        self.steps: list[int] = []
-
-    def step(self, step: int, values: Mapping[str, float]) -> None:
-        self.steps.append(step)
-
-    def evaluated(self, result: EvalResult) -> None:
-        pass
-
-    def evaluating(self, done: int, total: int) -> None:
-        pass
-
-
-class YesAndNo(ScriptedEngine):
-    """Says yes and no in turn, so that every group has both."""
-
-    def __init__(self, tokenizer: TurnTokenizer, **options: Any) -> None:
-        super().__init__(tokenizer=tokenizer, script=self._alternate, **options)
-        self._count = 0
-
-    def _alternate(self, prompt: str) -> str:
-        self._count += 1
-        return "yes" if self._count % 2 else "no"
-
-
-def make_config(tmp_path: Path, **rollout: Any) -> Config:
-    return parse(
-        {
-            "name": "t",
-            "out_dir": str(tmp_path),
-            "env": {"target": "unused:Unused"},
-            "model": {"path": "unused"},
-            "rollout": {"groups_per_step": 2, "group_size": 4, "max_lag": 1, "max_retries": 0, **rollout},
-            "learner": {"start_timeout_s": 20, "step_timeout_s": 20},
-            "train": {"steps": 4, "stall_timeout_s": 20},
-            "eval": {"num_tasks": 2, "samples_per_task": 2, "every": 2},
-        },
-        source="test",
-    )
-
-
-@asynccontextmanager
-async def orchestrating(
-    config: Config, engine: TrainableEngine, tokenizer: TurnTokenizer
-) -> AsyncIterator[tuple[Orchestrator, str]]:
-    run = RunFolder.create(config.out_dir, config.name, config=config)
-    player = Player(config, make_env=SayYes, tokenizer=tokenizer)
-    with MetricsLog(run) as metrics:
-        orchestrator = Orchestrator(
-            config,
-            engine=engine,
-            play_group=player.play_group,
-            source=TaskSource(SayYes, config.env, seed=0),
-            held_out=held_out_tasks(SayYes, config.env, num_tasks=2),
-            run=run,
-            metrics=metrics,
-            observer=Quiet(),
-        )
-        async with serving(create_app(orchestrator.learner_port, token=TOKEN), host="127.0.0.1", port=0) as url:
-            yield orchestrator, url
-
-
-async def obedient_learner(
-    url: str, seen: list[Batch], *, repeat: bool = False, ess_ratio: float | None = None
-) -> None:
-    """Speaks the wire protocol and trains nothing."""
-    headers = {"Authorization": f"Bearer {TOKEN}"}
-    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=30) as http:
-        version = 0
-        while True:
-            probe = Probe(token_ids=(1, 2), logprobs=(-1.0,))
-            ref = WeightsRef(policy_version=version, num_bytes=0, update_info={}, checksum="", probe=probe)
-            for _ in range(2 if repeat else 1):
-                (await http.post(wire.WEIGHTS, content=wire.encode(ref))).raise_for_status()
-            while (reply := await http.get(wire.BATCH, params={"policy_version": version})).status_code in (204, 205):
-                if reply.status_code == 205:
-                    (await http.post(wire.TRANSFER, content=wire.encode(TransferInit(init_info={})))).raise_for_status()
-                    (await http.post(wire.WEIGHTS, content=wire.encode(ref))).raise_for_status()
-            if reply.status_code == 410:
-                return
-            if repeat:
-                again = await http.get(wire.BATCH, params={"policy_version": version})
-                assert again.content == reply.content
-            seen.append(wire.decode(reply.content, Batch))
-            version += 1
-            output = StepOutput(policy_version=version, metrics={"learner/wait_batch_s": 0.0}, ess_ratio=ess_ratio)
-            for _ in range(2 if repeat else 1):
-                (await http.post(wire.STEP, content=wire.encode(output))).raise_for_status()
-
-
-async def run_with(
-    config: Config, engine: TrainableEngine, tokenizer: TurnTokenizer, **options: Any
-) -> tuple[Summary, list[Batch]]:
-    seen: list[Batch] = []
-    async with orchestrating(config, engine, tokenizer) as (orchestrator, url):
-        learner = asyncio.create_task(obedient_learner(url, seen, **options))
-        try:
-            async with asyncio.timeout(60):
-                summary = await orchestrator.run()
-                await learner
-        finally:
-            learner.cancel()
-    return summary, seen
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny_model_dir: Path) -> TurnTokenizer:
-    return TurnTokenizer.load(str(tiny_model_dir))
+from tests.agentrl.whole_run import TOKEN, YesAndNo, make_config, orchestrating, run_with
 
 
 @pytest.mark.parametrize("max_lag", [0, 1, 3])

@@ -74,6 +74,11 @@ class Env(ABC):
         """
         return nullcontext()
 
+    @classmethod
+    def phrase(cls, answer: str) -> str:
+        """A last message that gives `answer`: how `check_env` says gold and wrong answers. Boxed, unless overridden."""
+        return f"The answer is \\boxed{{{answer}}}."
+
     @property
     def shared(self) -> Any:
         """What `open_shared` yielded. Raises ConfigError when it was not opened: see `agentrl.env.opened`."""

@@ -11,10 +11,12 @@ import json
 import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from agentrl.agent_env import AgentEnv
-from agentrl.env import Action, Env, Episode, ToolEnv, add_counts, advance, close, make, play_script, start
+from agentrl.check_cancel import find_unclosed
+from agentrl.check_tokens import find_token_problem, load_tokenizer
+from agentrl.env import Action, Env, Episode, ToolEnv, add_counts, advance, close, opened, play_script, start
 from agentrl.errors import AgentRLError, EnvError
 from agentrl.tools import ToolSpec
 from agentrl.types import Message, StopReason, Task, ToolCall
@@ -28,6 +30,8 @@ MAX_FAILURES = 20
 MAX_SHOWN = 5
 NUM_DEMONSTRATED = 100
 EPISODE_LIMIT_S = 120.0
+NUM_COMPARED = 100
+_TOOL_NAME = re.compile("[A-Za-z0-9_-]{1,64}")
 UNICODE = "naïve ∑ x² ≠ 10 — 日本語 🙂 <|im_end|>"
 
 
@@ -59,19 +63,30 @@ async def check_env(
     data: str | None,
     sandbox: SandboxClient | None,
     limit: int | None = None,
+    tokenizer: str | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> CheckReport:
-    """Check a class on its `test` tasks.
+    """Check a class on its `test` tasks. Shared resources are opened once for all that is played.
 
     Args:
         limit: only the first so many rows are played; None plays all.
+        tokenizer: folder or hub name of the one whose turns are checked; None takes bytes with ChatML turns.
         progress: called with (rows done, rows in all).
 
     A failing check is in the report, not an exception; ConfigError (rows that cannot be read, say) is raised.
     """
     tasks = list(itertools.islice(env_cls.tasks("test", data=data), limit))
-    inspector = _Inspector(env_cls=env_cls, tasks=tasks, sandbox=sandbox, progress=progress)
-    await inspector.run()
+    async with opened(env_cls, sandbox=sandbox) as make_env:
+        inspector = _Inspector(
+            env_cls=env_cls,
+            tasks=tasks,
+            make_env=make_env,
+            data=data,
+            sandbox=sandbox,
+            tokenizer=tokenizer,
+            progress=progress,
+        )
+        await inspector.run()
     return CheckReport(env=env_cls.__name__, checks=tuple(inspector.checks))
 
 
@@ -79,7 +94,10 @@ async def check_env(
 class _Inspector:
     env_cls: type[Env]
     tasks: Sequence[Task]
+    make_env: Callable[[], Env]
+    data: str | None
     sandbox: SandboxClient | None
+    tokenizer: str | None
     progress: Callable[[int, int], None]
     checks: list[Check] = field(default_factory=list)
 
@@ -96,6 +114,7 @@ class _Inspector:
         await self._check("determinism", self._determinism)
         await self._check("closes on cancel", self._closes_on_cancel)
         await self._check("unicode", self._unicode)
+        await self._check("tokens", self._tokens)
         if issubclass(self.env_cls, ToolEnv):
             await self._check("bad calls are observations", self._bad_calls)
         await self._check("demonstrations", self._demonstrations)
@@ -108,16 +127,20 @@ class _Inspector:
         except (_Finding, AgentRLError, TimeoutError) as error:
             self.checks.append(Check(name=name, ok=False, detail=str(error) or type(error).__name__))
 
-    def _make(self) -> Env:
-        return make(self.env_cls, sandbox=self.sandbox)
-
     async def _play(self, task: Task, script: Sequence[Message]) -> Episode:
         async with asyncio.timeout(EPISODE_LIMIT_S):
-            return await play_script(self._make(), task, script, seed=0)
+            return await play_script(self.make_env(), task, script, seed=0)
 
     async def _tools(self) -> str:
         for schema in self.env_cls.tool_schemas():
             json.dumps(schema)
+            function = schema.get("function", {})
+            name, parameters = function.get("name", ""), function.get("parameters", {})
+            _require(bool(_TOOL_NAME.fullmatch(name)), f"{name!r} is no name that chat formats take")
+            _require(bool(function.get("description")), f"{name} has no description")
+            _require(parameters.get("type") == "object", f"the parameters of {name} are no object")
+            unknown = set(parameters.get("required", ())) - set(parameters.get("properties", ()))
+            _require(not unknown, f"{name} requires {sorted(unknown)}, which it does not describe")
         return ", ".join(self.env_cls.tools) or "none"
 
     async def _tasks(self) -> str:
@@ -125,10 +148,13 @@ class _Inspector:
         ids = [task.id for task in self.tasks]
         double = next((i for n, i in enumerate(ids) if i in set(ids[:n])), None) if len(set(ids)) < len(ids) else None
         _require(double is None, f"id {double!r} is used twice")
+        first = list(self.tasks[:NUM_COMPARED])
+        again = list(itertools.islice(self.env_cls.tasks("test", data=self.data), len(first)))
+        _require(again == first, "tasks('test') gave other rows the second time")
         return f"{len(ids)} rows"
 
     async def _contract(self) -> str:
-        task, env = self.tasks[0], self._make()
+        task, env = self.tasks[0], self.make_env()
         try:
             async with asyncio.timeout(EPISODE_LIMIT_S):
                 opening = await start(env, task, 0)
@@ -136,6 +162,8 @@ class _Inspector:
                 _require(roles[-1] != "assistant", f"reset's last message is the assistant's own: {roles}")
                 _require(all(isinstance(m.content, str) for m in opening), "reset returned content that is not text")
                 result = await advance(env, Action(message=_says("I do not know.")))
+                answered = {message.role for message in result.observation}
+                _require(answered <= {"user", "tool"}, f"step answered as {sorted(answered)}: user and tool may answer")
         finally:
             await close(env)
         try:
@@ -152,31 +180,12 @@ class _Inspector:
         return "same seed and script, same messages and rewards"
 
     async def _closes_on_cancel(self) -> str:
-        env, in_step, closed = self._make(), asyncio.Event(), asyncio.Event()
-        real_step, real_close = env.step, env.close
-
-        async def step(action: Action) -> Any:
-            in_step.set()
-            await asyncio.sleep(0)
-            return await real_step(action)
-
-        async def closing() -> None:
-            await real_close()
-            closed.set()
-
-        vars(env).update(step=step, close=closing)
-        episode = asyncio.create_task(play_script(env, self.tasks[0], self._script("x"), seed=0))
-        reached = asyncio.create_task(in_step.wait())
-        await asyncio.wait({episode, reached}, timeout=EPISODE_LIMIT_S, return_when=asyncio.FIRST_COMPLETED)
-        reached.cancel()
-        episode.cancel()
-        _, hanging = await asyncio.wait({episode}, timeout=EPISODE_LIMIT_S)
-        _require(not hanging, f"a cancelled episode did not end within {EPISODE_LIMIT_S:.0f} s")
-        _require(episode.cancelled() or episode.exception() is not None, "step() swallowed the cancellation")
-        if not episode.cancelled() and (error := episode.exception()) is not None:
-            raise error
-        _require(closed.is_set(), "close() did not finish after a cancellation")
-        return "a cancelled episode is closed"
+        script = [*_calls_with_text(self.env_cls.tools, "print(1)"), _says("x")]
+        num_points, problem = await find_unclosed(
+            self.make_env, self.tasks[0], script, sandbox=self.sandbox, limit_s=EPISODE_LIMIT_S
+        )
+        _require(problem is None, problem or "")
+        return f"cancelled at {num_points} awaits of reset, step, score and close, and closed each time"
 
     async def _unicode(self) -> str:
         script = [*_calls_with_text(self.env_cls.tools, UNICODE), _says(UNICODE)]
@@ -188,8 +197,19 @@ class _Inspector:
                 raise _Finding(f"a {message.role} message is not valid Unicode: {error.reason}") from error
         return "in, out, and scored"
 
+    async def _tokens(self) -> str:
+        tokenizer = await asyncio.to_thread(load_tokenizer, self.tokenizer)
+        scripts = [self._script(UNICODE), self.env_cls.demonstrations(self.tasks[0]) or ()]
+        num_tokens = 0
+        for script in filter(None, scripts):
+            async with asyncio.timeout(EPISODE_LIMIT_S):
+                count, problem = await find_token_problem(self.make_env, self.tasks[0], script, tokenizer)
+            _require(problem is None, problem or "")
+            num_tokens += count
+        return f"each prompt begins with the one before and what was said, over {num_tokens} tokens"
+
     async def _bad_calls(self) -> str:
-        env, counts = self._make(), dict[str, float]()
+        env, counts = self.make_env(), dict[str, float]()
         unknown = Message(role="assistant", content="", tool_calls=(ToolCall(id="0", name="no such", arguments={}),))
         strange = [
             Message(role="assistant", content="", tool_calls=(ToolCall(id="0", name=n, arguments={"no such": 1}),))
@@ -248,7 +268,7 @@ class _Inspector:
         return f"gold 1.0 and wrong 0.0 on {len(with_answer)} rows{rest}"
 
     def _script(self, answer: str) -> list[Message]:
-        return [*_calls_with_text(self.env_cls.tools, "print(1 + 1)"), _says(f"The answer is \\boxed{{{answer}}}.")]
+        return [*_calls_with_text(self.env_cls.tools, "print(1 + 1)"), _says(self.env_cls.phrase(answer))]
 
     async def _for_each(
         self,

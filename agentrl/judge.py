@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from rich.text import Text
 
 from agentrl.check import check_env
@@ -11,7 +9,7 @@ from agentrl.console import EvalConsole
 from agentrl.env import load_env_class
 
 
-async def check_environment(target: str, *, data: Path | None, limit: int | None) -> bool:
+async def check_environment(target: str, *, data: str | None, limit: int | None, tokenizer: str | None) -> bool:
     """Whether every check passed. Raises ConfigError for a target or data file that is wrong."""
     from sandbox.client import SandboxClient
 
@@ -20,7 +18,12 @@ async def check_environment(target: str, *, data: Path | None, limit: int | None
     async with SandboxClient.embedded() as sandbox:
         with console.progress("checking") as advance:
             report = await check_env(
-                env_class, data=str(data) if data else None, sandbox=sandbox, limit=limit, progress=advance
+                env_class,
+                data=data,
+                sandbox=sandbox,
+                limit=limit,
+                tokenizer=tokenizer,
+                progress=advance,
             )
     for check in report.checks:
         mark = ("ok   ", "green") if check.ok else ("FAIL ", "bold red")

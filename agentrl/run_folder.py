@@ -137,7 +137,7 @@ class RunFolder:
     def write_trajectories(self, step: int, groups: Sequence[TrajectoryGroup], *, kind: Kind = "train") -> Path:
         """Write all episodes of one step, whole or not at all; a second call for the step replaces the first."""
         encoder = msgspec.json.Encoder()
-        lines = [encoder.encode(_to_line(group, trajectory)) for group in groups for trajectory in group.trajectories]
+        lines = [encoder.encode(to_line(group, trajectory)) for group in groups for trajectory in group.trajectories]
         target = self._trajectories_file(step, kind)
         write_atomically(target, gzip.compress(b"".join(line + b"\n" for line in lines), compresslevel=6, mtime=0))
         return target
@@ -188,7 +188,8 @@ def _candidates(out_dir: Path, name: str) -> Iterator[Path]:
         yield out_dir / f"{name}-{number}"
 
 
-def _to_line(group: TrajectoryGroup, trajectory: Trajectory) -> EpisodeLine:
+def to_line(group: TrajectoryGroup, trajectory: Trajectory) -> EpisodeLine:
+    """An episode, or a segment of one, as it is written."""
     sizes = tuple(
         TurnSize(
             num_observation_tokens=len(turn.observation_ids),

@@ -241,6 +241,15 @@ class _Lease:
         return self._open().__await__()
 
     async def _open(self) -> SandboxSession:
+        """Cancelled, it goes on in the background: a session that the service opens all the same is given back."""
+        opening = asyncio.ensure_future(self._request_session())
+        try:
+            return await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            self._client._in_background(_give_back(opening))
+            raise
+
+    async def _request_session(self) -> SandboxSession:
         content = await self._client.call("POST", "/v1/sessions", content=self._request.model_dump_json().encode())
         return SandboxSession(self._client, SessionReply.model_validate_json(content))
 
@@ -253,6 +262,11 @@ class _Lease:
     ) -> None:
         if self._session is not None:
             await self._session.close()
+
+
+async def _give_back(opening: asyncio.Future[SandboxSession]) -> None:
+    with contextlib.suppress(SandboxUnavailable, ValueError):  # then there is none
+        await (await opening).close()
 
 
 @contextlib.asynccontextmanager

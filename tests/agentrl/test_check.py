@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 import itertools
 import re
 from collections.abc import Iterable, Sequence
@@ -6,12 +7,15 @@ from typing import Any
 
 import pytest
 
+from agentrl import check_cancel
 from agentrl.agent_env import AgentEnv, Endpoint
 from agentrl.check import CheckReport, check_env, wrong_answer
+from agentrl.check_tokens import _broken_prefix
 from agentrl.env import Action, Env, Episode, Split, StepResult, ToolEnv
 from agentrl.tools import tool
-from agentrl.types import Message, Task, user
+from agentrl.types import Completion, FinishReason, Message, StopReason, Task, Trajectory, Turn, VersionSpan, user
 from envs.grading import final_answer
+from sandbox.client import SandboxClient
 
 
 class Good(ToolEnv):
@@ -70,6 +74,37 @@ class SwallowsCancel(Good):
         except asyncio.CancelledError:
             return "never mind"
         return text
+
+
+class SwallowsOpening(Good):
+    async def reset(self, *, task: Task, seed: int | None = None) -> tuple[list[Message], dict[str, Any]]:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(0.001)
+        return await super().reset(task=task, seed=seed)
+
+
+class FailsWhenCancelled(Good):
+    @tool
+    async def echo(self, text: str) -> str:
+        """Say it again."""
+        try:
+            await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            raise OSError("connection lost") from None
+        return text
+
+
+class AnswersForTheModel(Good):
+    async def step(self, action: Action) -> StepResult:
+        return (await super().step(action))._replace(observation=[Message(role="assistant", content="I am you.")])
+
+
+class OtherRowsEachTime(Good):
+    number = itertools.count()
+
+    @classmethod
+    def tasks(cls, split: Split, *, data: str | None = None, seed: int = 0) -> Iterable[Task]:
+        return [Task(id=str(next(cls.number)), prompt="Count.", answer="1")]
 
 
 class NeverCloses(Good):
@@ -137,6 +172,10 @@ async def test_a_good_environment_passes_and_reports_progress() -> None:
         (Moody, "determinism", "other messages"),
         (SwallowsCancel, "closes on cancel", "swallowed"),
         (NeverCloses, "closes on cancel", "did not finish"),
+        (SwallowsOpening, "closes on cancel", r"swallowed the cancellation \(cancelled at await 2 of 7"),
+        (FailsWhenCancelled, "closes on cancel", "came out as EnvError: tool echo: OSError"),
+        (AnswersForTheModel, "contract", r"step answered as \['assistant'\]"),
+        (OtherRowsEachTime, "tasks", "other rows the second time"),
         (EndsOnBadCalls, "bad calls are observations", "ends the episode"),
         (BadExpert, "demonstrations", "the expert scored 0"),
         (BreaksOnRowSeven, "gold and wrong answers", r"1 of 30 rows fail:\n  row-7: BreaksOnRowSeven.score"),
@@ -150,6 +189,63 @@ async def test_a_broken_promise_is_found(cls: type[Env], failing: str, detail: s
     findings = {check.name: check.detail for check in report.checks if not check.ok}
     assert failing in findings
     assert re.search(detail, findings[failing]), findings
+
+
+async def test_every_await_of_a_good_environment_is_tried() -> None:
+    (cancel,) = (check for check in (await check(Good)).checks if check.name == "closes on cancel")
+    assert cancel.detail == "cancelled at 6 awaits of reset, step, score and close, and closed each time"
+
+
+class Leaky(Good):
+    """Closes its session, but not when it is cancelled."""
+
+    @tool
+    async def echo(self, text: str) -> str:
+        """Say it again."""
+        session = await self.sandbox.open_session()
+        await asyncio.sleep(0)
+        await session.close()
+        return text
+
+
+async def test_sessions_that_cancelled_episodes_leave_open_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_cancel, "LEFT_OPEN_S", 0.2)
+    async with SandboxClient.embedded("unsafe", allow_unsafe=True) as sandbox:
+        report = await check_env(Leaky, data=None, sandbox=sandbox, limit=1)
+    findings = [check.detail for check in report.checks if not check.ok]
+    assert findings == ["1 sandbox sessions are left open by cancelled episodes"]
+
+
+def spoken(*turns: tuple[list[int], list[int]]) -> Trajectory:
+    """One trajectory of (observation, action) ids."""
+    return Trajectory(
+        id="t",
+        task_id="t",
+        turns=tuple(
+            Turn(
+                observation_ids=tuple(seen),
+                completion=Completion(
+                    token_ids=tuple(said),
+                    behavior_logprobs=(-0.5,) * len(said),
+                    version_spans=(VersionSpan(version=0, start=0, end=len(said)),),
+                    finish_reason=FinishReason.STOP,
+                ),
+            )
+            for seen, said in turns
+        ),
+        messages=(),
+        reward=0.0,
+        rewards={},
+        stop_reason=StopReason.COMPLETED,
+    )
+
+
+@pytest.mark.parametrize(
+    ("second_prompt", "is_broken"), [([1, 2, 3, 4], False), ([1, 2, 9, 4], True), ([1, 2, 4], True)]
+)
+def test_a_prompt_that_is_no_continuation_is_found(second_prompt: list[int], is_broken: bool) -> None:
+    problem = _broken_prefix([spoken(([1, 2], [3]), ([4], [5]))], [[1, 2], second_prompt])
+    assert (problem is not None) == is_broken
 
 
 class BringsItsOwnLoop(AgentEnv):

@@ -141,6 +141,20 @@ async def test_a_cancelled_close_still_closes(client: SandboxClient) -> None:
                 break
 
 
+async def test_a_session_whose_opening_is_cancelled_is_given_back(client: SandboxClient) -> None:
+    before = (await client.health()).sessions
+    for delay_s in (0.0, 0.002, 0.01):
+        opening = asyncio.create_task(client.open_session())
+        await asyncio.sleep(delay_s)
+        opening.cancel()
+        await asyncio.wait({opening})
+        if not opening.cancelled():
+            await opening.result().close()
+    async with asyncio.timeout(5):
+        while client._closing or (await client.health()).sessions > before:
+            await asyncio.sleep(0.01)
+
+
 async def test_closing_ends_a_running_program(client: SandboxClient) -> None:
     session = await client.open_session()
     running = asyncio.create_task(session.exec("while True: pass", timeout_s=60))

@@ -1,0 +1,56 @@
+"""`agentrl rollout`: its options, laid over a config as those of `agentrl eval` are."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from agentrl.cli_run import ConfigPath, Debug, Overrides, run
+
+
+def rollout(
+    config_path: ConfigPath,
+    overrides: Overrides = None,
+    model: Annotated[str | None, typer.Option(help="Folder, hub name, or URL of a running server.")] = None,
+    served_model: Annotated[
+        str | None, typer.Option(help="MODEL is any OpenAI-compatible chat endpoint, and serves this name.")
+    ] = None,
+    api_key_env: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Variable with the endpoint's key; default OPENAI_API_KEY.")
+    ] = None,
+    data: Annotated[str | None, typer.Option(help="JSONL rows {id, problem, answer}.")] = None,
+    target: Annotated[str | None, typer.Option("--env", help="Another environment, module:Class.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="Tokenizer folder, where MODEL is a vLLM's URL.")] = None,
+    samples: Annotated[int, typer.Option("-n", "--n", min=1, help="Episodes of each task.")] = 4,
+    task: Annotated[str | None, typer.Option(help="Id of the test task; default: the first.")] = None,
+    limit: Annotated[int, typer.Option("--tasks", min=1, help="Play the first so many tasks.")] = 1,
+    show: Annotated[bool, typer.Option("--show", help="Print the episodes, not only a line of each.")] = False,
+    tokens: Annotated[
+        bool, typer.Option("--tokens", help="Print token by token: logprob, policy version, what is trained on.")
+    ] = False,
+    save: Annotated[Path | None, typer.Option(help="Write the episodes as JSONL; nothing is overwritten.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Play episodes with a model, and read them."""
+    from agentrl import config as configs
+    from agentrl.measure import Request
+    from agentrl.sample import Sample, sample_episodes
+
+    config = configs.load(config_path, overrides or [])
+    request = Request.from_options(
+        config,
+        model=model,
+        data=data,
+        target=target,
+        tokenizer=tokenizer,
+        samples=samples,
+        limit=limit,
+        served_model=served_model,
+        api_key_env=api_key_env,
+        environ=os.environ,
+    )
+    wanted = Sample(request=request, task_id=task, show=show, tokens=tokens, save=save)
+    run(sample_episodes(wanted), debug=debug, interrupted="every part was stopped")

@@ -1,0 +1,79 @@
+"""What every command of the command line shares: its common options, Ctrl-C, errors on one screen, exit codes."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, TypeVar
+
+import typer
+
+from agentrl.errors import AgentRLError, ConfigError
+
+T = TypeVar("T")
+RUN_INTERRUPTED = "every part was stopped; what was finished is in the run folder"
+
+ConfigPath = Annotated[Path, typer.Argument(help="YAML file, e.g. configs/quickstart.yaml", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="e.g. learner.lr=1e-4 train.steps=20", show_default=False),
+]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")]
+
+
+def run(work: Coroutine[Any, Any, T], *, debug: bool, interrupted: str = RUN_INTERRUPTED) -> T:
+    """The result of asynchronous work. `interrupted` is what Ctrl-C says once the work has cleaned up."""
+    return guarded(lambda: asyncio.run(_interruptible(work)), debug=debug, interrupted=interrupted)
+
+
+class _Interrupted(Exception):
+    """SIGINT or SIGTERM arrived, and the work has cleaned up."""
+
+
+async def _interruptible(work: Coroutine[Any, Any, T]) -> T:
+    """Ctrl-C, and SIGTERM (a container being stopped), cancel the work: parts stopped, report written.
+
+    Handled here and not by Python's default, which is missing where a shell started us in the background.
+    """
+    task = asyncio.ensure_future(work)
+    interrupted = False
+
+    def stop() -> None:
+        nonlocal interrupted
+        interrupted = True
+        task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        if interrupted:
+            raise _Interrupted from None
+        raise
+
+
+def guarded(work: Callable[[], T], *, debug: bool, interrupted: str = RUN_INTERRUPTED) -> T:
+    """Run it; show what went wrong on one screen and exit with the code that belongs to it."""
+    try:
+        return work()
+    except (KeyboardInterrupt, _Interrupted):
+        typer.echo(f"interrupted: {interrupted}", err=True)
+        raise typer.Exit(130) from None
+    except ConfigError as error:
+        fail(error, code=2, debug=debug)
+    except AgentRLError as error:
+        fail(error, code=1, debug=debug)
+
+
+def fail(error: AgentRLError, *, code: int, debug: bool) -> NoReturn:
+    """Show an error on one screen, and exit with `code`; with `debug` raise it."""
+    from agentrl.console import show_error
+
+    if debug:
+        raise error
+    show_error(error)
+    sys.exit(code)

@@ -19,6 +19,8 @@ from agentrl.env import (
     make,
     play_script,
     register,
+    spec,
+    specs,
 )
 from agentrl.errors import ConfigError, EnvError, SandboxError
 from agentrl.tools import tool
@@ -240,3 +242,48 @@ def test_an_id_is_taken_once() -> None:
 def test_constructor_arguments_that_do_not_fit_are_a_config_error() -> None:
     with pytest.raises(ConfigError, match="cannot make Adder"):
         make(Adder, colour="red")
+
+
+class Sized(Adder):
+    """Takes an argument."""
+
+    def __init__(self, *, size: int = 1) -> None:
+        self.size = size
+
+
+def test_an_id_carries_arguments_which_a_config_and_make_override() -> None:
+    register("TestSized-v0", kwargs={"size": 2})(Sized)
+    register("TestSized-v1", f"{__name__}:Sized", kwargs={"size": 3})
+    sizes = [
+        make("TestSized-v0"),
+        make("TestSized-v1"),
+        make(load_env_class("TestSized-v1", {"size": 4})),
+        make("TestSized-v1", size=5),
+        make(Sized),
+    ]
+    assert [env.size for env in sizes if isinstance(env, Sized)] == [2, 3, 4, 5, 1]
+    assert load_env_class("TestSized-v1", {"size": 4}).kwargs == {"size": 4}
+    assert spec("TestSized-v1").entry_point == f"{__name__}:Sized"
+
+
+def test_arguments_that_do_not_fit_are_refused_before_anything_is_made() -> None:
+    with pytest.raises(ConfigError, match=r"Sized does not take the arguments \{'colour': 'red'\}"):
+        load_env_class(f"{__name__}:Sized", {"colour": "red"})
+
+
+def test_shipped_environments_are_listed_and_specified() -> None:
+    assert {"AimePython-v0", "ModMath-v0"} <= {known.id for known in specs()}
+    assert spec("AimePython-v0").load() is load_env_class("envs.aime:AimePython")
+    with pytest.raises(ConfigError, match="did you mean 'ModMath-v0'"):
+        spec("ModMaths-v0")
+
+
+def test_a_file_registers_its_own_path(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from agentrl.env import Env, register\n"
+        "@register('TestMine-v0')\nclass Mine(Env):\n"
+        "    async def reset(self, *, task, seed=None): ...\n    async def step(self, action): ...\n"
+    )
+    found = load_env_class(f"{tmp_path}/mine.py:Mine")
+    assert spec("TestMine-v0").entry_point == f"{tmp_path}/mine.py:Mine"
+    assert load_env_class("TestMine-v0") is found

@@ -172,6 +172,7 @@ def _episode(when: str, group: TrajectoryGroup, trajectory: Trajectory, decode: 
         "when": when,
         "correct": is_correct(trajectory),
         "reward": trajectory.reward,
+        "parts": ", ".join(f"{name} {value:g}" for name, value in trajectory.rewards.items()),
         "stop_reason": str(trajectory.stop_reason),
         "num_turns": len(trajectory.turns),
         "num_action_tokens": trajectory.num_action_tokens,

@@ -228,11 +228,20 @@ def figures(lines: Sequence[MetricsLine]) -> list[tuple[dict[str, Any], str]]:
     """(plotly figure as a plain dict, note) of everything that was measured at least once."""
     steps = [line for line in lines if line.kind == "step"]
     evals = [line for line in lines if line.kind == "eval"]
-    drawn = [(_figure(chart, steps), chart.note) for chart in CHARTS]
+    drawn = [(_figure(chart, steps), chart.note) for chart in (*_rewards_by_name(steps), *CHARTS)]
     held_out = (
         [(_held_out(evals), "Held-out tasks, the rollout's own code; the band is the 95 % interval.")] if evals else []
     )
     return [*held_out, *((figure, note) for figure, note in drawn if figure["data"])]
+
+
+def _rewards_by_name(steps: Sequence[MetricsLine]) -> list[Chart]:
+    """One chart, where the reward has more than one part."""
+    prefix = "rollout/reward_"
+    names = sorted({name for line in steps for name in line.values if name.startswith(prefix)} - {f"{prefix}mean"})
+    curves = {name.removeprefix(prefix): name for name in names}
+    note = "Means over the episodes, before weighting; `step` is what the turns of an episode came to."
+    return [Chart(title="Rewards by name", curves=curves, note=note)] if len(curves) > 1 else []
 
 
 def _figure(chart: Chart, steps: Sequence[MetricsLine]) -> dict[str, Any]:

@@ -5,12 +5,12 @@ Knows nothing of formats (how a model writes a call) or of episodes.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import typing
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TypeVar
 
 import pydantic
@@ -58,13 +58,8 @@ class ToolSpec:
     """Parameters that the model does not see, and what they are."""
 
     def schema(self) -> dict[str, Any]:
-        """OpenAI's function schema, what chat templates expect under `tools`."""
-        parameters = _without_titles(_inlined(self.arguments.model_json_schema()))
-        parameters.pop("additionalProperties", None)
-        return {
-            "type": "function",
-            "function": {"name": self.name, "description": self.description, "parameters": parameters},
-        }
+        """OpenAI's function schema, what chat templates expect under `tools`. The same object each time."""
+        return _schema(self.name, self.description, self.arguments)
 
     def validate(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Typed arguments for the call. Raises ToolArgumentError with a short sentence for the model."""
@@ -99,8 +94,15 @@ class ToolSpec:
         if inspect.iscoroutinefunction(method):
             result = await method(**typed)
         else:
-            result = await in_thread(partial(method, **typed), name=f"tool {self.name}", stop=stop)
+            result = await in_thread(functools.partial(method, **typed), name=f"tool {self.name}", stop=stop)
         return result if isinstance(result, str) else _ANYTHING.dump_json(result).decode()
+
+
+@functools.lru_cache(maxsize=4096)
+def _schema(name: str, description: str, arguments: type[pydantic.BaseModel]) -> dict[str, Any]:
+    parameters = _without_titles(_inlined(arguments.model_json_schema()))
+    parameters.pop("additionalProperties", None)
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 
 
 def collect_tools(cls: type, *, private: Collection[type] = ()) -> dict[str, ToolSpec]:

@@ -1,1 +1,75 @@
-"""Train language models to use tools over many turns, asynchronously."""
+"""Train language models to use tools over many turns, asynchronously.
+
+What an environment is written with can be imported from here: `import agentrl; agentrl.make("AimePython-v0")`. It is
+loaded at first use, so that `import agentrl` alone loads nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from agentrl.check import check_env
+    from agentrl.env import Action, Env, Episode, StepResult, ToolEnv, make, opened, provide, register, spec, specs
+    from agentrl.tools import ToolError, tool
+    from agentrl.types import Message, Task, ToolCall, system, user
+    from agentrl.wrappers import Record, RewardScale, TimeLimit, ToolBudget, Wrapper
+
+_PLACES = {
+    "agentrl.check": ("check_env",),
+    "agentrl.env": (
+        "Action",
+        "Env",
+        "Episode",
+        "StepResult",
+        "ToolEnv",
+        "make",
+        "opened",
+        "provide",
+        "register",
+        "spec",
+        "specs",
+    ),
+    "agentrl.tools": ("ToolError", "tool"),
+    "agentrl.types": ("Message", "Task", "ToolCall", "system", "user"),
+    "agentrl.wrappers": ("Record", "RewardScale", "TimeLimit", "ToolBudget", "Wrapper"),
+}
+_MODULES = {name: module for module, names in _PLACES.items() for name in names}
+
+__all__ = [
+    "Action",
+    "Env",
+    "Episode",
+    "Message",
+    "Record",
+    "RewardScale",
+    "StepResult",
+    "Task",
+    "TimeLimit",
+    "ToolBudget",
+    "ToolCall",
+    "ToolEnv",
+    "ToolError",
+    "Wrapper",
+    "check_env",
+    "make",
+    "opened",
+    "provide",
+    "register",
+    "spec",
+    "specs",
+    "system",
+    "tool",
+    "user",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'agentrl' has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

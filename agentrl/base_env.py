@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from agentrl.episode import Action, Episode, Split, StepResult
 from agentrl.errors import ConfigError
-from agentrl.provide import Scope
+from agentrl.providers import Scope
 from agentrl.tools import ToolSpec
 from agentrl.types import Message, Task
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from agentrl.base_env import Env
 from agentrl.episode import STEP_REWARD, Action, Episode, StepResult
 from agentrl.errors import AgentRLError, EnvError, SandboxError
-from agentrl.provide import Scope
+from agentrl.providers import Scope
 from agentrl.types import Message, StopReason, Task
 
 log = logging.getLogger(__name__)

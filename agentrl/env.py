@@ -6,7 +6,7 @@ Holds no code of its own: `base_env` and `tool_env` are the classes, `drive` pla
 from agentrl.base_env import Env
 from agentrl.drive import add_counts, advance, attributed, close, play_script, scored, start, uninterrupted_close
 from agentrl.episode import STEP_REWARD, Action, Episode, Split, StepResult
-from agentrl.provide import provide
+from agentrl.providers import provide
 from agentrl.registry import EnvSpec, WrapEnv, load_env_class, make, register, spec, specs
 from agentrl.shared import opened
 from agentrl.tool_env import ToolEnv

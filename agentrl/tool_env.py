@@ -12,7 +12,7 @@ from agentrl.base_env import Env
 from agentrl.drive import attributed
 from agentrl.episode import Action, StepResult
 from agentrl.errors import ConfigError, EnvError
-from agentrl.provide import collect_providers
+from agentrl.providers import collect_providers
 from agentrl.tools import ToolError, ToolSpec, collect_tools
 from agentrl.types import Message, Task, ToolCall
 

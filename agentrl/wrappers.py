@@ -21,7 +21,7 @@ from agentrl.config import WrapperConfig
 from agentrl.drive import total_reward
 from agentrl.episode import STEP_REWARD, Action, Episode, StepResult
 from agentrl.errors import ConfigError
-from agentrl.provide import Scope
+from agentrl.providers import Scope
 from agentrl.registry import WrapEnv, load_object
 from agentrl.tools import ToolSpec
 from agentrl.types import Message, Task

@@ -8,7 +8,7 @@ import pydantic
 import pytest
 
 from agentrl.errors import ConfigError
-from agentrl.provide import collect_providers, provide
+from agentrl.providers import collect_providers, provide
 from agentrl.threads import StopSignal
 from agentrl.tools import ToolArgumentError, collect_tools, tool
 from agentrl.types import Task

@@ -14,6 +14,10 @@ from typing import Any
 MAX_TOKEN_CHARS = 128
 """Longer tokens are rare; a text is cut to what this many characters a token can need before it is encoded."""
 
+MAX_CACHED_CHARS = 32
+"""Texts up to this length are encoded once: the template's own pieces come with every turn."""
+MAX_CACHED_TEXTS = 4096
+
 
 class Codec:
     """Encodes and decodes for one vocabulary.
@@ -34,13 +38,19 @@ class Codec:
         for tokenizer in (self._backend, self._literal):
             tokenizer.no_truncation()
             tokenizer.no_padding()
+        self._short: dict[str, tuple[int, ...]] = {}
         self._glue_tokens = _any_of(self.added_ids)
         self._spoken_tokens = _any_of([token.content for token in added.values() if not token.special])
 
     def encode(self, text: str) -> list[int]:
         """Content: whatever it says, no added token comes of it."""
-        ids: list[int] = self._literal.encode(text, add_special_tokens=False).ids
-        return ids
+        if len(text) > MAX_CACHED_CHARS:
+            return list(self._literal.encode(text, add_special_tokens=False).ids)
+        if text not in self._short:
+            if len(self._short) >= MAX_CACHED_TEXTS:
+                self._short.clear()
+            self._short[text] = tuple(self._literal.encode(text, add_special_tokens=False).ids)
+        return list(self._short[text])
 
     def encode_whole(self, text: str) -> list[int]:
         """A whole dialogue as the model's own tokenizer reads it, added tokens and all."""
@@ -78,8 +88,9 @@ class Codec:
     def decode_marked(self, token_ids: Sequence[int], marker: str) -> tuple[str, list[int] | None]:
         """The text, and where in it `marker` stands as a token of its own. None: the vocabulary has no such token."""
         marker_id = self.added_ids.get(marker)
-        if marker_id is None:
-            return self.decode(token_ids), None
+        text = self.decode(token_ids)
+        if marker_id is None or text.count(marker) == sum(i == marker_id for i in token_ids):
+            return text, None if marker_id is None else [m.start() for m in re.finditer(re.escape(marker), text)]
         text, places, start = "", [], 0
         for position, token_id in enumerate(token_ids):
             if token_id == marker_id:

@@ -74,5 +74,7 @@ def _punishment(segment: Trajectory, limits: RolloutConfig) -> float:
 
 
 def _weighed(trajectory: Trajectory, weight: float, punishment: float, *, is_named: bool) -> Trajectory:
+    if weight == trajectory.weight and not is_named:
+        return trajectory
     rewards = {**trajectory.rewards, OVERLONG: -punishment} if is_named else trajectory.rewards
     return replace(trajectory, weight=weight, reward=trajectory.reward - punishment, rewards=rewards)

@@ -248,11 +248,10 @@ class _Player:
             if completion.finish_reason is FinishReason.LENGTH:
                 return StopReason.MAX_CONTEXT
             result = await self._step(action)
-            shown = self.window.cut(result.observation)
-            self.messages.extend(shown)
             if result.terminated or result.truncated:
+                self.messages.extend(self.window.cut(result.observation))
                 return StopReason.COMPLETED if result.terminated else StopReason.TRUNCATED
-            self.window.observe(shown)
+            self.messages.extend(self.window.observe(result.observation))
         return StopReason.MAX_TURNS
 
     def _room(self) -> int:
@@ -285,7 +284,9 @@ class _Player:
         return completion, Action(message=message, parse_errors=parsed.errors, finish_reason=completion.finish_reason)
 
     async def _generate(self, max_tokens: int) -> Completion:
-        sampling = replace(self.sampling, max_tokens=max_tokens)
+        sampling = self.sampling
+        if max_tokens != sampling.max_tokens:
+            sampling = replace(sampling, max_tokens=max_tokens)
         request_id = f"{self.request_prefix}-{self.num_generated}"
         self.num_generated += 1
         started = time.monotonic()

@@ -97,24 +97,39 @@ class Window:
         self._pending = []
         self._rounds.append(_Round(said=said, completion=completion, answer=[]))
 
-    def observe(self, messages: Sequence[Message]) -> None:
-        """What came back of the last turn, already cut to size."""
+    def observe(self, messages: Sequence[Message]) -> list[Message]:
+        """Append what came back of the last turn, cut to size, and return it so.
+
+        It is encoded whole first: mostly it fits, and was then encoded once.
+        """
         last = self._rounds[-1]
-        last.answer = list(messages)
-        self.segment.messages.extend(messages)
-        self._pending = self._tokenizer.observation(messages, previous=last.completion.token_ids)
+        limits, spoken = self._limits, last.completion.token_ids
+        shown = [self._cut_chars(message) for message in messages]
+        self._pending = self._tokenizer.observation(shown, previous=spoken)
+        if len(self._pending) > limits.tool_output_tokens // max(_num_answers(shown), 1):
+            shown = self.cut(shown)
+            self._pending = self._tokenizer.observation(shown, previous=spoken)
+        last.answer = shown
+        self.segment.messages.extend(shown)
+        return shown
 
     def cut(self, observation: Sequence[Message]) -> list[Message]:
         """Tool output within `tool_output_chars` and `tool_output_tokens`; answers of one turn share the tokens."""
-        limits = self._limits
-        share = limits.tool_output_tokens // max(sum(m.role == "tool" for m in observation), 1)
-        return [replace(m, content=self._cut(m.content, share)) if m.role == "tool" else m for m in observation]
+        share = self._limits.tool_output_tokens // max(_num_answers(observation), 1)
+        return [self._cut_tokens(self._cut_chars(message), share) for message in observation]
 
-    def _cut(self, text: str, max_tokens: int) -> str:
+    def _cut_chars(self, message: Message) -> Message:
         limits = self._limits
-        if limits.tool_output_chars is not None:
-            text = cut_chars(text, limits.tool_output_chars, keep=limits.tool_output_keep)
-        return self._tokenizer.truncate(text, max_tokens, keep=limits.tool_output_keep)
+        if message.role != "tool" or limits.tool_output_chars is None:
+            return message
+        text = cut_chars(message.content, limits.tool_output_chars, keep=limits.tool_output_keep)
+        return message if text == message.content else replace(message, content=text)
+
+    def _cut_tokens(self, message: Message, max_tokens: int) -> Message:
+        if message.role != "tool":
+            return message
+        text = self._tokenizer.truncate(message.content, max_tokens, keep=self._limits.tool_output_keep)
+        return message if text == message.content else replace(message, content=text)
 
     @property
     def is_nearly_full(self) -> bool:
@@ -160,6 +175,10 @@ class Window:
         self._rounds = []
         self._pending = ids
         self._num_checked = 0
+
+
+def _num_answers(messages: Sequence[Message]) -> int:
+    return sum(message.role == "tool" for message in messages)
 
 
 def _droppable(answer: Sequence[Message]) -> bool:

@@ -215,7 +215,7 @@ def episode_of(tokenizer: TurnTokenizer, num_turns: int, *, turn_tokens: int = 4
     for _ in range(num_turns):
         prompt = window.prompt()
         window.record(completion, Message(role="assistant", content=""))
-        window.observe(window.cut(answer))
+        window.observe(answer)
     spent_s = time.process_time() - started
     (segment,) = window.segments
     assert prompt == segment.token_ids[: len(prompt)]

@@ -22,6 +22,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 
 class AgentRLError(Exception):
@@ -100,3 +101,9 @@ def boundary(error_type: type[InfraError], what: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise error_type(f"{what}: {type(error).__name__}: {error}") from error
+
+
+def raise_first(group: BaseExceptionGroup[BaseException]) -> NoReturn:
+    """Raise the first error of a TaskGroup as itself: its own cause stays, which `raise ... from` would replace."""
+    first = group.exceptions[0]
+    raise first from first.__cause__

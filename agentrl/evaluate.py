@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+from agentrl.errors import raise_first
 from agentrl.statistics import EvalResult, summarize
 from agentrl.types import Task, TrajectoryGroup
 
@@ -50,6 +51,6 @@ async def evaluate(
         async with asyncio.TaskGroup() as running:
             jobs = [running.create_task(one(index, task)) for index, task in enumerate(tasks)]
     except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from errors
+        raise_first(errors)
     groups = tuple(job.result() for job in jobs)
     return Evaluation(result=summarize(groups, policy_version=policy_version), groups=groups)

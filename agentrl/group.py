@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from agentrl.backoff import backoff_s as jittered
 from agentrl.env import Episode, uninterrupted_close
-from agentrl.errors import InfraError, WeightSyncError
+from agentrl.errors import InfraError, WeightSyncError, raise_first
 from agentrl.types import Task, Trajectory, TrajectoryGroup, Turn
 
 log = logging.getLogger(__name__)
@@ -80,6 +80,6 @@ async def play_group(
         async with asyncio.TaskGroup() as tg:
             members = [tg.create_task(member(index), name=f"episode {group_id}-{index}") for index in range(size)]
     except BaseExceptionGroup as group:
-        raise group.exceptions[0] from group
+        raise_first(group)
     trajectories = tuple(trajectory for m in members for trajectory in m.result())
     return TrajectoryGroup(group_id=group_id, task=task, trajectories=trajectories)

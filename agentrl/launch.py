@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from agentrl import engine_server
 from agentrl.config import Config
-from agentrl.errors import ConfigError, SandboxError
+from agentrl.errors import ConfigError, SandboxError, raise_first
 from agentrl.supervise import Child, child
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ async def watching(*parts: Child) -> AsyncIterator[None]:
             for task in tasks:
                 task.cancel()
     except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
+        raise_first(errors)
 
 
 @asynccontextmanager

@@ -24,7 +24,7 @@ from agentrl.buffer import TrajectoryBuffer
 from agentrl.canary import Canaries
 from agentrl.config import Config
 from agentrl.engine import Engine, TrainableEngine
-from agentrl.errors import InfraError, NoLearningSignal
+from agentrl.errors import InfraError, NoLearningSignal, raise_first
 from agentrl.ess_guard import EssGuard
 from agentrl.evaluate import evaluate
 from agentrl.journal import GroupState, Journal
@@ -225,7 +225,7 @@ class Orchestrator:
                     self._slot_wait_s += time.monotonic() - asked
                     groups.create_task(self._one_group(group_id, task), name=f"group {group_id}")
         except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from errors
+            raise_first(errors)
 
     async def _one_group(self, group_id: int, task: Task) -> None:
         try:

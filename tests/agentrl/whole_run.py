@@ -74,7 +74,8 @@ class YesAndNo(ScriptedEngine):
         return "yes" if self._count % 2 else "no"
 
 
-def make_config(tmp_path: Path, **rollout: Any) -> Config:
+def make_config(tmp_path: Path, *, eval_every: int = 2, **rollout: Any) -> Config:
+    """Four steps of two groups of four."""
     return parse(
         {
             "name": "t",
@@ -84,7 +85,7 @@ def make_config(tmp_path: Path, **rollout: Any) -> Config:
             "rollout": {"groups_per_step": 2, "group_size": 4, "max_lag": 1, "max_retries": 0, **rollout},
             "learner": {"start_timeout_s": 20, "step_timeout_s": 20},
             "train": {"steps": 4, "stall_timeout_s": 20},
-            "eval": {"num_tasks": 2, "samples_per_task": 2, "every": 2},
+            "eval": {"num_tasks": 2, "samples_per_task": 2, "every": eval_every},
         },
         source="test",
     )
@@ -165,4 +166,5 @@ async def run_with(
                 await learner
         finally:
             learner.cancel()
+            await orchestrator.learner_port.finish()  # a request that still waits would hold the server up
     return summary, seen

@@ -61,7 +61,7 @@ def score(model: Any, pack: Pack, recorder: Recorder | None = None, *, chunk_tok
 
 
 class _Head(torch.autograd.Function):
-    """log softmax(h W^T) at the targets. The log of the normaliser is kept; the backward makes the logits again."""
+    """log softmax(h W^T) at the targets. Kept is the log of the normaliser; the backward makes several chunks again."""
 
     @staticmethod
     def forward(
@@ -76,6 +76,8 @@ class _Head(torch.autograd.Function):
             pi_CV = (logits_CV - log_sum_N[at, None]).exp_()
             entropy_N[at] = log_sum_N[at] - _row_dots(pi_CV, logits_CV)
             sum_pi2_N[at] = _row_dots(pi_CV, pi_CV)
+        # A single chunk is here anyway, and wanted next: the head is where the backward starts.
+        ctx.pi_CV = pi_CV if 0 < len(hidden_ND) <= rows else None
         ctx.save_for_backward(hidden_ND, log_sum_N)
         ctx.head, ctx.pack, ctx.rows, ctx.recorder = head, pack, rows, recorder
         ctx.mark_non_differentiable(entropy_N, sum_pi2_N)
@@ -87,8 +89,10 @@ class _Head(torch.autograd.Function):
         pieces = _HeadPieces(ctx.head.weight, ctx.pack, ctx.recorder)
         grad_ND = torch.empty_like(hidden_ND)
         for at in _chunks(ctx.recorder.action_bounds, ctx.rows):
-            logits_CV = (hidden_ND[at] @ ctx.head.weight.t()).float()
-            grad_CV = logits_CV.sub_(log_sum_N[at, None]).exp_().mul_(-seed_N[at, None])
+            pi_CV, ctx.pi_CV = ctx.pi_CV, None
+            if pi_CV is None:
+                pi_CV = (hidden_ND[at] @ ctx.head.weight.t()).float().sub_(log_sum_N[at, None]).exp_()
+            grad_CV = pi_CV.mul_(-seed_N[at, None])
             grad_CV.scatter_add_(1, ctx.pack.target_N[at, None], seed_N[at, None])
             grad_CV = grad_CV.to(hidden_ND.dtype)
             grad_ND[at] = grad_CV @ ctx.head.weight

@@ -91,6 +91,8 @@ class Passes:
 
     def split(self, runs: Sequence[Run], weigh: Callable[[Run], None], *, num_episodes: int) -> None:
         """The same for one weight a trajectory, with its score norm, and scores += w_i / (s B L_i) score_i."""
+        # Equal rewards side by side: see GradientSums.
+        runs = sorted(runs, key=lambda run: run.advantage or 0.0)
         pack = self._join(runs)
         recorder = self._recorder(pack, is_split=True, sums=self._sums if runs else None)
         with recording(self._model, recorder):

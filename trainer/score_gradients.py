@@ -73,7 +73,7 @@ def recording(model: Any, recorder: Recorder) -> Iterator[None]:
     The output embedding is left to trainer/logprobs.py.
     """
     # Gives the first trained module something to be differentiated by; its own gradient is never made.
-    anchor = torch.zeros((), requires_grad=True, device=recorder.norm2_n.device)
+    anchor = torch.zeros((), requires_grad=True, device=recorder.device)
     head = model.get_output_embeddings()
     wanted = [module for module in model.modules() if module is not head and _is_wanted(module, recorder)]
     with forwards((module, _lent_forward(module, recorder, anchor)) for module in wanted):

@@ -7,6 +7,7 @@ Shapes: _n segments of a pack, _S its tokens, _N its action tokens, I and O size
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -21,7 +22,10 @@ def full_shape(parameter: Tensor) -> torch.Size:
 class GradientSums:
     """The step's sum and, where a baseline is to be moved afterwards, the open group's score sum. float32.
 
-    `total` has one tensor a parameter, in the parameters' order; it is only there between `reset` and `take`.
+    `total` has one tensor a parameter, in the parameters' order; it is only there between `reset` and `take`, and
+    complete between groups only. Pieces with one and the same ratio of coefficient to score, such as those of a
+    group's members of equal reward, are added to the score sum alone; the total gets their part when the ratio changes
+    or the group closes. One sum is written for a piece instead of two.
     """
 
     def __init__(self, parameters: Sequence[Tensor], *, has_scores: bool) -> None:
@@ -29,6 +33,8 @@ class GradientSums:
         self.total: list[Tensor] = []
         self.has_scores = has_scores
         self._scores: list[Tensor] = []
+        # What the total still lacks: ratio * scores. None: the scores are zero.
+        self._ratios: list[float | None] = [None] * len(self.parameters)
         self._index = {id(parameter): index for index, parameter in enumerate(self.parameters)}
 
     def reset(self) -> None:
@@ -36,6 +42,7 @@ class GradientSums:
         self.total = self._zeroed(self.total)
         if self.has_scores:
             self._scores = self._zeroed(self._scores)
+        self._ratios = [None] * len(self.parameters)
 
     def index_of(self, parameter: Tensor) -> int | None:
         """Where the parameter's sum lies; None for one that is not trained."""
@@ -43,9 +50,11 @@ class GradientSums:
 
     def add(self, index: int, piece: Tensor, *, coefficient: float, score: float) -> None:
         """total += coefficient * piece; the open group's scores += score * piece."""
-        self.total[index].add_(piece, alpha=coefficient)
-        if score:
-            self._scores[index].add_(piece, alpha=score)
+        if not score:
+            self.total[index].add_(piece, alpha=coefficient)
+            return
+        self._owe(index, coefficient / score)
+        self._scores[index].add_(piece, alpha=score)
 
     def add_product(self, index: int, left_SO: Tensor, right_SI: Tensor) -> None:
         """total += left^T right, without a piece in between where the types allow it."""
@@ -55,8 +64,9 @@ class GradientSums:
             self.total[index].add_(product(left_SO, right_SI))
 
     def add_rows(self, index: int, rows: Tensor, piece_UD: Tensor, *, coefficient: float, score: float) -> None:
-        """The same for a piece that is zero but in some rows, each named once."""
-        self.total[index].index_add_(0, rows, piece_UD, alpha=coefficient)
+        """The same as `add` for a piece that is zero but in some rows, each named once."""
+        ratio = self._owed(index) if score else 0.0
+        self.total[index].index_add_(0, rows, piece_UD, alpha=coefficient - ratio * score)
         if score:
             self._scores[index].index_add_(0, rows, piece_UD, alpha=score)
 
@@ -64,18 +74,32 @@ class GradientSums:
         self, index: int, piece_nD: Tensor, *, coefficient_n: Sequence[float], score_n: Sequence[float]
     ) -> None:
         """The same for the pieces of all segments at once."""
-        weights = torch.tensor([coefficient_n, score_n], device=piece_nD.device)
-        total_D, scores_D = weights @ piece_nD
+        ratio = self._owed(index) if any(score_n) else 0.0
+        now_n = [coefficient - ratio * score for coefficient, score in zip(coefficient_n, score_n, strict=True)]
+        total_D, scores_D = torch.tensor([now_n, score_n], device=piece_nD.device) @ piece_nD
         self.total[index].add_(total_D)
         if any(score_n):
             self._scores[index].add_(scores_D)
 
     def close_group(self, shift: float) -> None:
         """Move the group's baseline by `shift`: total -= shift * scores. The next group starts empty."""
-        for total, scores in zip(self.total, self._scores, strict=True):
-            if shift:
-                total.sub_(scores, alpha=shift)
-            scores.zero_()
+        for index, (total, scores) in enumerate(zip(self.total, self._scores, strict=True)):
+            if (ratio := self._ratios[index]) is not None:
+                total.add_(scores, alpha=ratio - shift)
+                scores.zero_()
+                self._ratios[index] = None
+
+    def _owed(self, index: int) -> float:
+        """The ratio at which the total will get the scores; decided here where there are none yet."""
+        ratio = self._ratios[index] = self._ratios[index] or 0.0
+        return ratio
+
+    def _owe(self, index: int, ratio: float) -> None:
+        """From now on the total lacks `ratio` * scores."""
+        before = self._ratios[index]
+        if before is not None and before != ratio:
+            self.total[index].add_(self._scores[index], alpha=before - ratio)
+        self._ratios[index] = ratio
 
     def take(self, index: int) -> Tensor:
         """The finished sum of one parameter, which is forgotten here: whoever takes it may change and keep it."""
@@ -113,22 +137,29 @@ class Recorder:
         self.bounds = tuple(bounds)
         self.action_bounds = tuple(action_bounds)
         self.has_norms = has_norms
-        self.norm2_n = torch.zeros(len(bounds) - 1, dtype=torch.float64, device=device)
+        self.device = device
         self.coefficient_n = [1.0] * (len(bounds) - 1)
         self.score_n = [0.0] * (len(bounds) - 1)
         self._sums = sums
         self._tied_index = self.index_of(tied_weight)
         self._head_rows: dict[int, Tensor] = {}
-        self._segment_S = torch.repeat_interleave(
-            torch.arange(len(bounds) - 1, device=device),
-            torch.tensor(self.bounds, device=device).diff(),
-            output_size=self.bounds[-1],
-        )
+        # Kept one by one: to add up on a GPU would take more small calls than the sums themselves.
+        self._norm2: list[list[Tensor]] = [[] for _ in range(len(bounds) - 1)]
+        self._vector_norm2: list[Tensor] = []
 
     @property
     def has_only_vectors(self) -> bool:
         """Whether only norms of normalisation scales are wanted: the proxy of a norm."""
         return self._sums is None
+
+    @property
+    def norm2_n(self) -> Tensor:
+        """Squared norm of each segment's gradient, of what the backward has given so far. float64"""
+        norm2_n = torch.zeros(self.num_segments, dtype=torch.float64, device=self.device)
+        for segment, parts in enumerate(self._norm2):
+            if parts:
+                norm2_n[segment] = torch.stack(parts).double().sum()
+        return norm2_n + torch.stack(self._vector_norm2).sum(dim=0) if self._vector_norm2 else norm2_n
 
     @property
     def num_segments(self) -> int:
@@ -153,7 +184,7 @@ class Recorder:
         """One parameter's whole gradient from one segment, float32."""
         assert self._sums is not None
         if self.has_norms:
-            self.norm2_n[segment] += squared(piece)
+            self._norm2[segment].append(squared(piece))
         self._sums.add(index, piece, coefficient=self.coefficient_n[segment], score=self.score_n[segment])
 
     def vectors(self, parameter: Tensor, grad_RD: Tensor) -> None:
@@ -162,11 +193,10 @@ class Recorder:
         if index is None and not self.has_only_vectors:
             return
         per_token = grad_RD.shape[0] // self.bounds[-1]
-        grad_SD = grad_RD.float().reshape(self.bounds[-1], per_token, -1).sum(dim=1)
-        piece_nD = torch.zeros(self.num_segments, grad_SD.shape[1], device=grad_SD.device)
-        piece_nD.index_add_(0, self._segment_S, grad_SD)
+        lengths = [(end - start) * per_token for start, end in itertools.pairwise(self.bounds)]
+        piece_nD = torch.stack([part.sum(dim=0, dtype=torch.float32) for part in torch.split(grad_RD, lengths)])
         if self.has_norms:
-            self.norm2_n += piece_nD.double().square().sum(dim=1)
+            self._vector_norm2.append(piece_nD.double().square().sum(dim=1))
         if index is not None and self._sums is not None:
             self._sums.add_weighted(index, piece_nD, coefficient_n=self.coefficient_n, score_n=self.score_n)
 
@@ -195,9 +225,9 @@ class Recorder:
             if padding_id is not None:
                 piece_UD[ids_U == padding_id] = 0
             if self.has_norms:
-                self.norm2_n[segment] += squared(piece_UD)
+                self._norm2[segment].append(squared(piece_UD))
                 if (head_UD := self._head_rows.pop(segment, None)) is not None:
-                    self.norm2_n[segment] += 2 * torch.dot(head_UD.reshape(-1), piece_UD.reshape(-1))
+                    self._norm2[segment].append(2 * torch.dot(head_UD.reshape(-1), piece_UD.reshape(-1)))
             self._sums.add_rows(
                 index, ids_U, piece_UD, coefficient=self.coefficient_n[segment], score=self.score_n[segment]
             )

@@ -48,7 +48,9 @@ def one_pass(model: Any, *, chunk_tokens: int | None = None) -> Sums:
         logprob_N = score(model, pack, recorder, chunk_tokens=chunk_tokens).logprob_N
         recorder.coefficient_n, recorder.score_n = list(COEFFICIENTS), list(SCORES)
         torch.autograd.backward(logprob_N, torch.ones_like(logprob_N))
-    return recorder.norm2_n.sqrt(), flat(sums.total), flat(sums._scores)
+    scores = flat(sums._scores)
+    sums.close_group(0.0)
+    return recorder.norm2_n.sqrt(), flat(sums.total), scores
 
 
 def single_backwards(model: Any, dtype: torch.dtype) -> Sums:

@@ -1,0 +1,77 @@
+"""The two sums against plain ones, whatever the order of pieces and of their weights."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from trainer.score_sums import GradientSums
+
+RATIOS, SCORES = [0.0, 0.6, -0.4, 0.6], [0.0, 0.5, 2.0]
+Event = tuple[str, int, float, float]
+events = st.lists(
+    st.tuples(
+        st.sampled_from(["whole", "rows", "weighted", "close"]),
+        st.integers(0, 9),
+        st.sampled_from(RATIOS),
+        st.sampled_from(SCORES),
+    ),
+    max_size=12,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(events)
+def test_two_sums_are_those_added_up_one_by_one(happened: list[Event]) -> None:
+    sums = GradientSums([nn.Parameter(torch.zeros(4))], has_scores=True)
+    sums.reset()
+    total, scores = torch.zeros(2, 4)
+    for kind, seed, ratio, score in happened:
+        piece = torch.randn(4, generator=torch.Generator().manual_seed(seed))
+        coefficient = ratio * score if score else ratio
+        if kind == "close":
+            total -= ratio * scores
+            scores = torch.zeros(4)
+            sums.close_group(ratio)
+            continue
+        if kind == "whole":
+            sums.add(0, piece, coefficient=coefficient, score=score)
+        elif kind == "rows":
+            piece[[0, 2]] = 0
+            sums.add_rows(0, torch.tensor([1, 3]), piece[[1, 3]], coefficient=coefficient, score=score)
+        else:
+            sums.add_weighted(0, piece[None], coefficient_n=[coefficient], score_n=[score])
+        total += coefficient * piece
+        scores += score * piece
+    sums.close_group(0.0)
+    torch.testing.assert_close(sums.total[0], total, rtol=1e-5, atol=1e-5)
+
+
+def test_members_of_equal_reward_are_written_into_one_sum_only() -> None:
+    """The total is touched when the ratio changes, and when the group closes."""
+    parameter = nn.Parameter(torch.zeros(4, 3))
+    sums = GradientSums([parameter], has_scores=True)
+    sums.reset()
+    versions = [sums.total[0]._version]
+    for ratio in (0.6, 0.6, 0.6, -0.4, -0.4):
+        sums.add(0, torch.ones(4, 3), coefficient=ratio * 2.0, score=2.0)
+        versions.append(sums.total[0]._version)
+    sums.close_group(0.0)
+    assert [after - before for before, after in pairwise(versions)] == [0, 0, 0, 1, 0]
+    torch.testing.assert_close(sums.total[0], torch.full((4, 3), 2.0))
+
+
+def test_what_is_not_finite_reaches_the_total_and_the_next_step_is_clean() -> None:
+    sums = GradientSums([nn.Parameter(torch.zeros(2, 2))], has_scores=True)
+    sums.reset()
+    sums.add(0, torch.full((2, 2), torch.inf), coefficient=0.5, score=1.0)
+    sums.close_group(0.1)
+    assert not bool(sums.total[0].isfinite().any())
+    sums.reset()
+    sums.add(0, torch.ones(2, 2), coefficient=0.5, score=1.0)
+    sums.close_group(0.1)
+    torch.testing.assert_close(sums.total[0], torch.full((2, 2), 0.4))

@@ -51,7 +51,10 @@ MENDS = (
         "this vLLM cannot serve the architecture in the model's config.json; see its list of supported models",
     ),
     (r"address already in use", "another program has the port: choose another engine.port, or 0 for any free one"),
-    (r"max seq len|max_model_len", "rollout.max_context does not fit: lower it, or give the KV cache more memory"),
+    (
+        r"max seq len \(|max_model_len \(\d+\) is greater",
+        "rollout.max_context does not fit: lower it, or give the KV cache more memory",
+    ),
 )
 """What a log says, and what to do about it."""
 ERROR_LINE = re.compile(r"^\s*[\w.]*(?:Error|Exception): .*(?:\n\s+\S.*){0,2}", re.MULTILINE)

@@ -46,7 +46,7 @@ RULES: tuple[Rule, ...] = ("drop", "requeue", "wait", "capacity")
 class World:
     """Seconds and counts of the simulated cluster."""
 
-    num_engines: int = 2000
+    num_engines: int = 1000
     sequences_per_engine: int = 2
     groups_per_step: int = 192
     group_size: int = 8
@@ -59,7 +59,7 @@ class World:
     """The same within a task."""
     useless_share: float = 0.25
     """Groups with equal rewards: freed at once."""
-    steps: int = 40
+    steps: int = 25
     warm_up: int = 10
     """Steps left out of the numbers; k + warm_up where k is larger."""
 
@@ -303,17 +303,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     world = World(steps=arguments.steps, num_engines=arguments.engines)
     head = reporting.header("Staleness in simulated time", {"world": world, "seed": arguments.seed})
-    rows = []
+    rows: list[list[object]] = []
     for max_lag in arguments.lags:
         for rule in arguments.rules:
             began = time.perf_counter()
             outcome = simulate(world, max_lag=max_lag, rule=rule, seed=arguments.seed)
             rows.append(row(world, outcome, max_lag=max_lag, rule=rule))
             print(*rows[-1], f"({time.perf_counter() - began:.0f} s)", flush=True)
-    text = head + "\n" + reporting.table(COLUMNS, rows)
-    if arguments.out:
-        arguments.out.write_text(text)
-    print(text)
+            if arguments.out:
+                arguments.out.write_text(head + "\n" + reporting.table(COLUMNS, rows))
+    print(head, reporting.table(COLUMNS, rows), sep="\n")
 
 
 if __name__ == "__main__":

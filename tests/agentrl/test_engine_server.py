@@ -153,3 +153,10 @@ async def test_a_missing_model_gives_the_reason_of_the_real_server(tmp_path: Pat
     async with child("engine", argv, log_path=tmp_path / "engine.log", env=env) as part:
         with pytest.raises(EngineError, match=r"exit code 1 (.|\n)*nothing-here"):
             await engine_server.wait_ready(f"http://127.0.0.1:{port}", poll=part.poll, log=part.log_tail, timeout_s=150)
+
+
+async def test_what_vllm_says_of_its_settings_is_no_cause() -> None:
+    settings = "non-default args: {'max_model_len': 1024, 'max_num_seqs': 64}\nUsing max model len 1024\n"
+    with pytest.raises(EngineError) as caught:
+        await engine_server.wait_ready("http://127.0.0.1:9", poll=lambda: None, log=lambda: settings, timeout_s=0.3)
+    assert "It seems" not in str(caught.value)

@@ -72,10 +72,18 @@ def register(
 
 
 def _add(new: EnvSpec) -> None:
-    known = _SPECS.setdefault(new.id, new)
-    if known.entry_point != new.entry_point:
+    known = _SPECS.get(new.id, new)
+    if _source(known) != _source(new):
         raise ConfigError(f"environment id {new.id!r} is taken by {known.entry_point}")
     _SPECS[new.id] = new
+
+
+def _source(spec: EnvSpec) -> str:
+    """Where the class is written: the same for a file that was loaded by its path and imported by its name, too."""
+    module = None if spec.env_class is None else sys.modules.get(spec.env_class.__module__)
+    if spec.env_class is None or module is None or module.__file__ is None:
+        return spec.entry_point
+    return f"{Path(module.__file__).resolve()}:{spec.env_class.__qualname__}"
 
 
 def _place(cls: type) -> str:
@@ -213,6 +221,8 @@ def _load_file(path: Path) -> ModuleType:
         raise ConfigError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # before execution: type hints are resolved through sys.modules
+    if (folder := str(path.resolve().parent)) not in sys.path:
+        sys.path.append(folder)  # its neighbours can be imported; last, so that they hide nothing
     try:
         spec.loader.exec_module(module)
     except Exception as error:

@@ -287,3 +287,14 @@ def test_a_file_registers_its_own_path(tmp_path: Path) -> None:
     found = load_env_class(f"{tmp_path}/mine.py:Mine")
     assert spec("TestMine-v0").entry_point == f"{tmp_path}/mine.py:Mine"
     assert load_env_class("TestMine-v0") is found
+
+
+def test_a_file_may_import_its_neighbour_which_is_loaded_by_path_too(tmp_path: Path) -> None:
+    body = "    async def reset(self, *, task, seed=None): ...\n    async def step(self, action): ...\n"
+    (tmp_path / "test_neighbour.py").write_text(
+        f"from agentrl.env import Env, register\n@register('TestNeighbour-v0')\nclass Near(Env):\n{body}"
+    )
+    (tmp_path / "test_importer.py").write_text("from test_neighbour import Near\nclass Far(Near): ...\n")
+    near = load_env_class(f"{tmp_path}/test_neighbour.py:Near")
+    far = load_env_class(f"{tmp_path}/test_importer.py:Far")
+    assert near.__name__ == far.__mro__[1].__name__ == "Near"

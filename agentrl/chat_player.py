@@ -15,6 +15,7 @@ from agentrl import env as environments
 from agentrl.agent_env import AgentEnv
 from agentrl.agent_rollout import run_agent_episode
 from agentrl.chat_model import ChatModel, ChatRules, PromptTooLong, Reply
+from agentrl.codec import cut_chars
 from agentrl.env import Action, Env, Episode, StepResult
 from agentrl.errors import ConfigError, EngineError, EnvError
 from agentrl.forward_session import ForwardSession
@@ -168,18 +169,21 @@ class _Talk:
 
     def _shortened(self, observation: Sequence[Message]) -> list[Message]:
         """Tool output cut; several answers of one turn share the allowance."""
+        limits = self.rules.limits
         num_answers = sum(message.role == "tool" for message in observation)
-        share = CHARACTERS_PER_TOKEN * self.rules.limits.tool_output_tokens // max(num_answers, 1)
+        share = CHARACTERS_PER_TOKEN * limits.tool_output_tokens // max(num_answers, 1)
+        share = min(share, limits.tool_output_chars or share)
         return [
-            replace(message, content=_cut(message.content, share)) if message.role == "tool" else message
+            replace(message, content=_cut(message.content, share, limits.tool_output_keep))
+            if message.role == "tool"
+            else message
             for message in observation
         ]
 
 
-def _cut(text: str, max_characters: int) -> str:
-    """Head and tail kept, the middle replaced by a note."""
+def _cut(text: str, max_characters: int, keep: str) -> str:
+    """At most so many characters, the note for what was cut among them."""
     if len(text) <= max_characters:
         return text
     note = f"\n[... {len(text) - max_characters}+ characters cut ...]\n"
-    keep = max(max_characters - len(note), 2)
-    return text[: keep - keep // 2] + note + text[-(keep // 2) :]
+    return cut_chars(text, max(max_characters - len(note), 2), keep=keep, note=note)

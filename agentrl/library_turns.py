@@ -7,6 +7,7 @@ that they never become special tokens. It knows families by the hub name of thei
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from agentrl.codec import Codec
@@ -59,6 +60,8 @@ class LibraryStrategy:
 
 def family_of(model: str) -> str | None:
     """The package's name for the family of a model of the hub; None where it is not installed or knows it not."""
+    if Path(model).exists():
+        return None
     try:
         from renderers.base import MODEL_RENDERER_MAP
     except ImportError:

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import stability_report
+from benchmarks import stability_pictures, stability_report
 from benchmarks.stability_rules import RULES
 from benchmarks.stability_train import Spec, Stack, record
 
@@ -42,7 +42,7 @@ class Part:
     lags: Sequence[int]
     lr: float
     num_steps: int
-    num_seeds: int
+    seeds: Sequence[int]
     switches: Sequence[int | None] = (None,)
     """Steps from which min(b*, mean) takes the place of the rule, in runs of their own."""
 
@@ -52,8 +52,7 @@ class Part:
             for rule in self.rules:
                 if lag == 0 and rule in ON_POLICY_TWINS:
                     continue
-                for switch in self.switches:
-                    yield [self._spec(rule, lag, seed, switch) for seed in range(self.num_seeds)]
+                yield [self._spec(rule, lag, seed, switch) for switch in self.switches for seed in self.seeds]
 
     def _spec(self, rule: str, lag: int, seed: int, switch: int | None) -> Spec:
         after = {} if switch is None else {"then": "opob_safe", "switch_at": switch}
@@ -100,23 +99,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rules", nargs="+", default=list(RULES), choices=list(RULES))
     parser.add_argument("--lags", nargs="+", type=int, default=[32, 8, 64, 2, 0])
-    parser.add_argument("--seeds", type=int, default=8, help="how many")
+    parser.add_argument("--seeds", nargs="+", type=int, default=list(range(8)))
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--cap-from", nargs="+", type=int, help="also cap b* at the mean from these steps on")
+    parser.add_argument("--cap-from", nargs="+", type=int, help="the same runs, with min(b*, mean) from these steps on")
     parser.add_argument("--out", type=Path, default=Path("stability.jsonl"))
     parser.add_argument("--report", action="store_true", help="tables and pictures of --out instead of runs")
     parser.add_argument("--pictures", type=Path, default=Path("docs"), help="where --report draws")
     given = parser.parse_args()
     if given.report:
-        print(stability_report.report(load(given.out), given.pictures))
+        runs = load(given.out)
+        print(stability_report.tables(runs))
+        print("drawn:", *stability_pictures.draw(runs, given.pictures))
         return
     part = Part(
         rules=given.rules,
         lags=given.lags,
         lr=given.lr,
         num_steps=given.steps,
-        num_seeds=given.seeds,
+        seeds=given.seeds,
         switches=given.cap_from or [None],
     )
     sweep([part], given.out)

@@ -1,13 +1,35 @@
-"""Tables and pictures of the stability study, from the runs' own numbers. Knows nothing of how they were made."""
+"""Tables and verdicts of the stability study, from the runs' own numbers. Knows nothing of how they were made.
+
+Pictures are in stability_pictures.py.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+import statistics
+from collections.abc import Callable, Sequence
 from typing import Any
+
+from benchmarks.reporting import table
+from benchmarks.stability_rules import RULES
 
 Run = dict[str, Any]
 WINDOW = 20
+COLUMNS = (
+    "rule",
+    "runs",
+    "collapsed",
+    "fell",
+    "final accuracy",
+    "lowest after 90%",
+    "steps to 90%",
+    "rho",
+    "grad norm",
+    "std of gradient",
+    "largest weight",
+    "b - mean",
+    "its largest",
+    "steps down > up",
+)
 
 
 def best_so_far(curve: Sequence[float]) -> list[tuple[float, float]]:
@@ -31,6 +53,108 @@ def steps_to(run: Run, reward: float = 0.9) -> int | None:
     return next((i + WINDOW for i, (mean, _) in enumerate(best_so_far(run["curve"])) if mean >= reward), None)
 
 
-def report(runs: Sequence[Run], pictures: Path) -> str:
-    """Markdown; pictures go to a folder."""
-    raise NotImplementedError
+def lowest_after(run: Run, reward: float = 0.9) -> float | None:
+    """The worst WINDOW weights in a row after a run has first reached `reward`. None: it never did."""
+    reached = steps_to(run, reward)
+    return None if reached is None else min(mean for mean, _ in best_so_far(run["curve"])[reached - WINDOW :])
+
+
+def spread(values: Sequence[float | None], digits: int = 2) -> str:
+    """`median (least to greatest)`; runs that have no such number are left out, and counted."""
+    numbers = [value for value in values if value is not None]
+    if not numbers:
+        return "never"
+    middle, least, most = (f"{f(numbers):.{digits}f}" for f in (statistics.median, min, max))
+    missing = f", never in {len(values) - len(numbers)}" if len(numbers) < len(values) else ""
+    return (middle if least == most else f"{middle} ({least} to {most})") + missing
+
+
+def of_steps(run: Run, name: str, reduce: Callable[[list[float]], float] = statistics.median) -> float:
+    """One number of a run from what it noted at every step that had a gradient."""
+    pairs = zip(run["steps"][name], run["steps"]["num_groups"], strict=True)
+    values: list[float] = [value for value, num_groups in pairs if num_groups]
+    return reduce(values or [0.0])
+
+
+def pushing_down(run: Run) -> float:
+    """Share of the steps with a gradient whose weighted score norms are pushed down more than up."""
+    steps = run["steps"]
+    pairs = [(d, u) for d, u, n in zip(steps["down"], steps["up"], steps["num_groups"], strict=True) if n]
+    return sum(1 for down, up in pairs if down > up) / max(len(pairs), 1)
+
+
+def row(rule: str, runs: Sequence[Run]) -> list[str]:
+    """A rule's line at one setting."""
+
+    def steps(name: str, reduce: Callable[[list[float]], float], digits: int) -> str:
+        return f"{statistics.median(of_steps(run, name, reduce) for run in runs):.{digits}f}"
+
+    has_b = RULES[rule].optimum is not None
+    std = statistics.median(of_steps(run, "variance") ** 0.5 for run in runs)
+    return [
+        f"`{rule}`",
+        str(len(runs)),
+        str(sum(map(has_collapsed, runs))),
+        str(sum(map(has_fallen, runs))),
+        spread([run["accuracy"] for run in runs]),
+        spread([lowest_after(run) for run in runs]),
+        spread([steps_to(run) for run in runs], 0),
+        steps("rho", statistics.median, 2),
+        steps("grad_norm", statistics.median, 3),
+        f"{std:.3f}",
+        steps("max_weight", max, 0),
+        steps("shift", statistics.fmean, 2) if has_b else "",
+        spread([of_steps(run, "shift_max", max) for run in runs]) if has_b else "",
+        f"{statistics.median(map(pushing_down, runs)):.0%}" if has_b else "",
+    ]
+
+
+def settings(runs: Sequence[Run]) -> list[tuple[float, int]]:
+    """(lr, lag) that occur: the highest rate first."""
+    return sorted({(run["lr"], run["lag"]) for run in runs if run["then"] is None}, key=lambda one: (-one[0], one[1]))
+
+
+def chosen(runs: Sequence[Run], rule: str, lr: float, lag: int) -> list[Run]:
+    """Runs of one line of a table."""
+    return [r for r in runs if (r["rule"], r["lr"], r["lag"], r["then"]) == (rule, lr, lag, None)]
+
+
+def tables(runs: Sequence[Run]) -> str:
+    """One table a setting; medians over seeds of what is one number a run, with the range in brackets."""
+    parts = []
+    for lr, lag in settings(runs):
+        rows = [row(rule, found) for rule in RULES if (found := chosen(runs, rule, lr, lag))]
+        parts.append(f"**Lag {lag}, lr {lr:g}**\n\n" + table(COLUMNS, rows))
+    if switched := [run for run in runs if run["then"] is not None]:
+        parts.append("**The same runs, with b* capped at the mean from a step on**\n\n" + _switches(runs, switched))
+    return "\n".join(parts)
+
+
+def _switches(runs: Sequence[Run], switched: Sequence[Run]) -> str:
+    """Accuracy and lowest reward of the same run with the cap from each step on."""
+    rows = []
+    for run in sorted(switched, key=lambda r: (r["lag"], r["seed"], r["switch_at"])):
+        whole = [r for r in chosen(runs, run["rule"], run["lr"], run["lag"]) if r["seed"] == run["seed"]]
+        before = f"{whole[0]['accuracy']:.2f}, {lowest_after(whole[0]) or 0:.2f}" if whole else ""
+        after = f"{run['accuracy']:.2f}, {lowest_after(run) or 0:.2f}"
+        rows.append([f"`{run['rule']}` lag {run['lag']} seed {run['seed']}", run["switch_at"], before, after])
+    return table(("run", "capped from step", "final, lowest: without", "with the cap"), rows)
+
+
+def trace(run: Run, first: int, last: int, every: int = 1) -> str:
+    """Steps before a fall: the group in which b* lies highest above the mean."""
+    columns = ("step", "reward", "rho", "grad norm", "b* - mean", "owner's share", "its reward", "its weight",
+               "its norm / others'", "others pushed down", "down / up")  # fmt: skip
+    s = run["steps"]
+    rows = [
+        [
+            str(i),
+            *(f"{s[name][i]:.2f}" for name in ("reward", "rho", "grad_norm", "shift_max", "owner_share")),
+            f"{s['owner_reward'][i]:.0f}",
+            *(f"{s[name][i]:.2f}" for name in ("owner_weight", "owner_norm")),
+            f"{s['negative'][i]:.0%}",
+            f"{s['down'][i] / s['up'][i]:.2f}" if s["up"][i] else "",
+        ]
+        for i in range(first, last, every)
+    ]
+    return table(columns, rows)

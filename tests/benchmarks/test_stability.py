@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,11 +13,12 @@ from torch import Tensor
 
 from benchmarks import calculator, stability_train
 from benchmarks.calculator import MAX_TOKENS, PROMPT_TOKENS, Policy
+from benchmarks.stability_pictures import draw, fate
 from benchmarks.stability_policy import stacked
-from benchmarks.stability_report import has_collapsed, has_fallen, steps_to
+from benchmarks.stability_report import has_collapsed, has_fallen, steps_to, tables
 from benchmarks.stability_rollout import Episodes, rollout
 from benchmarks.stability_rules import RULES
-from benchmarks.stability_train import GROUP_SIZE, Spec, Stack
+from benchmarks.stability_train import GROUP_SIZE, Spec, Stack, Step
 from trainer import vcpo
 from trainer.family import Member, Objective
 
@@ -169,3 +172,38 @@ def test_verdicts() -> None:
     assert has_fallen(fell) and not has_collapsed(fell) and steps_to(fell) == 40
     lost = {"curve": curve(0.4, 0.8, 0.5), "accuracy": 0.39}
     assert has_collapsed(lost) and not has_fallen(lost) and steps_to(lost) is None
+
+
+def finished(rule: str, seed: int, levels: tuple[float, ...], **changed: object) -> dict[str, Any]:
+    steps = {name: [0.25] * 80 for name in Step.__dataclass_fields__}
+    values = {"curve": curve(*levels), "accuracy": levels[-1], "steps": steps, "then": None, "switch_at": 0}
+    return {"rule": rule, "lag": 8, "seed": seed, "lr": LR, "num_steps": 80, **values, **changed}
+
+
+def test_the_table_has_medians_ranges_and_counts() -> None:
+    runs = [finished("opob", 0, (0.4, 0.92, 0.4, 0.3)), finished("opob", 1, (0.4, 0.92, 0.92, 0.95))]
+    line = next(line for line in tables(runs).splitlines() if "`opob`" in line)
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    assert cells[1:4] == ["2", "1", "1"]
+    assert cells[4] == "0.62 (0.30 to 0.95)"
+    assert cells[5] == "0.61 (0.30 to 0.92)"
+    assert cells[6] == "40"
+
+
+def test_a_capped_run_stands_beside_the_whole_one() -> None:
+    whole = finished("opob", 0, (0.4, 0.92, 0.4, 0.3))
+    capped = finished("opob", 0, (0.4, 0.92, 0.92, 0.9), then="opob_safe", switch_at=10)
+    assert "| `opob` lag 8 seed 0 | 10 | 0.30, 0.30 | 0.90, 0.90 |" in tables([whole, capped])
+
+
+def test_pictures_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    runs = [finished(rule, 0, (0.4, 0.92, 0.4, 0.3)) for rule in ("opob", "zero")]
+    curves, fates = draw(runs, tmp_path)
+    assert "lag 8, lr 0.001" in curves.read_text() and "opob (1)" in fates.read_text()
+
+
+def test_a_fate_is_b_star_first_and_the_lowest_reward_later() -> None:
+    run = finished("opob", 0, (0.4, 0.92, 0.5, 0.9))
+    run["steps"]["shift_max"] = [1.0] * 8 + [0.5] * 40 + [0.0] * 32
+    assert fate(run) == pytest.approx((0.5, 0.66))  # weights 48 to 67: 12 of 0.5, 8 of 0.9

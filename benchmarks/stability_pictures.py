@@ -1,0 +1,86 @@
+"""Pictures of the stability study: reward by lag and rule, and where b* stood before a run fell. SVG by matplotlib."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.stability_report import WINDOW, Run, chosen, has_collapsed, settings
+from benchmarks.stability_rules import RULES
+
+SHOWN = ("opob", "opob_safe", "zero", "mean", "tis", "uncorrected", "grpo", "m2po")
+EARLY = 40
+"""Weights that the second picture looks at first."""
+
+
+def draw(runs: Sequence[Run], folder: Path) -> list[Path]:
+    """The two pictures."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams.update({"svg.hashsalt": "stability", "font.size": 8, "svg.fonttype": "none"})
+    return [_curves(runs, folder / "stability-curves.svg"), _fates(runs, folder / "stability-fates.svg")]
+
+
+def smoothed(curve: Sequence[float]) -> list[float]:
+    """Means of WINDOW in a row."""
+    return [statistics.fmean(curve[i : i + WINDOW]) for i in range(len(curve) - WINDOW + 1)]
+
+
+def _curves(runs: Sequence[Run], path: Path) -> Path:
+    """A row a setting, a column a rule, a line a seed."""
+    from matplotlib import pyplot
+
+    rows = settings(runs)
+    rules = [rule for rule in SHOWN if any(chosen(runs, rule, *setting) for setting in rows)]
+    figure, axes = pyplot.subplots(
+        len(rows),
+        len(rules),
+        figsize=(1.5 * len(rules), 1.2 * len(rows) + 0.4),
+        sharex=True,
+        sharey=True,
+        squeeze=False,
+    )
+    for (lr, lag), line in zip(rows, axes, strict=True):
+        line[0].set_ylabel(f"lag {lag}, lr {lr:g}")
+        for rule, plot in zip(rules, line, strict=True):
+            plot.set_ylim(0, 1.02)
+            for run in chosen(runs, rule, lr, lag):
+                plot.plot(smoothed(run["curve"])[::4], linewidth=0.7, color="C3" if has_collapsed(run) else "C0")
+    for rule, plot in zip(rules, axes[0], strict=True):
+        plot.set_title(rule)
+    figure.supxlabel(f"weights, in fours; reward is the mean of {WINDOW} in a row; red: collapsed")
+    return _saved(figure, path)
+
+
+def _fates(runs: Sequence[Run], path: Path) -> Path:
+    """Highest b* - mean of the first steps against the lowest reward that came after; a point a run."""
+    from matplotlib import pyplot
+
+    figure, plot = pyplot.subplots(figsize=(4.5, 3.2))
+    for i, rule in enumerate(name for name, rule in RULES.items() if rule.optimum is not None):
+        mine = [run for run in runs if run["rule"] == rule and run["then"] is None and run["lag"] > 0]
+        shift, lowest = zip(*map(fate, mine), strict=True) if mine else ((), ())
+        plot.scatter(shift, lowest, s=9, color=f"C{i}", label=f"{rule} ({len(mine)})")
+    plot.set_xlabel(f"mean over {EARLY} steps of the highest b* - mean, after lag + {EARLY} steps")
+    plot.set_ylabel("lowest reward afterwards")
+    plot.legend(fontsize=7)
+    return _saved(figure, path)
+
+
+def fate(run: Run) -> tuple[float, float]:
+    """(mean over EARLY steps of the highest b* - mean, lowest smoothed reward of the weights made after them)."""
+    end = run["lag"] + EARLY
+    return statistics.fmean(run["steps"]["shift_max"][end - EARLY : end]), min(smoothed(run["curve"][end:]))
+
+
+def _saved(figure: object, path: Path) -> Path:
+    from matplotlib import pyplot
+    from matplotlib.figure import Figure
+
+    assert isinstance(figure, Figure)
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+    return path

@@ -75,7 +75,7 @@ def evaluate(
         str | None,
         typer.Option(metavar="NAME", help="Environment variable with the endpoint's key; default OPENAI_API_KEY."),
     ] = None,
-    data: Annotated[Path | None, typer.Option(help="JSONL rows {id, problem, answer}.")] = None,
+    data: Annotated[Path | None, typer.Option(help="Rows: a file, a set's name, hf:owner/name (docs/math.md).")] = None,
     target: Annotated[str | None, typer.Option("--env", help="Another environment, module:Class.")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="Tokenizer folder, where MODEL is a vLLM's URL.")] = None,
     samples: Annotated[int | None, typer.Option("-n", min=1, help="Samples a task.")] = None,

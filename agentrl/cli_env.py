@@ -16,7 +16,7 @@ env_app = typer.Typer(help="Environments: list them, write one, judge it, play i
 Target = Annotated[
     str, typer.Argument(help="module:Class, path/to/file.py:Class, or a registered id.", show_default=False)
 ]
-Data = Annotated[str | None, typer.Option(help="JSONL rows {id, problem, answer}.")]
+Data = Annotated[str | None, typer.Option(help="Rows: a file, a set's name, hf:owner/name (docs/math.md).")]
 
 
 @env_app.command(name="list")

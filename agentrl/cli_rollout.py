@@ -21,7 +21,7 @@ def rollout(
     api_key_env: Annotated[
         str | None, typer.Option(metavar="NAME", help="Variable with the endpoint's key; default OPENAI_API_KEY.")
     ] = None,
-    data: Annotated[str | None, typer.Option(help="JSONL rows {id, problem, answer}.")] = None,
+    data: Annotated[str | None, typer.Option(help="Rows: a file, a set's name, hf:owner/name (docs/math.md).")] = None,
     target: Annotated[str | None, typer.Option("--env", help="Another environment, module:Class.")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="Tokenizer folder, where MODEL is a vLLM's URL.")] = None,
     samples: Annotated[int, typer.Option("-n", "--n", min=1, help="Episodes of each task.")] = 4,

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 FACTORIES = {
     "gymnasium": "envs.adapters.from_gymnasium:from_gymnasium",
     "mcp": "envs.adapters.from_mcp:from_mcp",
+    "openenv": "envs.adapters.from_openenv:from_openenv",
+    "verifiers": "envs.adapters.from_verifiers:from_verifiers",
 }
 """Before the colon of a target: the function that makes a class of the rest."""
 

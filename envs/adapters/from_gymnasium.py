@@ -6,24 +6,21 @@ Knows Gymnasium; knows no tokens. An action that cannot be read is an observatio
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import count
-from random import Random
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from agentrl.env import Action, Env, Split, StepResult
 from agentrl.errors import ConfigError, MissingDependencyError
 from agentrl.types import Message, Task, user
+from envs.adapters.seed_tasks import seed_tasks
 from envs.adapters.toy_text import GAMES, Describe, Words
 
 if TYPE_CHECKING:
     import gymnasium
 
 DEFAULT_MAX_TURNS = 64
-TEST_SEEDS_FROM = 2**31
-"""Seeds of `test` begin here, those of `train` end before."""
 T = TypeVar("T")
 
 
@@ -58,11 +55,7 @@ class GymnasiumEnv(Env):
         """A task is a seed of the game: endless for `train`, the same `num_test_tasks` ever for `test`."""
         if data is not None:
             raise ConfigError(f"{cls.__name__} makes its own tasks, from seeds: leave the data file {data} out")
-        seeds = _train_seeds(seed) if split == "train" else iter(range(cls.num_test_tasks))
-        start = 0 if split == "train" else TEST_SEEDS_FROM
-        name = f"{split}-{seed}" if split == "train" else split
-        for index, row in enumerate(seeds):
-            yield Task(id=f"{name}-{index}", prompt=cls.game.rules, metadata={"seed": start + row})
+        return seed_tasks(split, prompt=cls.game.rules, seed=seed, num_test_tasks=cls.num_test_tasks)
 
     async def reset(self, *, task: Task, seed: int | None = None) -> tuple[list[Message], dict[str, Any]]:
         """The rules and the first state. The task's seed rules: all episodes of a task begin alike."""
@@ -204,8 +197,3 @@ def _game(
 
 def _of_words(describe: Describe) -> Callable[[gymnasium.Env[Any, Any], Any], str]:
     return lambda env, observation: describe(env.unwrapped, observation)
-
-
-def _train_seeds(seed: int) -> Iterator[int]:
-    rng = Random(f"gymnasium/{seed}")
-    return (rng.randrange(TEST_SEEDS_FROM) for _ in count())

@@ -11,71 +11,21 @@ import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from threading import Thread
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
-
-import jsonschema
-import pydantic
-from jsonschema.validators import validator_for
-from referencing import Registry
 
 from agentrl.env import ToolEnv, load_env_class
 from agentrl.errors import ConfigError, EnvError
-from agentrl.tools import ToolArgumentError, ToolError, ToolSpec
+from agentrl.tools import ToolError, ToolSpec
 from agentrl.types import Message, Task
 from envs.adapters.mcp_connection import McpConnection, McpServer
 from envs.adapters.questions import Questions
+from envs.adapters.schema_tool import SchemaTool, asked, check_schema
 
 if TYPE_CHECKING:
     import mcp_types
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class McpTool(ToolSpec):
-    """A tool of a server."""
-
-    remote_name: str
-    parameters: Mapping[str, Any]
-    connection: Callable[[object], McpConnection]
-    """The connection of the episode that calls."""
-    arguments: type[pydantic.BaseModel] = pydantic.BaseModel  # unused: `parameters` says what is valid
-
-    def schema(self) -> dict[str, Any]:
-        """The server's own."""
-        function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
-        return {"type": "function", "function": function}
-
-    def validate(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """The arguments as they are. Raises ToolArgumentError."""
-        kind = validator_for(self.parameters, default=jsonschema.Draft202012Validator)
-        validator = kind(self.parameters, registry=Registry())
-        errors = sorted(validator.iter_errors(arguments), key=lambda error: list(map(str, error.path)))
-        if errors:
-            raise ToolArgumentError("; ".join(_explain(error) for error in errors[:3]))
-        return arguments
-
-    async def call(
-        self,
-        owner: object,
-        arguments: dict[str, Any],
-        *,
-        private: Callable[[type], Awaitable[Any]] | None = None,
-    ) -> str:
-        """Ask the server. Raises ToolError for what it calls an error, EnvError when it fails."""
-        from mcp import MCPError
-
-        self.validate(arguments)
-        try:
-            result = await self.connection(owner).call(self.remote_name, arguments)
-        except MCPError as error:
-            raise ToolError(error.message) from error
-        text = as_text(result)
-        if result.is_error:
-            raise ToolError(text or "the tool failed and did not say why")
-        return text
 
 
 def from_mcp(
@@ -116,7 +66,7 @@ def from_mcp(
         start_timeout_s=start_timeout_s,
         call_timeout_s=call_timeout_s,
     )
-    layer = _Layer(server, lifetime=lifetime, listed=_in_thread(lambda: _ask_for_tools(server)))
+    layer = _Layer(server, lifetime=lifetime, listed=asked(lambda: _ask_for_tools(server)))
     return _with_tools(base_class, layer, layer.specs(tools, prefix, taken=base_class.tools))
 
 
@@ -143,15 +93,25 @@ class _Layer:
             name = prefix + tool.name
             if name in taken or name in found:
                 raise ConfigError(f"{where}: the environment has a tool {name!r} already; set `prefix`")
-            _check_schema(tool, where)
-            found[name] = McpTool(
-                name=name,
-                description=tool.description or "",
-                remote_name=tool.name,
-                parameters=tool.input_schema,
-                connection=lambda owner: self._of_episodes[id(owner)],
+            check_schema(tool.input_schema, where=f"{where}: tool {tool.name!r}")
+            run = partial(self._call, tool.name)
+            found[name] = SchemaTool(
+                name=name, description=tool.description or "", parameters=tool.input_schema, run=run
             )
         return found
+
+    async def _call(self, name: str, owner: object, arguments: dict[str, Any]) -> str:
+        """Raises ToolError for what the server calls an error, EnvError when it fails."""
+        from mcp import MCPError
+
+        try:
+            result = await self._of_episodes[id(owner)].call(name, arguments)
+        except MCPError as error:
+            raise ToolError(error.message) from error
+        text = as_text(result)
+        if result.is_error:
+            raise ToolError(text or "the tool failed and did not say why")
+        return text
 
     async def begin(self, owner: object) -> None:
         """Give an episode its connection. Raises EnvError."""
@@ -271,20 +231,6 @@ def _num_bytes(base64: str) -> int:
     return len(base64) * 3 // 4 - base64[-2:].count("=")
 
 
-def _explain(error: jsonschema.ValidationError) -> str:
-    place = ".".join(map(str, error.path))
-    message = error.message if len(error.message) < 200 else f"{error.message[:200]}..."
-    return f"argument {place!r}: {message}" if place else message
-
-
-def _check_schema(tool: mcp_types.Tool, where: str) -> None:
-    schema = tool.input_schema
-    try:
-        validator_for(schema, default=jsonschema.Draft202012Validator).check_schema(schema)
-    except jsonschema.SchemaError as error:
-        raise ConfigError(f"{where}: the schema of tool {tool.name!r} is no JSON schema: {error.message}") from error
-
-
 def _wire(tool: mcp_types.Tool) -> tuple[str | None, str]:
     """What the model is told of a tool, to compare."""
     return tool.description, json.dumps(tool.input_schema, sort_keys=True)
@@ -296,23 +242,3 @@ async def _ask_for_tools(server: McpServer) -> list[mcp_types.Tool]:
         return await connection.tools()
     finally:
         await connection.close()
-
-
-def _in_thread(ask: Callable[[], Any]) -> Any:
-    """Run a coroutine to its end, also where a loop runs already. Raises ConfigError for a server that fails."""
-    outcome: list[Any] = []
-
-    def work() -> None:
-        try:
-            outcome.append(asyncio.run(ask()))
-        except Exception as error:
-            outcome.append(error)
-
-    thread = Thread(target=work, name="mcp tools")
-    thread.start()
-    thread.join()
-    if isinstance(outcome[0], EnvError):
-        raise ConfigError(str(outcome[0])) from outcome[0]
-    if isinstance(outcome[0], Exception):
-        raise outcome[0]
-    return outcome[0]

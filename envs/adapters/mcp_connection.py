@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import os
 import shlex
-import sys
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -17,14 +16,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from agentrl.errors import ConfigError, EnvError, MissingDependencyError
+from envs.adapters.line_process import dying_with_us
 
 if TYPE_CHECKING:
     import mcp
     import mcp_types
     from mcp.client import Transport
 
-# Linux sends the signal when the thread that started the process ends, by whatever means.
-_DIES_WITH_US = "import ctypes,os,sys; ctypes.CDLL(None).prctl(1, 9); os.execvp(sys.argv[1], sys.argv[1:])"
 MAX_STDERR_BYTES = 4096
 MAX_TOOL_PAGES = 100
 CLOSE_TIMEOUT_S = 15.0
@@ -74,10 +72,8 @@ class McpServer:
         else:
             from mcp.client.stdio import StdioServerParameters, stdio_client
 
-            args = ["-I", "-S", "-c", _DIES_WITH_US, *shlex.split(self.place)]
-            yield stdio_client(
-                StdioServerParameters(command=sys.executable, args=args, env=_filled(self.env)), errlog=errors
-            )
+            command, *args = dying_with_us(shlex.split(self.place))
+            yield stdio_client(StdioServerParameters(command=command, args=args, env=_filled(self.env)), errlog=errors)
 
 
 class McpConnection:

@@ -96,7 +96,8 @@ async def test_the_taxi_finds_its_way_by_what_it_is_told() -> None:
 
 @pytest.mark.parametrize("target", ["FrozenLake-v1", "CliffWalking-v1", "Blackjack-v1", "Taxi-v4"])
 async def test_our_check_passes(target: str) -> None:
-    report = await check_env(load_env_class(f"gymnasium:{target}"), data=None, sandbox=None, limit=4)
+    env_class = load_env_class(f"gymnasium:{target}", {"num_test_tasks": 4})
+    report = await check_env(env_class, data=None, sandbox=None)
     assert [check for check in report.checks if not check.ok] == []
 
 

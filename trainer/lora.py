@@ -6,6 +6,7 @@ Shapes: O and I sizes of a linear map, R the adapter's rank.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,10 +41,10 @@ class Adapter:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BaseTensor:
-    """A tensor of the model as it was before adapters were put on."""
+class NamedTensor:
+    """A tensor under the name by which others know it, and what is to be added to it."""
 
-    name: str  # without anything of PEFT's
+    name: str
     tensor: Tensor
     adapter: Adapter | None = None
 
@@ -77,12 +78,32 @@ def adapted(model: Any, config: LoraConfig) -> Any:
 
 def save(model: Any, adapters: dict[str, Adapter], folder: Path) -> None:
     """Write PEFT's folder of `adapters`, given whole under the names of the weights that they belong to."""
-    state = {}
-    for name, adapter in adapters.items():
-        layer = f"base_model.model.{name.removesuffix('.weight')}"
-        state[f"{layer}.lora_A.{ADAPTER}.weight"] = adapter.down_RI
-        state[f"{layer}.lora_B.{ADAPTER}.weight"] = adapter.up_OR
-    model.save_pretrained(folder, state_dict=state, save_embedding_layers=False)
+    from safetensors.torch import save_file
+
+    folder.mkdir()
+    parts = (part for name, adapter in adapters.items() for part in _file_tensors(name, adapter))
+    save_file({part.name: part.tensor for part in parts}, folder / "adapter_model.safetensors", {"format": "pt"})
+    save_settings(model, folder)
+
+
+def save_settings(model: Any, folder: Path) -> None:
+    """Write PEFT's adapter_config.json."""
+    settings = copy.copy(model.peft_config[ADAPTER])
+    settings.inference_mode = True
+    settings.save_pretrained(folder)
+
+
+def adapter_tensors(module: nn.Module) -> Iterator[NamedTensor]:
+    """What is trained, under the names of PEFT's files."""
+    for one in base_tensors(module):
+        if one.adapter is not None:
+            yield from _file_tensors(one.name, one.adapter)
+
+
+def _file_tensors(weight_name: str, adapter: Adapter) -> Iterator[NamedTensor]:
+    layer = f"base_model.model.{weight_name.removesuffix('.weight')}"
+    yield NamedTensor(name=f"{layer}.lora_A.weight", tensor=adapter.down_RI)
+    yield NamedTensor(name=f"{layer}.lora_B.weight", tensor=adapter.up_OR)
 
 
 def is_adapted(module: nn.Module) -> bool:
@@ -95,7 +116,7 @@ def base_of(module: Any) -> Any:
     return module.get_base_model() if is_adapted(module) else module
 
 
-def base_tensors(module: nn.Module) -> Iterator[BaseTensor]:
+def base_tensors(module: nn.Module) -> Iterator[NamedTensor]:
     """Parameters and persistent buffers under the base model's names, in its own order; what is tied comes once."""
     base = base_of(module)
     layers = dict(_adapted_layers(base)) if is_adapted(module) else {}
@@ -106,7 +127,7 @@ def base_tensors(module: nn.Module) -> Iterator[BaseTensor]:
             continue
         seen.add(id(tensor))
         adapter = _adapter_of(layers[owner]) if owner is not None and name.endswith(".weight") else None
-        yield BaseTensor(name=name.replace(".base_layer.", ".") if owner else name, tensor=tensor, adapter=adapter)
+        yield NamedTensor(name=name.replace(".base_layer.", ".") if owner else name, tensor=tensor, adapter=adapter)
 
 
 def _owners(name: str) -> Iterator[str]:

@@ -25,13 +25,13 @@ from agentrl.config import EngineConfig
 from agentrl.engine_server import LOOPBACK
 from agentrl.errors import ConfigError, LearnerError, MissingDependencyError, boundary
 from agentrl.types import Probe, TransferInit, WeightsRef
-from trainer import weights
-from trainer.weight_source import WeightSource
+from trainer import lora, weights
+from trainer.weight_source import AdapterSource, WeightSource
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-FOLDER, STREAMED = ("safetensors", "reload"), ("gloo", "nccl", "ipc")
+FOLDER, STREAMED = ("safetensors", "reload", "adapter"), ("gloo", "nccl", "ipc")
 GRACE_S = 5.0  # after the orchestrator refused, a sender that is not stuck ends within this time
 
 
@@ -82,6 +82,10 @@ class Transfer:
 
 def publisher(transfer: Transfer, engine: EngineConfig, *, source: WeightSource, link: Link) -> Publisher:
     """The publisher of `transfer.backend`. Raises ConfigError for what cannot work, MissingDependencyError."""
+    if transfer.backend == "adapter":
+        if not lora.is_adapted(source.module):
+            raise ConfigError("--weight-transfer adapter: the model has no adapter; set model.lora")
+        source = AdapterSource(source.module, dtype=source.dtype)
     if transfer.backend in FOLDER:
         return FolderPublisher(transfer, source=source, link=link)
     if transfer.backend == "ipc":
@@ -103,7 +107,7 @@ def _check_ipc(engine: EngineConfig, source: WeightSource) -> None:
 
 
 class FolderPublisher:
-    """`safetensors` and `reload`: a new folder a version, which the engine reads."""
+    """`safetensors`, `reload` and `adapter`: a new folder a version, which the engine reads."""
 
     def __init__(self, transfer: Transfer, *, source: WeightSource, link: Link) -> None:
         self._transfer = transfer
@@ -288,7 +292,7 @@ def _init_info(transfer: Transfer, engine: EngineConfig) -> Any:
 
 
 def _engine_host(engine: EngineConfig) -> str:
-    return (urlsplit(engine.url).hostname or "") if engine.url is not None else engine.host
+    return (urlsplit(engine.urls[0]).hostname or "") if engine.urls else engine.host
 
 
 def _free_port(address: str) -> int:

@@ -24,7 +24,7 @@ from trainer_builders import (
 )
 
 from agentrl.checksum import checksum_of
-from agentrl.config import Config, LoraConfig
+from agentrl.config import Config, LoraConfig, load
 from agentrl.engine import VLLMEngine
 from agentrl.errors import ConfigError
 from agentrl.types import Probe, WeightsRef
@@ -226,3 +226,11 @@ def published(learner: Learner, folder: Path, version: int) -> WeightsRef:
     probe = Probe(token_ids=ids, logprobs=tuple(learner.logprobs(ids)))
     source = WeightSource(learner.model, dtype=torch.float32)
     return weights.publish(source, folder, policy_version=version, probe=probe)
+
+
+def test_the_example_of_the_docs_loads(tmp_path: Path) -> None:
+    section = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text().split("\n## LoRA\n")[1]
+    example = section.split("```yaml\n")[1].split("```")[0]
+    (tmp_path / "lora.yaml").write_text("name: docs\nenv: {target: x:Y}\n" + example)
+    found = load(tmp_path / "lora.yaml").model
+    assert found.lora == LoraConfig(rank=16, alpha=32, publish="adapter") and found.publishes_adapter

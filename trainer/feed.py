@@ -29,6 +29,16 @@ def hand_over(engine: Any, sums: GradientSums, *, factor: float) -> None:
         engine.backward(loss)
 
 
+def let_go(engine: Any) -> None:
+    """In place of `hand_over`, where there will be no step.
+
+    ZeRO-3 holds weights of the estimator's passes, the embedding's first, until the backward of its own that follows;
+    without one, nobody could gather them again.
+    """
+    if engine.zero_optimization_stage() == 3:
+        engine.empty_partition_cache()
+
+
 def _taken(sums: GradientSums, index: int, factor: float, dtype: torch.dtype) -> Tensor:
     return sums.take(index).mul_(factor).to(dtype)
 

@@ -44,7 +44,8 @@ class Learner:
         self_test.prepare(self.model)
         if config.learner.gradient_checkpointing:
             checkpoint_layers(self.model)
-        self._engine = start_engine(self.model, config)
+        self.engine = start_engine(self.model, config)
+        """DeepSpeed's, which holds the weights and the optimizer."""
         self._estimator = Estimator(
             self.model, config.algorithm, pack_tokens=config.learner.pack_tokens, gather=ranks.gather
         )
@@ -85,6 +86,7 @@ class Learner:
         )
         if reasons or rho is None:
             self._skipped_steps += 1
+            feed.let_go(self.engine)
             log.warning("step %d refused, weights kept: %s", self.policy_version + 1, "; ".join(reasons[:5]))
         else:
             metrics |= self._update(rho, max_lag=max(member.lag for member in vitals.members(groups)))
@@ -100,11 +102,6 @@ class Learner:
         }
         return StepOutput(policy_version=self.policy_version, metrics=metrics, ess_ratio=rho)
 
-    @property
-    def engine(self) -> Any:
-        """DeepSpeed's, which holds the weights and the optimizer."""
-        return self._engine
-
     def state_dict(self) -> dict[str, Any]:
         """What the learner knows beside weights and optimizer, as plain numbers; trainer/checkpoint.py has the rest."""
         return {
@@ -118,7 +115,7 @@ class Learner:
         self.policy_version = int(state["policy_version"])
         self._skipped_steps = int(state["skipped_steps"])
         self._rho_base.load_state_dict(state["rho_base"])
-        set_rates(self._engine, self.config)
+        set_rates(self.engine, self.config)
 
     def logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """log p(token[t+1] | token[:t+1]) under the present weights. [T-1]"""
@@ -162,15 +159,15 @@ class Learner:
         """Hand the gradient to DeepSpeed and step at this step's own learning rate."""
         rho_base = self._rho_base.observe(rho, max_lag=max_lag)
         scale = vcpo.step_scale(rho, rho_base, self.config.algorithm.step_scale)
-        feed.hand_over(self._engine, self._estimator.sums, factor=-float(distributed.get_world_size()))
+        feed.hand_over(self.engine, self._estimator.sums, factor=-float(distributed.get_world_size()))
         own_norm = self._reduced_norm()
-        with _scaled_rate(self._engine.optimizer.param_groups, scale):
-            self._engine.step()
+        with _scaled_rate(self.engine.optimizer.param_groups, scale):
+            self.engine.step()
         return {
             "learner/lr": self.config.learner.lr * scale,
             "learner/lr_scale": scale,
             "learner/rho_base": rho_base,
-            "learner/grad_norm": float(self._engine.get_global_grad_norm() or own_norm),
+            "learner/grad_norm": float(self.engine.get_global_grad_norm() or own_norm),
         }
 
     def _reduced_norm(self) -> float:

@@ -165,7 +165,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "a file is cut": (cut, r"torn: rank_0\.pt has 100 of \d+ bytes; delete it"),
     "a file is gone": (without("*optim_states.pt"), r"torn: deepspeed/.*optim_states\.pt has 0 of"),
     "no manifest": (without("checkpoint.json"), r"no whole checkpoint.*delete it, and resume from .*v7"),
-    "not a manifest": (lambda folder: (folder / "checkpoint.json").write_text("[]") and None, "not written by this"),
+    "not a manifest": (rewritten(learner=None), "not written by this version"),
     "a later format": (rewritten(format=2), "has format 2, this version of agentrl reads 1"),
     "other ranks": (rewritten(setup={"num_ranks": 2}), r"learner\.num_ranks=2, this learner has 1: start with 2"),
     "another stage": (rewritten(setup={"zero_stage": 3}), r"learner\.zero_stage=3, this learner has 1"),

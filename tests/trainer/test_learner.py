@@ -56,7 +56,7 @@ def test_steps_through_deepspeed_equal_plain_torch(tiny_model_dir: Path, tiny_mo
     learner = Learner(config(tiny_model_dir, learner={**SETTINGS, "zero_stage": zero_stage}))
     ours, theirs = three_steps(learner, groups) - before, plain_torch(tiny_model, groups) - before
     assert float((ours - theirs).norm() / theirs.norm()) < 1e-4
-    assert learner._engine.optimizer.param_groups[0]["lr"] == LR
+    assert learner.engine.optimizer.param_groups[0]["lr"] == LR
 
 
 def test_weights_divided_by_zero_3_make_the_same_steps(

@@ -246,6 +246,11 @@ class EngineConfig(Section):
         """Engines of the run."""
         return len(self.urls) or self.replicas
 
+    @property
+    def max_running(self) -> int:
+        """Sequences that all engines together generate at once."""
+        return self.num_engines * self.max_num_seqs
+
 
 class SandboxConfig(Section):
     """The service that runs model-written code. With `url` set a running one is used."""

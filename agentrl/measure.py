@@ -11,6 +11,7 @@ from secrets import token_urlsafe
 from tempfile import TemporaryDirectory
 
 from agentrl import launch, launch_engines
+from agentrl.canary import Canaries
 from agentrl.chat_model import ChatModel, ChatRules
 from agentrl.chat_player import play_chat_group
 from agentrl.config import Config, parse
@@ -101,7 +102,7 @@ async def measure(request: Request) -> Evaluation:
                 tasks,
                 make_group=make_group,
                 policy_version=0,
-                max_concurrent_groups=max(1, 2 * config.engine.max_num_seqs // config.eval.samples_per_task),
+                max_concurrent_groups=max(1, 2 * config.engine.max_running // config.eval.samples_per_task),
                 progress=advance,
             )
     console.result(evaluation.result)
@@ -118,12 +119,10 @@ async def playing(request: Request, env_class: type[Env], console: EvalConsole) 
         async with launch.sandbox_service(config, logs=Path(logs), token=token_urlsafe(16)) as (sandbox, parts):
             with console.phase("starting the sandbox"):
                 await launch.sandbox_ready(sandbox, parts)
-            async with (
-                launch.watching(*parts),
-                opened(env_class, sandbox=sandbox, wrappers=wrappers) as make_env,
-                through(request, make_env, Path(logs), console) as make_group,
-            ):
-                yield make_group
+            async with launch.watching(*parts), opened(env_class, sandbox=sandbox, wrappers=wrappers) as make_env:
+                await Canaries(env_class, make_env=make_env, sandbox=sandbox).check(when="at the start")
+                async with through(request, make_env, Path(logs), console) as make_group:
+                    yield make_group
 
 
 @asynccontextmanager

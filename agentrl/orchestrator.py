@@ -274,7 +274,7 @@ class Orchestrator:
             self._held_out,
             make_group=lambda index, task: self._play_group(self._engine, index, task, kind="eval"),
             policy_version=policy_version,
-            max_concurrent_groups=max(1, 2 * self._config.engine.max_num_seqs // per_group),
+            max_concurrent_groups=max(1, 2 * self._config.engine.max_running // per_group),
             progress=self._observer.evaluating,
         )
         self._metrics.log("eval", policy_version, evaluation.result.metrics())

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import zlib
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from agentrl.backoff import backoff_s as jittered
 from agentrl.env import Episode, uninterrupted_close
@@ -58,7 +58,8 @@ async def play_group(
     """Play `task` `size` times at once. An episode may come to several trajectories.
 
     An episode that fails for infrastructure is played again up to `max_retries` times, after about `backoff_s`, which
-    doubles; then its error is raised and the other episodes are cancelled. Raises InfraError, ConfigError.
+    doubles; then its error is raised and the other episodes are cancelled. `info["retries"]` says how often it was
+    played in vain. Raises InfraError, ConfigError.
     """
 
     async def member(index: int) -> tuple[Trajectory, ...]:
@@ -66,7 +67,10 @@ async def play_group(
         episode_seed = zlib.crc32(f"{seed}/{task.id}/{group_id}/{index}".encode())
         for number in range(max_retries + 1):
             try:
-                return await uninterrupted_close(play(Attempt(episode_id=episode_id, number=number, seed=episode_seed)))
+                played = await uninterrupted_close(
+                    play(Attempt(episode_id=episode_id, number=number, seed=episode_seed))
+                )
+                return played if number == 0 else tuple(_retried(trajectory, number) for trajectory in played)
             except WeightSyncError:
                 raise
             except InfraError as error:
@@ -83,3 +87,7 @@ async def play_group(
         raise_first(group)
     trajectories = tuple(trajectory for m in members for trajectory in m.result())
     return TrajectoryGroup(group_id=group_id, task=task, trajectories=trajectories)
+
+
+def _retried(trajectory: Trajectory, number: int) -> Trajectory:
+    return replace(trajectory, info={**trajectory.info, "retries": float(number)})

@@ -241,6 +241,7 @@ async def test_a_grader_that_dies_once_costs_a_second_try(tmp_path: Path, tokeni
     killed: list[int] = []
     assert await outcome(config, tokenizer, Halves, lambda: killed.append(kill_graders())) is None
     assert sum(killed) >= 1
+    assert sum(trajectory.info.get("retries", 0) for trajectory in recorded(config)) >= 1
     assert_every_reward_is_earned(config)
 
 

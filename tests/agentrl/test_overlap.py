@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
-from agentrl.config import EnvConfig
+from agentrl.config import EnvConfig, parse
+from agentrl.console import TrainConsole
 from agentrl.errors import ConfigError
 from agentrl.overlap import Overlap, find_overlaps, refuse_overlap, words_of
+from agentrl.train import Training
 from agentrl.types import Task
 from envs.countdown import Countdown
 from envs.math_python import Math
@@ -106,3 +108,11 @@ def test_generated_problems_are_compared_with_rows_of_a_file_as_far_as_they_go(t
 
 def test_what_is_generated_for_both_splits_is_the_environments_own_affair() -> None:
     refuse_overlap(Countdown, EnvConfig(target="x:X"))
+
+
+def test_agentrl_train_refuses_before_it_starts_anything(config: EnvConfig, tmp_path: Path) -> None:
+    tree = {"name": "x", "out_dir": str(tmp_path / "runs"), "model": {"path": "none", "warmstart": {}}}
+    env = {"target": "Math-v0", "train_data": config.train_data, "eval_data": config.eval_data}
+    with pytest.raises(ConfigError, match="train-2 repeats test-1"):
+        Training(parse(tree | {"env": env}, source="test"), TrainConsole(total_steps=1))
+    assert not (tmp_path / "runs").exists()

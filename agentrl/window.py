@@ -17,6 +17,8 @@ from agentrl.parsers import THINK_CLOSE
 from agentrl.renderer import TurnTokenizer
 from agentrl.types import Completion, Message, Turn
 
+MIN_DROPPED_SHARE = 0.25
+"""While there is room for a turn, old output is dropped when it is this share of the prompt: a fork costs a prompt."""
 DROPPED = "[earlier output left out]"
 SUMMARY_REQUEST = (
     "\n\n[The context is nearly full. Write down now all that you need to go on: what was asked, what you tried, what "
@@ -42,6 +44,7 @@ class _Round:
     said: Message
     completion: Completion
     answer: list[Message]
+    num_answer_tokens: int = 0
 
 
 class Window:
@@ -109,7 +112,7 @@ class Window:
         if len(self._pending) > limits.tool_output_tokens // max(_num_answers(shown), 1):
             shown = self.cut(shown)
             self._pending = self._tokenizer.observation(shown, previous=spoken)
-        last.answer = shown
+        last.answer, last.num_answer_tokens = shown, len(self._pending)
         self.segment.messages.extend(shown)
         return shown
 
@@ -133,13 +136,15 @@ class Window:
 
     @property
     def is_nearly_full(self) -> bool:
-        """Whether the prompt is beyond `compact_at_tokens`, and a fork would have something to leave out."""
+        """Whether the prompt is beyond `compact_at_tokens`, and a fork would leave out what is worth one."""
         limits = self._limits
         if limits.compaction == "none" or self.num_tokens <= limits.compaction_tokens:
             return False
         if limits.compaction == "summarize":
             return bool(self._rounds)
-        return any(_droppable(round_.answer) for round_ in self._rounds[:-1])
+        num_old = sum(round_.num_answer_tokens for round_ in self._rounds[:-1] if _droppable(round_.answer))
+        has_room = self.num_tokens + limits.max_turn_tokens + limits.tool_output_tokens <= limits.max_context
+        return num_old >= MIN_DROPPED_SHARE * self.num_tokens or (num_old > 0 and not has_room)
 
     def drop_old(self) -> None:
         """Fork: all observations but the last leave a word in their place. What the model said stands."""

@@ -17,7 +17,12 @@ from agentrl.types import Message, ToolCall, system, user
 from tests.agentrl.families import FAMILIES, LLAMA3, QWEN3, write_family
 
 TOOLS = [{"type": "function", "function": {"name": "python", "description": "Run.", "parameters": {"type": "object"}}}]
-THINKING: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in FAMILIES] + [("qwen3", {"enable_thinking": False})]
+# family, what writes its turns, variables of the template
+LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
+    *((name, "template", {}) for name in FAMILIES),
+    ("qwen3", "template", {"enable_thinking": False}),
+    ("qwen3", "qwen3", {"enable_thinking": True}),
+]
 relaxed = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 every_token = st.sampled_from(sorted({token for f in FAMILIES.values() for token in (*f.special, *f.markers)}))
@@ -30,11 +35,13 @@ observations = st.one_of(
 plain = st.text("abc xyz.?\n{1}", min_size=1, max_size=20).map(lambda t: f"a{t}z")
 
 
-@pytest.fixture(scope="module", params=THINKING, ids=lambda p: p[0] + ("-no-thinking" if p[1] else ""))
+@pytest.fixture(scope="module", params=LAYOUTS, ids=str)
 def turns(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TurnTokenizer:
-    name, template_args = request.param
+    name, renderer, template_args = request.param
+    if renderer != "template":
+        pytest.importorskip("renderers")
     folder = write_family(FAMILIES[name], tmp_path_factory.mktemp("family"))
-    return TurnTokenizer.load(str(folder), renderer="template", template_args=template_args)
+    return TurnTokenizer.load(str(folder), renderer=renderer, template_args=template_args)
 
 
 def num_added(turns: TurnTokenizer, ids: list[int]) -> int:

@@ -167,6 +167,13 @@ async def test_without_compaction_nothing_forks(tokenizer: TurnTokenizer) -> Non
     assert (episode.id, episode.weight, episode.stop_reason) == ("e", 1.0, StopReason.MAX_CONTEXT)
 
 
+async def test_old_output_is_dropped_by_and_by_and_not_every_turn(tokenizer: TurnTokenizer) -> None:
+    engine = ScriptedEngine(tokenizer=tokenizer, script=reader(11))
+    segments = await play(engine, tokenizer, compaction="drop", compact_at_tokens=500, max_context=4000)
+    assert segments[0].reward == 1.0
+    assert 2 <= len(segments) <= 4 and sum(len(segment.turns) for segment in segments) == 12
+
+
 async def test_a_fork_that_would_leave_nothing_out_is_not_made(tokenizer: TurnTokenizer) -> None:
     engine = ScriptedEngine(tokenizer=tokenizer, script=[read(0), read(1), "7"])
     (episode,) = await play(engine, tokenizer, compaction="drop", tool_output_tokens=3, compact_at_tokens=300)
@@ -223,11 +230,16 @@ def episode_of(tokenizer: TurnTokenizer, num_turns: int, *, turn_tokens: int = 4
     return spent_s, Trajectory(id="e", task_id="t", turns=tuple(segment.turns), **blank)  # type: ignore[arg-type]
 
 
-def test_an_episode_of_32k_tokens_is_recorded_whole(tokenizer: TurnTokenizer) -> None:
-    _, episode = episode_of(tokenizer, 250)
+async def test_an_episode_of_32k_tokens_is_played_and_recorded_whole(tokenizer: TurnTokenizer) -> None:
+    witness = Witness(engine=ScriptedEngine(tokenizer=tokenizer, script=[*map(read, range(290)), "7"]))
+    limits: dict[str, Any] = {"max_context": 36_000, "tool_output_tokens": 200}
+    env = Library()
+    env.max_turns = 300  # type: ignore[misc]
+    (episode,) = await play(witness, tokenizer, env, **limits)
     ids, mask = episode.token_ids(), episode.action_mask()
-    assert len(ids) >= 32_768 and len(ids) == len(mask) == len(episode.behavior_logprobs())
-    assert sum(mask) == episode.num_action_tokens == 250 * len(episode.turns[0].completion.token_ids)
+    assert 32_768 <= len(ids) <= 36_000 and len(ids) == len(mask) == len(episode.behavior_logprobs())
+    assert turns_of([episode]) == witness.calls
+    assert sum(mask) == episode.num_action_tokens
 
 
 def test_work_per_turn_does_not_grow_with_the_episode(tokenizer: TurnTokenizer) -> None:

@@ -20,7 +20,7 @@ import argparse
 import json
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,9 @@ class Part:
     num_steps: int
     seeds: Sequence[int]
     switches: Sequence[int | None] = (None,)
-    """Steps from which min(b*, mean) takes the place of the rule, in runs of their own."""
+    """Steps at which runs of their own change..."""
+    is_control: bool = False
+    """... to other random numbers, and not to min(b*, mean)."""
 
     def stacks(self) -> Iterator[list[Spec]]:
         """What is computed together."""
@@ -55,8 +57,10 @@ class Part:
                 yield [self._spec(rule, lag, seed, switch) for switch in self.switches for seed in self.seeds]
 
     def _spec(self, rule: str, lag: int, seed: int, switch: int | None) -> Spec:
-        after = {} if switch is None else {"then": "opob_safe", "switch_at": switch}
-        return Spec(rule=rule, lag=lag, seed=seed, lr=self.lr, num_steps=self.num_steps, **after)  # type: ignore[arg-type]
+        spec = Spec(rule=rule, lag=lag, seed=seed, lr=self.lr, num_steps=self.num_steps)
+        return (
+            spec if switch is None else replace(spec, then=rule if self.is_control else "opob_safe", switch_at=switch)
+        )
 
 
 def key(run: dict[str, Any] | Spec) -> tuple[Any, ...]:
@@ -103,6 +107,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--cap-from", nargs="+", type=int, help="the same runs, with min(b*, mean) from these steps on")
+    parser.add_argument("--control", action="store_true", help="from these steps on other random numbers, and no cap")
     parser.add_argument("--out", type=Path, default=Path("stability.jsonl"))
     parser.add_argument("--report", action="store_true", help="tables and pictures of --out instead of runs")
     parser.add_argument("--pictures", type=Path, default=Path("docs"), help="where --report draws")
@@ -119,6 +124,7 @@ def main() -> None:
         num_steps=given.steps,
         seeds=given.seeds,
         switches=given.cap_from or [None],
+        is_control=given.control,
     )
     sweep([part], given.out)
 

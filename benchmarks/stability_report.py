@@ -126,19 +126,30 @@ def tables(runs: Sequence[Run]) -> str:
         rows = [row(rule, found) for rule in RULES if (found := chosen(runs, rule, lr, lag))]
         parts.append(f"**Lag {lag}, lr {lr:g}**\n\n" + table(COLUMNS, rows))
     if switched := [run for run in runs if run["then"] is not None]:
-        parts.append("**The same runs, with b* capped at the mean from a step on**\n\n" + _switches(runs, switched))
+        parts.append("**The same runs, changed at a step**\n\n" + _switches(runs, switched))
     return "\n".join(parts)
 
 
+def lowest_from(run: Run, step: int) -> float:
+    """The worst WINDOW weights in a row that were made after a step."""
+    return min(mean for mean, _ in best_so_far(run["curve"][step:]))
+
+
 def _switches(runs: Sequence[Run], switched: Sequence[Run]) -> str:
-    """Accuracy and lowest reward of the same run with the cap from each step on."""
+    """Lowest reward after a step, and the last accuracy: of the run, with the cap, and with other random numbers."""
+    found: dict[tuple[Any, ...], dict[str, Run]] = {}
+    for run in switched:
+        place = (run["rule"], run["lr"], run["lag"], run["seed"], run["switch_at"])
+        found.setdefault(place, {})["other" if run["then"] == run["rule"] else "capped"] = run
     rows = []
-    for run in sorted(switched, key=lambda r: (r["lag"], r["seed"], r["switch_at"])):
-        whole = [r for r in chosen(runs, run["rule"], run["lr"], run["lag"]) if r["seed"] == run["seed"]]
-        before = f"{whole[0]['accuracy']:.2f}, {lowest_after(whole[0]) or 0:.2f}" if whole else ""
-        after = f"{run['accuracy']:.2f}, {lowest_after(run) or 0:.2f}"
-        rows.append([f"`{run['rule']}` lag {run['lag']} seed {run['seed']}", run["switch_at"], before, after])
-    return table(("run", "capped from step", "final, lowest: without", "with the cap"), rows)
+    for (rule, lr, lag, seed, step), pair in sorted(found.items()):
+        as_it_was = next((r for r in chosen(runs, rule, lr, lag) if r["seed"] == seed), None)
+        cells = [
+            "" if run is None else f"{lowest_from(run, step):.2f}, {run['accuracy']:.2f}"
+            for run in (as_it_was, pair.get("capped"), pair.get("other"))
+        ]
+        rows.append([f"`{rule}` lag {lag} seed {seed}", step, *cells])
+    return table(("run", "changed at step", "unchanged: lowest, final", "b* capped", "other random numbers"), rows)
 
 
 def trace(run: Run, first: int, last: int, every: int = 1) -> str:

@@ -34,7 +34,10 @@ CLIP = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
-    """One run: a rule, or two with the step at which the second takes over."""
+    """One run: a rule, or two with the step at which the second takes over.
+
+    When the second is the first, the run goes on with other random numbers: the control for a change of rule.
+    """
 
     rule: str
     lag: int
@@ -97,8 +100,11 @@ class Stack:
 
     def run(self) -> None:
         """All steps."""
-        for _ in range(self.specs[0].num_steps):
+        for index in range(self.specs[0].num_steps):
             self._kept.append(self.weight_SP.clone())
+            for spec, generator in zip(self.specs, self._generators, strict=True):
+                if spec.then == spec.rule and spec.switch_at == index:
+                    generator.manual_seed(3000 + spec.seed)
             self.update(sampled(self._kept[0], self._generators))
 
     @property

@@ -14,6 +14,7 @@ from benchmarks.stability_rules import RULES
 
 Run = dict[str, Any]
 WINDOW = 20
+SETTLED = 10  # steps by which a run has learned what it can from the first weights' episodes
 COLUMNS = (
     "rule",
     "runs",
@@ -125,9 +126,37 @@ def tables(runs: Sequence[Run]) -> str:
     for lr, lag in settings(runs):
         rows = [row(rule, found) for rule in RULES if (found := chosen(runs, rule, lr, lag))]
         parts.append(f"**Lag {lag}, lr {lr:g}**\n\n" + table(COLUMNS, rows))
+    for lr, lag in settings(runs):
+        if lag > SETTLED + WINDOW // 2:
+            parts.append(_first_lag(runs, lr, lag))
     if switched := [run for run in runs if run["then"] is not None]:
         parts.append("**The same runs, changed at a step**\n\n" + _switches(runs, switched))
     return "\n".join(parts)
+
+
+def _first_lag(runs: Sequence[Run], lr: float, lag: int) -> str:
+    """Steps SETTLED to lag: every rule still trains on the same episodes, which the first weights sampled."""
+    part, rows = slice(SETTLED, lag), []
+    for rule in RULES:
+        if not (found := chosen(runs, rule, lr, lag)):
+            continue
+        steps = [run["steps"] for run in found]
+        pushed = [sum(s["down"][part]) / (sum(s["up"][part]) or 1.0) for s in steps]
+        made = [run["curve"][SETTLED : lag + 1] for run in found]
+        has_b = RULES[rule].optimum is not None
+        rows.append(
+            [
+                f"`{rule}`",
+                str(len(found)),
+                spread(pushed) if has_b else "",
+                spread([statistics.fmean(s["shift_max"][part]) for s in steps]) if has_b else "",
+                spread([statistics.fmean(s["mean_weight"][part]) for s in steps]),
+                spread([min(statistics.fmean(m[i : i + 5]) for i in range(len(m) - 4)) for m in made]),
+            ]
+        )
+    columns = ("rule", "runs", "down / up", "highest b* - mean of a step", "mean weight", "lowest 5 weights in a row")
+    title = f"**Steps {SETTLED} to {lag} at lag {lag}, lr {lr:g}: all rules on the same episodes**\n\n"
+    return title + table(columns, rows)
 
 
 def lowest_from(run: Run, step: int) -> float:

@@ -94,7 +94,9 @@ class TemplateStrategy:
     def _grown(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
         """A dialogue with tool output turn by turn, as a rollout would have it: synthetic calls never reach a model."""
         turns = [i for i, message in enumerate(messages) if message.role == "assistant"]
-        ids = self.opening(messages[: turns[0]], tools) if turns else []
+        if not turns or messages[turns[0] - 1].role == "tool":
+            raise ConfigError(f"the {self.name} wants an assistant's turn before a tool message")
+        ids = self.opening(messages[: turns[0]], tools)
         for start, end in zip(turns, [*turns[1:], len(messages)], strict=True):
             spoken = self._codec.encode_parts(self._content(messages[start]))
             ids += [*spoken, *self.following(messages[start + 1 : end], spoken=spoken)]

@@ -122,6 +122,14 @@ def test_a_history_with_calls_holds_what_was_said_and_no_synthetic_call(turns: T
     assert '{"name": "python", "arguments": {"code": "1"}}' in text and "R" in text and "\ue002" not in text
 
 
+def test_an_opening_with_a_tool_message_before_any_turn_is_refused_where_the_template_refuses_it(
+    tmp_path: Path,
+) -> None:
+    turns = TurnTokenizer.load(str(write_family(FAMILIES["mistral"], tmp_path)))
+    with pytest.raises(ConfigError, match="wants an assistant's turn"):
+        turns.first_prompt([user("q"), Message(role="tool", content="R")])
+
+
 def test_masks_of_a_demonstration_cover_what_the_model_says(turns: TurnTokenizer) -> None:
     call = ToolCall(id="call_0", name="python", arguments={"code": "1"})
     asked, tool = Message(role="assistant", content="", tool_calls=(call,)), Message(role="tool", content="R")

@@ -1,0 +1,35 @@
+"""The rollout section refuses what cannot work together, by name."""
+
+from typing import Any
+
+import pytest
+
+from agentrl.config import parse
+from agentrl.errors import ConfigError
+
+
+def tree(**rollout: Any) -> dict[str, Any]:
+    return {"name": "n", "env": {"target": "ModMath-v0"}, "model": {"path": "m"}, "rollout": rollout}
+
+
+def test_compaction_begins_when_a_turn_and_its_answer_would_not_fit() -> None:
+    config = parse(tree(compaction="drop", max_context=1000, max_turn_tokens=300, tool_output_tokens=100), source="x")
+    assert config.rollout.compaction_tokens == 600
+
+
+@pytest.mark.parametrize(
+    "rollout",
+    [
+        {"compact_at_tokens": 2048},
+        {"max_context": 600, "max_turn_tokens": 500, "tool_output_tokens": 100},
+    ],
+)
+def test_compaction_without_room_is_refused(rollout: dict[str, Any]) -> None:
+    parse(tree(**rollout), source="x")
+    with pytest.raises(ConfigError, match="compact_at_tokens must be smaller"):
+        parse(tree(compaction="summarize", **rollout), source="x")
+
+
+def test_an_unknown_format_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="'auto', 'hermes', 'fences' or 'retool'"):
+        parse(tree(tool_format="xml"), source="x")

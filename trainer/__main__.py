@@ -57,6 +57,7 @@ def _run(arguments: argparse.Namespace) -> None:
         weights_dir=arguments.weights_dir,
         run_dir=arguments.run_dir,
         weight_transfer=arguments.weight_transfer,
+        resume=arguments.resume,
     )
 
 
@@ -71,6 +72,9 @@ def _arguments() -> argparse.Namespace:
         choices=get_args(Transfer),
         default="safetensors",
         help="how weights reach the engine; that of engine.weight_transfer, resolved",
+    )
+    parser.add_argument(
+        "--resume", type=Path, help="checkpoint of the learner to go on from, or the folder in which they lie"
     )
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)  # the DeepSpeed launcher passes it
     return parser.parse_args()

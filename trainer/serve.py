@@ -24,7 +24,7 @@ from agentrl import wire
 from agentrl.config import Config
 from agentrl.errors import LearnerError, WeightsWanted, boundary
 from agentrl.types import Batch, Probe, StepOutput, TransferInit, WeightsRef
-from trainer import weights
+from trainer import checkpoint, weights
 from trainer.learner import Learner
 from trainer.transfer import Publisher, Transfer, publisher
 from trainer.weight_source import WeightSource
@@ -35,6 +35,8 @@ T = TypeVar("T")
 GONE_AFTER_S = 30.0
 RETRY_EVERY_S = 0.5
 PROBE_TOKENS = 64
+STATES = Path("checkpoints/states")
+"""Where, in the run's folder, the learner's own checkpoints lie: v1, v2, ..."""
 
 
 class Verdict(Enum):
@@ -114,16 +116,29 @@ class Orchestrator:
 
 
 def run(
-    config: Config, *, orchestrator_url: str, token: str, weights_dir: Path, run_dir: Path, weight_transfer: str
+    config: Config,
+    *,
+    orchestrator_url: str,
+    token: str,
+    weights_dir: Path,
+    run_dir: Path,
+    weight_transfer: str,
+    resume: Path | None = None,
 ) -> None:
     """Train until the orchestrator says that the run is over, then leave `run_dir/checkpoints/final`.
 
     `learner/publish_s` is the time the publication *before* this step took: a step is reported before its weights.
-    `weight_transfer` is how versions reach the engines: one of engine_server.Transfer.
+
+    Args:
+        weight_transfer: how versions reach the engines: one of engine_server.Transfer.
+        resume: a checkpoint, or a folder of them, to go on from; the orchestrator must stand at its version.
+
     Raises LearnerError, StaleTrajectoryError or ConfigError; the process that calls it should then end with an error.
     """
     torch.set_num_threads(config.learner.num_threads)
     learner = Learner(config)
+    if resume is not None:
+        checkpoint.load(learner, resume)
     source = WeightSource(learner.model, dtype=getattr(torch, config.model.dtype))
     # The engine may have to be restarted within one publication, and take the weights twice.
     timeout_s = config.engine.start_timeout_s + 2 * config.engine.update_timeout_s + config.engine.request_timeout_s
@@ -157,13 +172,22 @@ def _loop(
         else:
             source.take_part()
 
+    def save_state() -> None:
+        checkpoint.save(learner, run_dir / STATES, keep=config.learner.keep_checkpoints)
+
+    first_version, every = learner.policy_version, config.learner.checkpoint_every
     while True:
         published = _publish(learner, sender, probe_ids)
-        if _is_due(learner.policy_version, config.learner.save_every):
-            export(f"step_{learner.policy_version}")
+        if (version := learner.policy_version) > first_version:
+            if _is_due(version, config.learner.save_every):
+                export(f"step_{version}")
+            if _is_due(version, every):
+                save_state()
         with _clock() as wait_batch_s:
             batch = _next_batch(learner, orchestrator, sender, probe_ids)
         if batch is None:
+            if every and version > first_version and not _is_due(version, every):
+                save_state()
             return export("final")
         output = learner.step(batch)
         probe_ids = batch.trajectories()[0].token_ids()[:PROBE_TOKENS]

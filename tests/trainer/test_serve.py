@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager
+from importlib.metadata import entry_points
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -18,14 +16,19 @@ import torch
 from safetensors.torch import load_file
 from trainer_builders import batch, config, mixed_groups, plain_logprobs
 
+from agentrl import launch
 from agentrl.batch_server import RunOver, create_app, serving
 from agentrl.checksum import checksum_of
-from agentrl.config import save
+from agentrl.config import Config, save
 from agentrl.errors import LearnerError, WeightsWanted
+from agentrl.launch import port_of
+from agentrl.supervise import Child, child
 from agentrl.types import Batch, StepOutput, TransferInit, WeightsRef
 from trainer.serve import Orchestrator, Verdict
 
 TOKEN = "secret"
+DEADLINE_S = 240.0
+ALONE = (sys.executable, "-m", "trainer")
 
 
 class Recorder:
@@ -77,34 +80,42 @@ def server(port: Any) -> Iterator[str]:
         thread.join(10)
 
 
-def learner_process(
-    url: str, folder: Path, *, token: str = TOKEN, num_ranks: int = 1
-) -> subprocess.CompletedProcess[str]:
-    launcher = [sys.executable, "-m", "trainer"]
-    if num_ranks > 1:
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-        launcher += ["--module", "trainer"]
-    command = [*launcher, "--config", str(folder / "config.json"), "--orchestrator", url]
-    command += ["--weights-dir", str(folder / "weights"), "--run-dir", str(folder / "run")]
-    env = {**os.environ, "AGENTRL_TOKEN": token, "OMP_NUM_THREADS": "1"}
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each process finds the environment as a user's shell has it."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "DS_ACCELERATOR"):
-        env.pop(name, None)
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, env=env, text=True, start_new_session=True, **pipes) as process:
-        try:
-            out, error = process.communicate(timeout=120)
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # a launcher's ranks too
-    return subprocess.CompletedProcess(command, process.returncode, out, error)
+        monkeypatch.delenv(name, raising=False)
+
+
+def under_deepspeed() -> list[str]:
+    port = port_of("127.0.0.1", 0, key="--master_port")
+    program = str(Path(sys.executable).with_name("deepspeed"))
+    return [program, "--num_gpus", "2", "--master_port", str(port), "--module", "trainer"]
+
+
+async def ended(part: AbstractAsyncContextManager[Child]) -> tuple[int, str]:
+    """Exit code and everything that it wrote. All ranks are gone when this returns, or raises."""
+    async with part as process:
+        async with asyncio.timeout(DEADLINE_S):
+            code = await process.wait()
+        return code, process.log_path.read_text()
+
+
+def learner_process(
+    url: str, folder: Path, *options: str, token: str = TOKEN, start: Sequence[str] = ALONE
+) -> tuple[int, str]:
+    command = [*start, "--config", str(folder / "config.json"), "--orchestrator", url, *options]
+    command += ["--weights-dir", str(folder / "weights"), "--run-dir", str(folder / "run")]
+    env = {"AGENTRL_TOKEN": token, "OMP_NUM_THREADS": "1"}
+    return asyncio.run(ended(child("learner", command, log_path=folder / "learner.log", env=env)))
 
 
 def test_the_process_trains_publishes_and_exports(tiny_model_dir: Path, tiny_model: Any, tmp_path: Path) -> None:
     save(config(tiny_model_dir, learner={"lr": 1e-3, "save_every": 1}), tmp_path / "config.json")
     recorder = Recorder(mixed_groups(tiny_model), num_steps=2)
     with server(recorder) as url:
-        result = learner_process(url, tmp_path)
-    assert result.returncode == 0, result.stderr
+        code, text = learner_process(url, tmp_path)
+    assert code == 0, text
     assert [ref.policy_version for ref in recorder.refs] == [0, 1, 2]
     assert [output.policy_version for output in recorder.outputs] == [1, 2]
     assert {"learner/wait_batch_s", "learner/publish_s", "learner/publish_bytes_per_s", "learner/ess_ratio"} <= set(
@@ -123,9 +134,9 @@ def test_the_process_trains_publishes_and_exports(tiny_model_dir: Path, tiny_mod
 
 def test_without_a_token_the_process_ends_with_one_line(tiny_model_dir: Path, tmp_path: Path) -> None:
     save(config(tiny_model_dir), tmp_path / "config.json")
-    result = learner_process("http://127.0.0.1:1", tmp_path, token="")
-    assert result.returncode == 1
-    assert result.stderr == "learner: ConfigError: set AGENTRL_TOKEN to the orchestrator's token\n"
+    code, text = learner_process("http://127.0.0.1:1", tmp_path, token="")
+    assert code == 1
+    assert text == "learner: ConfigError: set AGENTRL_TOKEN to the orchestrator's token\n"
 
 
 def test_an_orchestrator_that_is_gone_ends_the_wait() -> None:
@@ -164,18 +175,74 @@ class Forgetful(Recorder):
             raise WeightsWanted
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+def as_agentrl_train_does(url: str, folder: Path, settings: Config) -> tuple[int, str]:
+    return asyncio.run(
+        ended(
+            launch.learner_process(
+                settings,
+                config_path=folder / "config.json",
+                orchestrator_url=url,
+                weights_dir=folder / "weights",
+                run_dir=folder / "run",
+                token=TOKEN,
+            )
+        )
+    )
+
+
 def test_the_present_version_is_published_again_for_a_restarted_engine(
-    tiny_model_dir: Path, tiny_model: Any, tmp_path: Path, num_ranks: int
+    tiny_model_dir: Path, tiny_model: Any, tmp_path: Path
 ) -> None:
-    save(config(tiny_model_dir, learner={"lr": 1e-3}), tmp_path / "config.json")
+    settings = config(tiny_model_dir, learner={"lr": 1e-3})
+    save(settings, tmp_path / "config.json")
     recorder = Forgetful(mixed_groups(tiny_model), num_steps=2)
     with server(recorder) as url:
-        result = learner_process(url, tmp_path, num_ranks=num_ranks)
-    assert result.returncode == 0, result.stderr
+        code, text = as_agentrl_train_does(url, tmp_path, settings)
+    assert code == 0, text
     assert [ref.policy_version for ref in recorder.refs] == [0, 1, 1, 1, 2]
     assert recorder.refs[1] == recorder.refs[2] == recorder.refs[3]
     assert [output.policy_version for output in recorder.outputs] == [1, 2]
+
+
+def folders(path: Path) -> list[str]:
+    return sorted(folder.name for folder in path.iterdir())
+
+
+def final_weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "checkpoints/final/model.safetensors")
+
+
+def test_torchrun_is_the_module_that_agentrl_train_starts() -> None:
+    (torchrun,) = entry_points(group="console_scripts", name="torchrun")
+    assert torchrun.value == "torch.distributed.run:main"
+
+
+@pytest.mark.timeout(550)
+def test_two_ranks_under_torchrun_go_on_under_deepspeed_as_if_never_stopped(
+    tiny_model_dir: Path, tiny_model: Any, tmp_path: Path
+) -> None:
+    """And publish again for a restarted engine, in step with each other."""
+    learner = {"lr": 1e-3, "zero_stage": 2, "checkpoint_every": 2, "num_ranks": 2}
+    settings = config(tiny_model_dir, learner=learner, algorithm={"rho_base": "auto"})
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    for folder in (whole, again):
+        folder.mkdir()
+        save(settings, folder / "config.json")
+    recorder = Forgetful(mixed_groups(tiny_model), num_steps=3)
+    with server(recorder) as url:
+        code, text = as_agentrl_train_does(url, whole, settings)
+        assert code == 0, text
+        states = whole / "run/checkpoints/states"
+        assert folders(states) == ["v2", "v3"]
+        code, text = learner_process(url, again, "--resume", str(states / "v2"), start=under_deepspeed())
+        assert code == 0, text
+    assert "resumed at version 2" in text and "rho_base is being learned, 2 steps seen" in text
+    assert [ref.policy_version for ref in recorder.refs] == [0, 1, 1, 1, 2, 3, 2, 3]
+    assert [output.policy_version for output in recorder.outputs] == [1, 2, 3, 3]
+    assert recorder.outputs[2].ess_ratio == recorder.outputs[3].ess_ratio
+    expected, found = final_weights(whole / "run"), final_weights(again / "run")
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert folders(again / "run/checkpoints/states") == ["v3"]
 
 
 def test_a_batch_survives_the_wire(tiny_model: Any) -> None:

@@ -9,10 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 
 from agentrl import env as environments
@@ -22,6 +19,7 @@ from agentrl.env import Episode
 from agentrl.errors import ConfigError, EngineError, EnvError
 from agentrl.group import as_trajectory
 from agentrl.proxy import ChatProxy
+from agentrl.threads import in_thread
 from agentrl.types import StopReason, Task, Trajectory
 
 log = logging.getLogger(__name__)
@@ -107,37 +105,9 @@ async def _run(env: AgentEnv, task: Task, endpoint: Endpoint) -> None:
             if inspect.iscoroutinefunction(env.run):
                 await env.run(task=task, endpoint=endpoint)
             else:
-                await _in_thread(lambda: env.run(task=task, endpoint=endpoint))
+                await in_thread(lambda: env.run(task=task, endpoint=endpoint), name="agent")
         except SystemExit as error:  # the agent's end, not this process's
             raise EnvError(f"{name} called sys.exit({error.code!r})") from error
-
-
-async def _in_thread(work: Callable[[], object]) -> None:
-    """`work` in a thread of its own. One that is stuck outlives its cancellation, but not this process."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[None] = loop.create_future()
-
-    def settle(error: BaseException | None) -> None:
-        if done.done():
-            return
-        if error is None:
-            done.set_result(None)
-        else:
-            done.set_exception(error)
-
-    def target() -> None:
-        failure: BaseException | None = None
-        try:
-            work()
-        except StopIteration as error:  # no future takes it
-            failure = RuntimeError(f"StopIteration: {error}")
-        except BaseException as error:
-            failure = error
-        with suppress(RuntimeError):  # the loop has ended, and nobody waits any more
-            loop.call_soon_threadsafe(settle, failure)
-
-    threading.Thread(target=target, name="agent", daemon=True).start()
-    await done
 
 
 async def _ended(env: AgentEnv, tasks: set[asyncio.Task[None]]) -> None:

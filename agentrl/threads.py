@@ -47,8 +47,10 @@ async def in_thread(work: Callable[[], T], *, name: str, stop: StopSignal | None
         failure: BaseException | None = None
         try:
             result = context.run(work)
-        except (StopIteration, SystemExit, KeyboardInterrupt) as error:  # no future takes these
-            failure = RuntimeError(f"{type(error).__name__}: {error}")
+        except (StopIteration, SystemExit, KeyboardInterrupt) as error:
+            # No future takes the first; the others would end this process, and not the work.
+            failure = RuntimeError(f"{type(error).__name__}({error})")
+            failure.__cause__ = error
         except BaseException as error:
             failure = error
         with suppress(RuntimeError):  # the loop has ended, and nobody waits any more

@@ -274,10 +274,12 @@ async def test_an_agent_that_swallows_its_cancellation_is_left_behind(
 
 
 async def test_cancelling_a_group_ends_its_agents_and_their_calls(play: Play, tokenizer: TurnTokenizer) -> None:
+    started: list[str] = []
     stopped: list[str] = []
 
     class Hanging(ScriptedEngine):
         async def generate(self, token_ids: Sequence[int], sampling: Sampling, *, request_id: str) -> Completion:
+            started.append(request_id)
             try:
                 await asyncio.sleep(600)
             except asyncio.CancelledError:
@@ -288,7 +290,8 @@ async def test_cancelling_a_group_ends_its_agents_and_their_calls(play: Play, to
     envs: list[Asking] = []
     engine = Hanging(tokenizer=tokenizer, script=[])
     group = asyncio.create_task(play(lambda: envs.append(Asking()) or envs[-1], size=2, engine=engine))
-    await asyncio.sleep(1)
+    while len(started) < 2:
+        await asyncio.sleep(0.01)
     group.cancel()
     with pytest.raises(asyncio.CancelledError):
         await group

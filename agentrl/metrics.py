@@ -107,6 +107,8 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
         "rollout/response_tokens_mean": _mean(num_tokens),
         "rollout/response_tokens_max": max(num_tokens),
         "rollout/tool_calls_mean": _mean(tool_calls),
+        "rollout/segments_mean": _mean([len(episode) for episode in segments]),
+        "rollout/masked": _mean([first.weight == 0 for first in episodes]),
         "rollout/retries_mean": _mean([episode.info.get("retries", 0.0) for episode in episodes]),
         "rollout/solve_none": _mean([not any(solved) for solved in solved_G]),
         "rollout/solve_all": _mean([all(solved) for solved in solved_G]),

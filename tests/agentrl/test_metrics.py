@@ -109,5 +109,14 @@ def test_without_tool_calls_there_is_no_success_rate() -> None:
     assert "rollout/tool_success_rate" not in rollout_metrics([silent])
 
 
+def test_segments_and_masked_episodes_are_counted_by_episode() -> None:
+    group = make_group(Words(), 0, version=0, skill=1.0, rng=random.Random(0), size=2)
+    forked, masked = group.trajectories
+    halves = tuple(replace(forked, id=f"{forked.id}.{segment}", weight=0.5) for segment in range(2))
+    values = rollout_metrics([replace(group, trajectories=(*halves, replace(masked, weight=0.0)))])
+    assert values["rollout/segments_mean"] == 1.5
+    assert values["rollout/masked"] == 0.5
+
+
 def test_no_episodes_give_no_metrics() -> None:
     assert rollout_metrics([]) == {}

@@ -6,12 +6,12 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.stability_report import WINDOW, Run, chosen, has_collapsed, settings
+from benchmarks.stability_report import SETTLED, WINDOW, Run, chosen, has_collapsed, settings
 from benchmarks.stability_rules import RULES
 
 SHOWN = ("opob", "opob_safe", "zero", "mean", "tis", "uncorrected", "grpo", "m2po")
-EARLY = 40
-"""Weights that the second picture looks at first."""
+EARLY = slice(SETTLED, SETTLED + 40)
+"""Steps in which the second picture looks at b*."""
 
 
 def draw(runs: Sequence[Run], folder: Path) -> list[Path]:
@@ -43,36 +43,41 @@ def _curves(runs: Sequence[Run], path: Path) -> Path:
         squeeze=False,
     )
     for (lr, lag), line in zip(rows, axes, strict=True):
-        line[0].set_ylabel(f"lag {lag}, lr {lr:g}")
+        line[0].set_ylabel(f"lag {lag}\nlr {lr:g}")
         for rule, plot in zip(rules, line, strict=True):
             plot.set_ylim(0, 1.02)
-            for run in chosen(runs, rule, lr, lag):
-                plot.plot(smoothed(run["curve"])[::4], linewidth=0.7, color="C3" if has_collapsed(run) else "C0")
+            if not (found := chosen(runs, rule, lr, lag)):
+                plot.text(0.5, 0.5, "not run", ha="center", transform=plot.transAxes, color="gray")
+            for run in found:
+                reward = smoothed(run["curve"])[::4]
+                color = "C3" if has_collapsed(run) else "C0"
+                plot.plot([4 * i for i in range(len(reward))], reward, linewidth=0.7, color=color)
     for rule, plot in zip(rules, axes[0], strict=True):
         plot.set_title(rule)
-    figure.supxlabel(f"weights, in fours; reward is the mean of {WINDOW} in a row; red: collapsed")
+    figure.supxlabel(f"updates made; reward is the mean of {WINDOW} weights in a row; a line a seed, red: collapsed")
     return _saved(figure, path)
 
 
 def _fates(runs: Sequence[Run], path: Path) -> Path:
-    """Highest b* - mean of the first steps against the lowest reward that came after; a point a run."""
+    """Highest b* - mean of early steps against the lowest reward of the weights made since; a point a run."""
     from matplotlib import pyplot
 
     figure, plot = pyplot.subplots(figsize=(4.5, 3.2))
     for i, rule in enumerate(name for name, rule in RULES.items() if rule.optimum is not None):
         mine = [run for run in runs if run["rule"] == rule and run["then"] is None and run["lag"] > 0]
-        shift, lowest = zip(*map(fate, mine), strict=True) if mine else ((), ())
+        if not mine:
+            continue
+        shift, lowest = zip(*map(fate, mine), strict=True)
         plot.scatter(shift, lowest, s=9, color=f"C{i}", label=f"{rule} ({len(mine)})")
-    plot.set_xlabel(f"mean over {EARLY} steps of the highest b* - mean, after lag + {EARLY} steps")
-    plot.set_ylabel("lowest reward afterwards")
+    plot.set_xlabel(f"highest b* - mean of a step, mean over steps {EARLY.start} to {EARLY.stop}")
+    plot.set_ylabel(f"lowest {WINDOW} weights in a row since")
     plot.legend(fontsize=7)
     return _saved(figure, path)
 
 
 def fate(run: Run) -> tuple[float, float]:
-    """(mean over EARLY steps of the highest b* - mean, lowest smoothed reward of the weights made after them)."""
-    end = run["lag"] + EARLY
-    return statistics.fmean(run["steps"]["shift_max"][end - EARLY : end]), min(smoothed(run["curve"][end:]))
+    """(mean over EARLY steps of the highest b* - mean, lowest smoothed reward of the weights made since they began)."""
+    return statistics.fmean(run["steps"]["shift_max"][EARLY]), min(smoothed(run["curve"][EARLY.start :]))
 
 
 def _saved(figure: object, path: Path) -> Path:

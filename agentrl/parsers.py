@@ -119,7 +119,7 @@ class CodeBlock:
 
 
 FENCE = CodeBlock(
-    pattern=re.compile(r"```(?:python|py)[ \t]*\n(?P<code>.*?)\n?```[ \t]*(?=\n|\Z)", re.DOTALL),
+    pattern=re.compile(r"```(?:python|py)[ \t]*\n(?P<code>.*?)(?:\n|(?<=\n))```[ \t]*(?=\n|\Z)", re.DOTALL),
     begins="```py",
     ends="```\n",
     head="```python\n",

@@ -88,6 +88,7 @@ def test_the_first_whole_block_runs_as_written(block: CodeBlock, text: str, want
     [
         (FENCE, "```python\nprint(1)", "not closed"),
         (FENCE, "```\nprint(1)\n```\n", "no code to run"),
+        (FENCE, '```python\ns = "a```\n', "not closed"),
         (RETOOL, "<code>print(1)", "not closed"),
         (RETOOL, "print(1)</code>", "no code to run"),
     ],

@@ -90,8 +90,9 @@ class SyncPlayer:
         try:
             async with AsyncExitStack() as stack:
                 sandbox = await stack.enter_async_context(self._open_sandbox()) if self._open_sandbox else None
+                make_env = await stack.enter_async_context(environments.opened(self._env_class, sandbox=sandbox))
                 while request.task is not None:
-                    request = await self._episode(request, environments.make(self._env_class, sandbox=sandbox))
+                    request = await self._episode(request, make_env())
         except Exception as error:
             failure = error
         self._loop = None  # before the answer: the next call starts anew

@@ -83,7 +83,8 @@ class Worker:
         """Raises whatever fails."""
         kind = asked["ask"]
         if kind == "load":
-            self._env = await asyncio.to_thread(load, asked["env_id"], asked["args"], asked["paths"])
+            # In this thread, which is the main one: environments set signal handlers.
+            self._env = load(asked["env_id"], asked["args"], asked["paths"])
             self._rows = {"train": _rows(self._env.get_dataset), "eval": _rows(self._env.get_eval_dataset)}
             return {split: [_told(row) for row in rows] for split, rows in self._rows.items()}
         return await self._rollout(asked)
@@ -109,7 +110,7 @@ class Worker:
             "reward": state.get("reward"),
             "metrics": {name: float(value) for name, value in (state.get("metrics") or {}).items()},
             "stop_condition": state.get("stop_condition"),
-            "error": None if is_models else f"{type(error).__name__}: {error or error.__cause__!r}",
+            "error": None if is_models else f"{type(error).__name__}: {error}",
             "rubric_errors": failures,
         }
 

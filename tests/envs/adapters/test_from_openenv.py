@@ -38,7 +38,7 @@ def task(seed: int) -> Task:
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    python = python_of("openenv")
+    python = python_of("openenv", imports=f"import runpy; runpy.run_path({str(SERVER)!r}, run_name='server')")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

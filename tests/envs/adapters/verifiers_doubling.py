@@ -15,7 +15,9 @@ def add(a: int, b: int) -> int:
 
 
 def correct(completion, answer, **kwargs) -> float:
-    """Whether the last message is the answer."""
+    """Whether the last message is the answer; fails for one row, as a judge without a key would."""
+    if answer == "broken":
+        raise RuntimeError("the judge has no key")
     return float(completion[-1]["content"].strip() == answer)
 
 
@@ -24,39 +26,41 @@ def length(completion, **kwargs) -> float:
     return float(len(completion))
 
 
-def broken(completion, **kwargs) -> float:
-    """Fails where the judge's key is missing, say."""
-    raise RuntimeError("the judge has no key")
-
-
 def together(completions, **kwargs) -> list[float]:
     """Scores a group."""
     return [0.0 for _ in completions]
 
 
-class Dialogue(vf.MultiTurnEnv):
-    """Asks once more, then ends."""
+class Dialogue(vf.ToolEnv):
+    """Has a tool, asks once more, then ends."""
+
+    async def no_tools_called(self, state) -> bool:
+        """No stop condition here: an answer without a call is answered."""
+        return False
 
     @vf.stop
     async def enough(self, state) -> bool:
-        return len(state["trajectory"]) >= 2
+        """After two answers without a call."""
+        said = [step["completion"][-1] for step in state["trajectory"]]
+        return sum(not message.tool_calls for message in said) >= 2
 
     async def env_response(self, messages, state, **kwargs):
+        """The tool's answer, or a question."""
+        if messages[-1].tool_calls:
+            return await super().env_response(messages, state, **kwargs)
         if messages[-1].content == "crash":
             raise vf.InfraError("its sandbox is gone")
         return [{"role": "user", "content": f"Twice {messages[-1].content}?"}]
 
 
-def load_environment(kind: str = "dialogue", rubric: str = "correct", num_rows: int = 3):
-    """The environment; `rubric` names its reward function."""
-    rows = [{"question": f"Twice {n}?", "answer": str(2 * n)} for n in range(num_rows)]
-    functions = {"correct": correct, "broken": broken, "together": together}
-    rules = {
-        "dataset": Dataset.from_list(rows),
-        "eval_dataset": Dataset.from_list(rows[:2]),
-        "rubric": vf.Rubric(funcs=[functions[rubric], length], weights=[1.0, 0.0]),
-        "system_prompt": "Double it.",
-    }
-    if kind == "dialogue":
-        return Dialogue(**rules)
-    return vf.ToolEnv(tools=[add], max_turns=4, **rules)
+def load_environment(grouped: bool = False):
+    """The environment; `grouped` scores all rollouts of a row together."""
+    rows = [{"question": f"Twice {n}?", "answer": str(2 * n)} for n in range(3)]
+    return Dialogue(
+        dataset=Dataset.from_list([*rows, {"question": "Judged?", "answer": "broken"}]),
+        eval_dataset=Dataset.from_list(rows[:2]),
+        rubric=vf.Rubric(funcs=[together if grouped else correct, length], weights=[1.0, 0.0]),
+        system_prompt="Double it.",
+        tools=[add],
+        max_turns=6,
+    )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from agentrl.cli_run import Debug, guarded, run
+from agentrl.errors import ConfigError
 
 CLOSED = "the episode was closed"
 
@@ -17,6 +18,26 @@ Target = Annotated[
     str, typer.Argument(help="module:Class, path/to/file.py:Class, or a registered id.", show_default=False)
 ]
 Data = Annotated[str | None, typer.Option(help="Rows: a file, a set's name, hf:owner/name (docs/math.md).")]
+Arguments = Annotated[
+    list[str] | None,
+    typer.Option("--arg", metavar="NAME=VALUE", help="An argument of the constructor, like env.kwargs in a config."),
+]
+
+
+def _kwargs(arguments: list[str] | None) -> dict[str, Any]:
+    """Values are YAML, as in a config's overrides. Raises ConfigError."""
+    import yaml
+
+    found: dict[str, Any] = {}
+    for argument in arguments or []:
+        name, equals, value = argument.partition("=")
+        if not equals or not name.isidentifier():
+            raise ConfigError(f"--arg {argument!r} is not of the form NAME=VALUE")
+        try:
+            found[name] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"--arg {argument!r}: the value is not valid YAML: {error}") from error
+    return found
 
 
 @env_app.command(name="list")
@@ -48,6 +69,7 @@ def env_new(
 def env_check(
     target: Target,
     data: Data = None,
+    arguments: Arguments = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first rows.")] = None,
     tokenizer: Annotated[
         str | None, typer.Option(help="Check the turns of this model's tokenizer; default: bytes with ChatML turns.")
@@ -57,7 +79,8 @@ def env_check(
     """Judge an environment: contract, tools, seeds, clean-up, tokens; a gold answer scores 1.0 and a wrong one 0.0."""
     from agentrl.judge import check_environment
 
-    if not run(check_environment(target, data=data, limit=limit, tokenizer=tokenizer), debug=debug):
+    kwargs = guarded(lambda: _kwargs(arguments), debug=debug)
+    if not run(check_environment(target, kwargs=kwargs, data=data, limit=limit, tokenizer=tokenizer), debug=debug):
         raise typer.Exit(1)
 
 
@@ -65,6 +88,7 @@ def env_check(
 def env_play(
     target: Target,
     data: Data = None,
+    arguments: Arguments = None,
     task: Annotated[int, typer.Option(min=0, help="Number of the test task.")] = 0,
     seed: Annotated[int, typer.Option(help="Seed of the episode.")] = 0,
     debug: Debug = False,
@@ -72,4 +96,6 @@ def env_play(
     """Play the agent yourself: what you write is what a model would say; tools are called as tool(arg=...) or JSON."""
     from agentrl.play import play_in_terminal
 
-    run(play_in_terminal(target, data=data, index=task, seed=seed), debug=debug, interrupted=CLOSED)
+    kwargs = guarded(lambda: _kwargs(arguments), debug=debug)
+    playing = play_in_terminal(target, kwargs=kwargs, data=data, index=task, seed=seed)
+    run(playing, debug=debug, interrupted=CLOSED)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from rich.text import Text
 
 from agentrl.check import check_env
@@ -9,11 +12,13 @@ from agentrl.console import EvalConsole
 from agentrl.env import load_env_class
 
 
-async def check_environment(target: str, *, data: str | None, limit: int | None, tokenizer: str | None) -> bool:
+async def check_environment(
+    target: str, *, kwargs: Mapping[str, Any], data: str | None, limit: int | None, tokenizer: str | None
+) -> bool:
     """Whether every check passed. Raises ConfigError for a target or data file that is wrong."""
     from sandbox.client import SandboxClient
 
-    env_class = load_env_class(target)
+    env_class = load_env_class(target, kwargs)
     console = EvalConsole()
     async with SandboxClient.embedded() as sandbox:
         with console.progress("checking") as advance:

@@ -35,9 +35,9 @@ HELP = """Write what the model would say. A line that is a call is run: python(c
 an empty line ends one that never does. /tools lists the tools, /quit ends the episode (so do Ctrl-C and Ctrl-D)."""
 
 
-async def play_in_terminal(target: str, *, data: str | None, index: int, seed: int) -> None:
+async def play_in_terminal(target: str, *, kwargs: Mapping[str, Any], data: str | None, index: int, seed: int) -> None:
     """One episode of test task number `index`. Raises AgentRLError; ConfigError for what cannot be played."""
-    env_class = load_env_class(target)
+    env_class = load_env_class(target, kwargs)
     if issubclass(env_class, AgentEnv):
         raise ConfigError(f"{env_class.__name__} brings its own loop: there are no turns to play")
     task = next(itertools.islice(env_class.tasks("test", data=data), index, None), None)

@@ -23,6 +23,7 @@ from trainer.deepspeed_settings import set_rates, start_engine
 from trainer.gradients import Estimator
 from trainer.model import checkpoint_layers, load_model
 from trainer.packing import share_of_rank
+from trainer.score_sums import full_shape
 from trainer.terms import GroupTerms
 from trainer.variance import SplitVariance
 
@@ -57,6 +58,7 @@ class Learner:
             gather=ranks.gather,
             reduce=ranks.add_up,
         )
+        self._say_what_exactness_costs()
         self._rho_base = vcpo.RhoBase(config.algorithm.rho_base)
         self._skipped_steps = 0
 
@@ -150,6 +152,17 @@ class Learner:
                 num_episodes=batch.num_episodes,
             )
         )
+
+    def _say_what_exactness_costs(self) -> None:
+        """Where memory was short enough to divide or offload: the sums are whole on every rank in any stage."""
+        settings, sums = self.config.learner, self._estimator.sums
+        if sums.has_scores and (settings.zero_stage == 3 or settings.offload_optimizer):
+            sum_bytes = 4 * sum(full_shape(weight).numel() for weight in sums.parameters)
+            log.info(
+                "exact norms: every rank holds two float32 sums of %.3g GB each while it estimates a gradient; with "
+                "algorithm.baseline_norms=proxy it is one",
+                sum_bytes / 1e9,
+            )
 
     def _weight_metrics(self, groups: list[GroupTerms]) -> dict[str, float]:
         algorithm = self.config.algorithm

@@ -12,7 +12,7 @@ from typing import Any
 
 from agentrl.codec import Codec
 from agentrl.errors import ConfigError, MissingDependencyError
-from agentrl.parsers import format_message
+from agentrl.parsers import THINK_CLOSE, format_message
 from agentrl.turn_strategies import Pieces, placeholder, split_pieces
 from agentrl.types import Message, Role, user
 
@@ -26,7 +26,9 @@ class LibraryStrategy:
         self._codec = vocabulary.codec
         self._renderer = renderer
         self._opened = self.opening([user("x")], ())
-        self.close_id: int = self.following([user("x")], spoken=self._codec.encode("x"))[0]
+        end_of_thought = [i for i in (self._codec.added_ids.get(THINK_CLOSE),) if i is not None]
+        self._said = [*self._codec.encode("x"), *end_of_thought, *self._codec.encode("x")]
+        self.close_id: int = self._after([user("x")])[0]
         if self.close_id not in renderer.get_stop_token_ids():
             raise ConfigError(f"{self.name} does not close a turn that was cut short")
 
@@ -41,10 +43,18 @@ class LibraryStrategy:
         return self._codec.decode(self.opening([user("x")], tools))
 
     def following(self, messages: Sequence[Message], *, spoken: Sequence[int]) -> list[int]:
-        """See Strategy. Raises ConfigError where the package would render the whole dialogue again."""
+        """See Strategy. Raises ConfigError where the package would render the whole dialogue again.
+
+        The package is shown a turn of one word: what it writes behind a turn must not hang on what was said in it.
+        """
+        ids = self._after(messages)
+        return ids[1:] if spoken and spoken[-1] == self.close_id else ids
+
+    def _after(self, messages: Sequence[Message]) -> list[int]:
+        """Ids behind an assistant turn that was cut short, its close token first."""
         bodies = self._vocabulary.hide(messages)
-        bridged = self._renderer.bridge_to_next_turn(self._opened, list(spoken), bodies)
-        known = [*self._opened, *spoken]
+        bridged = self._renderer.bridge_to_next_turn(self._opened, list(self._said), bodies)
+        known = [*self._opened, *self._said]
         if bridged is None or list(bridged.token_ids[: len(known)]) != known:
             raise ConfigError(f"{self.name} does not append {[m.role for m in messages]} messages to what was said")
         return list(bridged.token_ids[len(known) :])
@@ -52,7 +62,7 @@ class LibraryStrategy:
     def can_append(self, roles: Sequence[Role]) -> bool:
         """See Strategy."""
         try:
-            self.following([Message(role=role, content="x") for role in roles], spoken=self._codec.encode("x"))
+            self._after([Message(role=role, content="x") for role in roles])
         except ConfigError:
             return False
         return True

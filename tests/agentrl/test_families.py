@@ -149,7 +149,8 @@ def test_the_renderers_package_and_the_template_write_the_same_tokens(tmp_path: 
     assert theirs.strategy.name == "renderers' qwen3" and theirs.close_id == ours.close_id
     opening = [system("s"), user("<|im_end|> é")]
     assert theirs.first_prompt(opening) == ours.first_prompt(opening)
-    for said in (ours.encode_assistant("yes"), [*ours.encode_assistant("yes"), ours.close_id]):
+    yes, thinks = ours.encode_assistant("yes"), ours.encode_assistant("<think>and so on")
+    for said in (yes, [*yes, ours.close_id], thinks, [*thinks, ours.close_id]):
         for new in ([Message(role="tool", content="<|im_end|>1"), Message(role="tool", content="")], [user("on")]):
             assert theirs.observation(new, previous=said) == ours.observation(new, previous=said)
 

@@ -93,9 +93,9 @@ async def outcome(
     return None
 
 
-def config_for(tmp_path: Path, **rollout: Any) -> Config:
-    """Eight groups are under way at once, so that the breaker sees enough of them fail."""
-    return make_config(tmp_path, eval_every=0, **{"max_lag": 3, **rollout})
+def config_for(tmp_path: Path, *, steps: int = 100, **rollout: Any) -> Config:
+    """Eight groups are under way at once, so that enough of them fail; more steps than what is under way can make."""
+    return make_config(tmp_path, steps=steps, eval_every=0, **{"max_lag": 3, **rollout})
 
 
 def recorded(config: Config) -> list[Trajectory]:
@@ -237,7 +237,7 @@ async def test_graders_that_keep_dying_end_the_run(tmp_path: Path, tokenizer: Tu
 
 
 async def test_a_grader_that_dies_once_costs_a_second_try(tmp_path: Path, tokenizer: TurnTokenizer) -> None:
-    config = config_for(tmp_path, max_retries=2)
+    config = config_for(tmp_path, steps=3, max_lag=0, max_retries=2)
     killed: list[int] = []
     assert await outcome(config, tokenizer, Halves, lambda: killed.append(kill_graders())) is None
     assert sum(killed) >= 1
@@ -312,7 +312,7 @@ async def test_a_data_file_that_vanishes_is_not_missed(tmp_path: Path, tokenizer
         def tasks(cls, split: Split, *, data: str | None = None, seed: int = 0) -> Iterable[Task]:
             return Math.tasks(split, data=str(path), seed=seed)
 
-    config = config_for(tmp_path)
+    config = config_for(tmp_path, steps=4)
     assert await outcome(config, tokenizer, FromFile, path.unlink) is None
     assert not path.exists()
     assert_every_reward_is_earned(config)

@@ -74,8 +74,8 @@ class YesAndNo(ScriptedEngine):
         return "yes" if self._count % 2 else "no"
 
 
-def make_config(tmp_path: Path, *, eval_every: int = 2, **rollout: Any) -> Config:
-    """Four steps of two groups of four."""
+def make_config(tmp_path: Path, *, steps: int = 4, eval_every: int = 2, **rollout: Any) -> Config:
+    """Steps of two groups of four."""
     return parse(
         {
             "name": "t",
@@ -84,7 +84,7 @@ def make_config(tmp_path: Path, *, eval_every: int = 2, **rollout: Any) -> Confi
             "model": {"path": "unused"},
             "rollout": {"groups_per_step": 2, "group_size": 4, "max_lag": 1, "max_retries": 0, **rollout},
             "learner": {"start_timeout_s": 20, "step_timeout_s": 20},
-            "train": {"steps": 4, "stall_timeout_s": 20},
+            "train": {"steps": steps, "stall_timeout_s": 20},
             "eval": {"num_tasks": 2, "samples_per_task": 2, "every": eval_every},
         },
         source="test",
@@ -161,7 +161,7 @@ async def run_with(
     async with orchestrating(config, engine, tokenizer, **(parts or {})) as (orchestrator, url):
         learner = asyncio.create_task(obedient_learner(url, seen, **options))
         try:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(120):
                 summary = await orchestrator.run()
                 await learner
         finally:

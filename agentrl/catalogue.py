@@ -6,22 +6,24 @@ import inspect
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from agentrl.env import EnvSpec, specs
 
-PLAIN_WIDTH = 200
-
 
 def show_environments() -> None:
-    """Id, place, and the first line of the class's description."""
+    """Id, place, and the first line of the class's description; whole lines where no terminal reads them."""
     console = Console(highlight=False)
-    if not console.is_terminal:  # whoever reads a pipe wants whole lines
-        console = Console(highlight=False, width=PLAIN_WIDTH)
     table = Table("id", "class", "what it is", box=None, pad_edge=False)
     for spec in specs():
-        table.add_row(spec.id, spec.entry_point, _summary(spec))
-    console.print(table)
-    console.print("Your own: module:Class or path/to/file.py:Class; `agentrl env new NAME` writes one.")
+        cells = (spec.id, spec.entry_point, _summary(spec))
+        if console.is_terminal:
+            table.add_row(*map(Text, cells))
+        else:
+            console.print(Text("  ".join(cells)), soft_wrap=True)
+    if console.is_terminal:
+        console.print(table)
+    console.print("Your own: module:Class or path/to/file.py:Class; `agentrl env new NAME` writes one.", soft_wrap=True)
 
 
 def _summary(spec: EnvSpec) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 
 from agentrl.errors import ErrorRateExceeded, InfraError
 
@@ -18,20 +18,23 @@ class ErrorBreaker:
     def __init__(self, max_rate: float, *, window: int = 100, min_failures: int = 5) -> None:
         self._max_rate = max_rate
         self._min_failures = min_failures
-        self._failed: deque[bool] = deque(maxlen=window)
+        self._outcomes: deque[str] = deque(maxlen=window)  # the kind of failure; "" for none
         self._first_error: InfraError | None = None
 
     def success(self) -> None:
         """A group was finished."""
-        self._failed.append(False)
+        self._outcomes.append("")
 
     def failure(self, error: InfraError) -> None:
         """A group failed for good. Raises ErrorRateExceeded, caused by the first failure, when there are too many."""
-        self._failed.append(True)
+        self._outcomes.append(type(error).__name__)
         self._first_error = self._first_error or error
-        num_failed = sum(self._failed)
-        if num_failed > max(self._min_failures, self._max_rate * len(self._failed)):
+        kinds = Counter(kind for kind in self._outcomes if kind)
+        num_failed = kinds.total()
+        if num_failed > max(self._min_failures, self._max_rate * len(self._outcomes)):
+            counts = ", ".join(f"{number} {kind}" for kind, number in kinds.most_common())
             raise ErrorRateExceeded(
-                f"{num_failed} of the last {len(self._failed)} groups failed for infrastructure reasons, more than "
-                f"rollout.max_infra_error_rate={self._max_rate} allows. The first failure: {self._first_error}"
+                f"{num_failed} of the last {len(self._outcomes)} groups failed for infrastructure reasons ({counts}), "
+                f"more than rollout.max_infra_error_rate={self._max_rate} allows. The first failure: "
+                f"{self._first_error}"
             ) from self._first_error

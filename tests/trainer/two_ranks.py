@@ -1,4 +1,4 @@
-"""Run under torchrun by test_zero.py: three steps and a fourth one's metrics, saved by rank 0.
+"""Run under torchrun by test_lora.py: three steps and a fourth one's metrics, saved by rank 0.
 
 The arguments are the model's folder, where to save, and the sections of the config as JSON.
 """

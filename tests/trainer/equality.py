@@ -1,0 +1,243 @@
+"""Does every way to divide the learner's work come to the same? Three steps under many settings, against one.
+
+    python tests/trainer/equality.py MODEL                     the table of docs/learner.md
+    torchrun ... equality.py MODEL --out FILE --cases JSON     for test_equality.py on two ranks: rank 0 saves outcomes
+
+A setting's outcome is the terms of every trajectory at every step, the gradient norms, and the weights in the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+from trainer_builders import batch, config, divide_small_weights, mixed_groups, whole_weights
+from transformers import AutoModelForCausalLM
+
+from agentrl.types import Batch, TrajectoryGroup
+from trainer import learner as learner_module
+from trainer import packing, ranks
+from trainer.learner import Learner
+from trainer.terms import GroupTerms
+
+LEARNER = {"lr": 1e-4, "grad_clip": 0.5, "weight_decay": 0.01}
+NUM_STEPS = 3
+Share = Callable[..., list[TrajectoryGroup]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One way to make the same steps."""
+
+    dtype: str = "float32"
+    zero_stage: int = 0
+    offload: bool = False
+    checkpointing: bool = False
+    pack_tokens: int = 8192
+    algorithm: dict[str, Any] = field(default_factory=lambda: {"preset": "vcpo"})
+    split: str = "own"  # which rank gets which groups: see SHARES
+    num_groups: int = 3
+    is_poisoned: bool = False  # the second step's batch holds a NaN, in a group of one rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a setting came to. Rows are steps; columns trajectories by id, or groups by their first one's."""
+
+    log_weight: torch.Tensor
+    score_norm: torch.Tensor
+    advantage: torch.Tensor
+    kl: torch.Tensor
+    baseline: torch.Tensor  # minus the group's mean reward
+    rho: torch.Tensor
+    grad_norm: torch.Tensor
+    before: torch.Tensor
+    after: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """Of two outcomes, the largest over steps, trajectories and groups."""
+
+    log_weight: float
+    score_norm: float  # relative
+    advantage: float
+    kl: float  # relative to 1 + KL
+    baseline: float
+    rho: float
+    grad_norm: float  # relative
+    update: float  # |difference of the weights| / |update|, as vectors
+    weight: float  # of one weight
+
+
+# Which groups a rank gets: as the learner does it, the other way round, dealt out like cards, or all on the first.
+SHARES: dict[str, Share] = {
+    "own": packing.share_of_rank,
+    "reversed": lambda groups, *, rank, num_ranks: packing.share_of_rank(
+        groups, rank=num_ranks - 1 - rank, num_ranks=num_ranks
+    ),
+    "dealt": lambda groups, *, rank, num_ranks: list(groups[rank::num_ranks]),
+    "all on one": lambda groups, *, rank, num_ranks: list(groups) if rank == 0 else [],
+}
+
+
+class Watched(Learner):
+    """Keeps the terms of every step."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.terms: list[list[GroupTerms]] = []
+
+    def _estimate(self, batch: Batch) -> list[GroupTerms]:
+        groups = super()._estimate(batch)
+        self.terms.append(sorted(groups, key=lambda group: group.trajectories[0].id))
+        return groups
+
+
+def outcome(model_dir: Path, setting: Setting) -> Outcome:
+    """Every rank calls it."""
+    learner_module.share_of_rank = SHARES[setting.split]
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype="float32").eval()
+    groups = mixed_groups(model)[: setting.num_groups]
+    settings = {
+        **LEARNER,
+        "zero_stage": setting.zero_stage,
+        "offload_optimizer": setting.offload,
+        "gradient_checkpointing": setting.checkpointing,
+        "pack_tokens": setting.pack_tokens,
+    }
+    algorithm = {"rho_base": 1.0, **setting.algorithm}
+    learner = Watched(config(model_dir, dtype=setting.dtype, learner=settings, algorithm=algorithm))
+    before = whole_weights(learner.model)
+    batches = [batch(groups, version=version) for version in range(NUM_STEPS)]
+    if setting.is_poisoned:
+        batches[1] = batch(_poisoned(groups), version=1)
+    metrics = [learner.step(one).metrics for one in batches]
+    assert metrics[-1]["learner/skipped_steps"] == setting.is_poisoned
+    made = [version for version in range(NUM_STEPS) if "learner/grad_norm" in metrics[version]]
+    metrics, learner.terms = [metrics[version] for version in made], [learner.terms[version] for version in made]
+    members = [[one for group in step for one in group.trajectories] for step in learner.terms]
+
+    def table(name: str) -> torch.Tensor:
+        return torch.tensor([[getattr(one, name) for one in step] for step in members], dtype=torch.float64)
+
+    return Outcome(
+        log_weight=table("log_weight"),
+        score_norm=table("score_norm"),
+        advantage=table("advantage"),
+        kl=table("kl_sum"),
+        baseline=torch.tensor([[group.baseline_minus_mean for group in step] for step in learner.terms]),
+        rho=torch.tensor([step["learner/ess_ratio"] for step in metrics]),
+        grad_norm=torch.tensor([step["learner/grad_norm"] for step in metrics]),
+        before=before,
+        after=whole_weights(learner.model),
+    )
+
+
+def _poisoned(groups: list[TrajectoryGroup]) -> list[TrajectoryGroup]:
+    first, *others = groups
+    broken = replace(first.trajectories[0], reward=math.nan)
+    return [replace(first, trajectories=(broken, *first.trajectories[1:])), *others]
+
+
+def difference(one: Outcome, reference: Outcome) -> Difference:
+    def absolute(name: str) -> float:
+        return float((getattr(one, name) - getattr(reference, name)).abs().max())
+
+    def relative(name: str, floor: float = 1e-12) -> float:
+        theirs = getattr(reference, name)
+        return float(((getattr(one, name) - theirs).abs() / theirs.abs().clamp(min=floor)).max())
+
+    moved = (reference.after - reference.before).norm()
+    return Difference(
+        log_weight=absolute("log_weight"),
+        score_norm=relative("score_norm"),
+        advantage=absolute("advantage"),
+        kl=relative("kl", floor=1.0),
+        baseline=absolute("baseline"),
+        rho=absolute("rho"),
+        grad_norm=relative("grad_norm"),
+        update=float((one.after - reference.after).norm() / moved),
+        weight=absolute("after"),
+    )
+
+
+def worst(differences: Sequence[Difference]) -> Difference:
+    rows = [asdict(one) for one in differences]
+    return Difference(**{name: max(row[name] for row in rows) for name in rows[0]})
+
+
+def grid() -> Iterator[Setting]:
+    for dtype in ("float32", "bfloat16"):
+        for zero_stage in range(4):
+            for offload in (False, True) if zero_stage else (False,):
+                for checkpointing in (False, True):
+                    yield Setting(dtype=dtype, zero_stage=zero_stage, offload=offload, checkpointing=checkpointing)
+
+
+def on_two_ranks(model_dir: Path, settings: Sequence[Setting], out: Path, *, timeout_s: float) -> list[Outcome]:
+    """One pair of processes for all of them; both are gone when this returns or raises."""
+    cases = json.dumps([asdict(setting) for setting in settings])
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*launcher, __file__, str(model_dir), "--out", str(out), "--cases", cases]
+    with subprocess.Popen(command, start_new_session=True) as process:
+        try:
+            assert process.wait(timeout_s) == 0
+        finally:
+            process.terminate()  # the launcher ends its ranks
+    loaded: list[Outcome] = [Outcome(**one) for one in torch.load(out)]
+    return loaded
+
+
+def print_table(model_dir: Path) -> None:
+    settings = list(grid())
+    with tempfile.TemporaryDirectory() as folder:
+        two = on_two_ranks(model_dir, settings, Path(folder) / "out.pt", timeout_s=900)
+    one = [outcome(model_dir, setting) for setting in settings]
+    references = {dtype: one[settings.index(Setting(dtype=dtype))] for dtype in ("float32", "bfloat16")}
+    names = list(Difference.__annotations__)
+    sys.stdout.write("| against | dtype | ranks | ZeRO | " + " | ".join(names) + " |\n")
+    for base in ("float32", "bfloat16"):
+        for dtype in ("float32", "bfloat16") if base == "float32" else ("bfloat16",):
+            for number, found in ((1, one), (2, two)):
+                for stage in range(4):
+                    rows = [
+                        difference(o, references[base])
+                        for s, o in zip(settings, found, strict=True)
+                        if (s.dtype, s.zero_stage) == (dtype, stage)
+                    ]
+                    values = " | ".join(f"{value:.1e}" for value in asdict(worst(rows)).values())
+                    sys.stdout.write(f"| {base} | {dtype} | {number} | {stage} | {values} |\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model_dir", type=Path)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--cases")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    divide_small_weights()
+    if arguments.cases is None:
+        return print_table(arguments.model_dir)
+    found = [outcome(arguments.model_dir, Setting(**case)) for case in json.loads(arguments.cases)]
+    if distributed.get_rank() == 0:
+        torch.save([{name: getattr(one, name) for name in Outcome.__annotations__} for one in found], arguments.out)
+    distributed.destroy_process_group()
+    return None
+
+
+if __name__ == "__main__":
+    ranks.set_defaults(os.environ)
+    main()

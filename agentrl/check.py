@@ -132,6 +132,8 @@ class _Inspector:
             return await play_script(self.make_env(), task, script, seed=0)
 
     async def _tools(self) -> str:
+        import jsonschema
+
         for schema in self.env_cls.tool_schemas():
             json.dumps(schema)
             function = schema.get("function", {})
@@ -139,6 +141,10 @@ class _Inspector:
             _require(bool(_TOOL_NAME.fullmatch(name)), f"{name!r} is no name that chat formats take")
             _require(bool(function.get("description")), f"{name} has no description")
             _require(parameters.get("type") == "object", f"the parameters of {name} are no object")
+            try:
+                jsonschema.Draft202012Validator.check_schema(parameters)
+            except jsonschema.SchemaError as error:
+                raise _Finding(f"the parameters of {name} are no JSON schema: {error.message}") from error
             unknown = set(parameters.get("required", ())) - set(parameters.get("properties", ()))
             _require(not unknown, f"{name} requires {sorted(unknown)}, which it does not describe")
         return ", ".join(self.env_cls.tools) or "none"

@@ -99,6 +99,19 @@ class AnswersForTheModel(Good):
         return (await super().step(action))._replace(observation=[Message(role="assistant", content="I am you.")])
 
 
+class HandWrittenSchema(Good):
+    @classmethod
+    def tool_schemas(cls) -> list[dict[str, Any]]:
+        parameters = {"type": "object", "properties": {"text": {"type": "words"}}}
+        return [{"type": "function", "function": {"name": "echo", "description": "Echo.", "parameters": parameters}}]
+
+
+class NamelessTool(Good):
+    @classmethod
+    def tool_schemas(cls) -> list[dict[str, Any]]:
+        return [{"type": "function", "function": {"name": "say it", "description": "Echo."}}]
+
+
 class OtherRowsEachTime(Good):
     number = itertools.count()
 
@@ -175,6 +188,8 @@ async def test_a_good_environment_passes_and_reports_progress() -> None:
         (SwallowsOpening, "closes on cancel", r"swallowed the cancellation \(cancelled at await 2 of 7"),
         (FailsWhenCancelled, "closes on cancel", "came out as EnvError: tool echo: OSError"),
         (AnswersForTheModel, "contract", r"step answered as \['assistant'\]"),
+        (HandWrittenSchema, "tools", "the parameters of echo are no JSON schema: 'words'"),
+        (NamelessTool, "tools", "'say it' is no name"),
         (OtherRowsEachTime, "tasks", "other rows the second time"),
         (EndsOnBadCalls, "bad calls are observations", "ends the episode"),
         (BadExpert, "demonstrations", "the expert scored 0"),

@@ -1,0 +1,1 @@
+"""What a step of the learner costs, beside a plain step, the reference way and TRL."""

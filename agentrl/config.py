@@ -88,9 +88,6 @@ class LoraConfig(Section):
     target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
     """Names of the linear layers that get an adapter, as PEFT understands them: [q_proj, v_proj]. all-linear: every
     one but the output head."""
-    publish: Literal["merged", "adapter"] = "merged"
-    """What the engine is given: W + alpha / rank * B A in place of W, by any engine.weight_transfer; or A and B alone,
-    through a folder, which vLLM computes beside W as the learner does."""
 
     @model_validator(mode="after")
     def _has_no_dropout(self) -> LoraConfig:
@@ -116,11 +113,6 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     lora: LoraConfig | None = None
     """Train adapters instead of all weights: docs/algorithms.md, "LoRA"."""
-
-    @property
-    def publishes_adapter(self) -> bool:
-        """Whether the engine is given adapters beside the weights it started with."""
-        return self.lora is not None and self.lora.publish == "adapter"
 
 
 class EngineConfig(Section):
@@ -294,11 +286,6 @@ class Config(Section):
             raise ValueError(
                 f"algorithm.baseline={self.algorithm.baseline} and normalize_by_std={self.algorithm.normalize_by_std} "
                 "need rollout.group_size >= 2; for single episodes set algorithm.preset: reinforce"
-            )
-        if self.model.publishes_adapter and self.engine.weight_transfer not in ("auto", "safetensors"):
-            raise ValueError(
-                f"engine.weight_transfer={self.engine.weight_transfer} cannot carry model.lora.publish=adapter, which "
-                "travels through a folder: leave it at auto, or set model.lora.publish=merged"
             )
         if self.rollout.max_turn_tokens >= self.rollout.max_context:
             raise ValueError("rollout.max_turn_tokens must be smaller than rollout.max_context")

@@ -16,7 +16,7 @@ from typing import Literal
 
 import httpx
 
-from agentrl.config import EngineConfig, LoraConfig
+from agentrl.config import EngineConfig
 from agentrl.errors import ConfigError, EngineError, MissingDependencyError
 
 SUPPORTED = ((0, 32), (0, 33))  # from, to (not included)
@@ -25,21 +25,16 @@ MODULE = "vllm.entrypoints.launchers.api_server.entry"
 POLL_S = 0.1
 
 Device = Literal["cpu", "cuda"]
-Transfer = Literal["safetensors", "reload", "gloo", "nccl", "ipc", "adapter"]
+Transfer = Literal["safetensors", "reload", "gloo", "nccl", "ipc"]
 BACKENDS: dict[Transfer, str] = {
     "safetensors": "safetensors",
     "reload": "safetensors",  # not used, but harmless
     "gloo": "gloo",
     "nccl": "agentrl_nccl",
     "ipc": "agentrl_ipc",
-    "adapter": "adapter",
 }
 """Names under which vllm_plugin.py registers what it adds to vLLM's weight transfer."""
 WORKER_EXTENSION = "agentrl.vllm_worker.WorkerExtension"
-MAX_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM's --max-lora-rank takes
-NEUTRAL_ADAPTER = Path(__file__).with_name("neutral_adapter")
-"""A folder in PEFT's layout, of any model: it names no layer, so it adds nothing."""
-BASE_SUFFIX = "-base"
 MENDS = (
     (
         r"out of memory|can't allocate memory|cannot allocate memory|bad_alloc|memory .*is less than requested|Killed",
@@ -104,16 +99,12 @@ def device_of(config: EngineConfig) -> Device:
     return "cuda" if has_gpu and not cpu_build else "cpu"
 
 
-def transfer_of(config: EngineConfig, lora: LoraConfig | None = None) -> Transfer:
+def transfer_of(config: EngineConfig) -> Transfer:
     """The way weights travel. `auto`: safetensors on a CPU, to servers run by others and to several, else ipc on one
     GPU, nccl on more.
 
-    An adapter that is not merged travels as such, whatever the device.
-
     Raises ConfigError for one that the device, or the network, does not allow.
     """
-    if lora is not None and lora.publish == "adapter":
-        return "adapter"
     if config.urls or config.num_engines > 1:
         return "safetensors" if config.weight_transfer == "auto" else config.weight_transfer
     device, wanted = device_of(config), config.weight_transfer
@@ -133,7 +124,7 @@ def transfer_of(config: EngineConfig, lora: LoraConfig | None = None) -> Transfe
     return wanted
 
 
-def describe(config: EngineConfig, lora: LoraConfig | None = None) -> str:
+def describe(config: EngineConfig) -> str:
     """A few lines: what `command` chose."""
     name, version = check_version()
     if device_of(config) == "cpu":
@@ -143,7 +134,7 @@ def describe(config: EngineConfig, lora: LoraConfig | None = None) -> str:
         where = f"on {gpus}, {config.gpu_memory_fraction:.0%} of their memory, tensor parallel {config.tensor_parallel}"
     return (
         f"{name} {version} {where}; {config.max_num_seqs} sequences at once\n"
-        f"weights by {transfer_of(config, lora)}, KV of running requests after an update: {config.kv_on_update}, "
+        f"weights by {transfer_of(config)}, KV of running requests after an update: {config.kv_on_update}, "
         f"{config.stream_interval} tokens a message"
     )
 
@@ -158,17 +149,12 @@ def command(
     max_context: int,
     dtype: str,
     seed: int,
-    lora: LoraConfig | None = None,
 ) -> tuple[list[str], dict[str, str]]:
-    """Argument list and added environment of the server. Raises ConfigError for what cannot be had.
-
-    Where adapters are published, `served_name` is the adapter's, and the model alone has BASE_SUFFIX behind it.
-    """
-    transfer = transfer_of(config, lora)
+    """Argument list and added environment of the server. Raises ConfigError for a device that cannot be had."""
+    transfer = transfer_of(config)
     argv = [
         *(sys.executable, "-m", MODULE),
-        *("--model", model_path),
-        *_served(served_name, lora if transfer == "adapter" else None),
+        *("--model", model_path, "--served-model-name", served_name),
         *("--host", host, "--port", str(port)),
         *("--dtype", dtype, "--seed", str(seed)),
         *("--max-model-len", str(max_context), "--max-num-seqs", str(config.max_num_seqs)),
@@ -194,21 +180,6 @@ def command(
     if Path(model_path).is_dir():
         env["HF_HUB_OFFLINE"] = "1"
     return argv, env
-
-
-def _served(name: str, lora: LoraConfig | None) -> list[str]:
-    """Whose name requests use: the model's own, or that of an adapter which adds nothing until it is replaced."""
-    if lora is None:
-        return ["--served-model-name", name]
-    if (max_rank := next((rank for rank in MAX_RANKS if rank >= lora.rank), None)) is None:
-        raise ConfigError(
-            f"model.lora.rank={lora.rank}: vLLM serves adapters up to rank {MAX_RANKS[-1]}; set "
-            "model.lora.publish=merged"
-        )
-    return [
-        *("--served-model-name", f"{name}{BASE_SUFFIX}", "--lora-modules", f"{name}={NEUTRAL_ADAPTER}"),
-        *("--enable-lora", "--max-loras", "1", "--max-lora-rank", str(max_rank)),
-    ]
 
 
 async def wait_ready(url: str, *, poll: Callable[[], int | None], log: Callable[[], str], timeout_s: float) -> None:

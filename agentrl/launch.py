@@ -112,7 +112,7 @@ async def learner_process(
         *launcher,
         *("--config", str(config_path), "--orchestrator", orchestrator_url),
         *("--weights-dir", str(weights_dir), "--run-dir", str(run_dir)),
-        *("--weight-transfer", engine_server.transfer_of(config.engine, config.model.lora)),
+        *("--weight-transfer", engine_server.transfer_of(config.engine)),
     ]
     env = {TOKEN_VARIABLE: token, "OMP_NUM_THREADS": str(config.learner.num_threads)}
     async with child("learner", command, log_path=run_dir / "logs" / "learner.log", env=env) as part:

@@ -97,13 +97,12 @@ def vllm_client(server: Server, config: Config, *, return_timeout_s: float) -> V
     bound = settings.parity_bound
     return VLLMEngine(
         server.url,
-        # One that serves adapters has a second name, that of the model without them.
-        model=SERVED_NAME if part or config.model.publishes_adapter else None,
+        model=SERVED_NAME if part else None,
         request_timeout_s=settings.request_timeout_s,
         update_timeout_s=settings.update_timeout_s,
         return_timeout_s=return_timeout_s,
         kv_on_update=settings.kv_on_update,
-        by_folder=engine_server.transfer_of(settings, config.model.lora) == "reload",
+        by_folder=engine_server.transfer_of(settings) == "reload",
         parity_bound=PARITY_BOUNDS[config.model.dtype] if bound == "auto" else bound,
         parity_every=settings.parity_every,
         num_starts=lambda: part.num_starts if part else 0,
@@ -113,7 +112,7 @@ def vllm_client(server: Server, config: Config, *, return_timeout_s: float) -> V
 def replace_by_engine(config: Config) -> None:
     """Become the engine server of `config`, in the foreground: `agentrl engine`. Raises ConfigError."""
     url, command, env = _command(config, config.model.path, 0)
-    sys.stderr.write(f"{engine_server.describe(config.engine, config.model.lora)}\n{url} serves {config.model.path}\n")
+    sys.stderr.write(f"{engine_server.describe(config.engine)}\n{url} serves {config.model.path}\n")
     os.execvpe(command[0], command, {**os.environ, **env})
 
 
@@ -130,7 +129,6 @@ def _command(config: Config, model_path: str, index: int) -> tuple[str, list[str
         max_context=config.rollout.max_context,
         dtype=config.model.dtype,
         seed=config.seed + index,  # engines that draw alike would write the same episodes
-        lora=config.model.lora,
     )
     return f"http://{settings.host}:{port}", command, env
 

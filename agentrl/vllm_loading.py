@@ -40,7 +40,7 @@ class Expected:
 
     def __init__(self, model: nn.Module, model_config: Any) -> None:
         self._tied = _tied_names(model)
-        self.shapes = shapes_of(_checkpoint(model_config))
+        self._shapes = shapes_of(_checkpoint(model_config))
 
     def check(self, offered: dict[str, tuple[int, ...]], source: str) -> None:
         """Raises ValueError, naming `source`, when names and shapes are not the checkpoint's.
@@ -49,9 +49,9 @@ class Expected:
         """
         optional = {name for names in self._tied.values() if len(names) > 1 for name in names}
         for wrong, names in (
-            ("lacks", self.shapes.keys() - offered.keys() - optional),
-            ("has unknown", offered.keys() - self.shapes.keys() - optional),
-            ("has another shape for", {n for n in offered if self.shapes.get(n, offered[n]) != offered[n]}),
+            ("lacks", self._shapes.keys() - offered.keys() - optional),
+            ("has unknown", offered.keys() - self._shapes.keys() - optional),
+            ("has another shape for", {n for n in offered if self._shapes.get(n, offered[n]) != offered[n]}),
         ):
             if names:
                 raise ValueError(f"{source} {wrong} {len(names)} of {len(offered)} tensors: {sorted(names)[:5]}")
@@ -101,29 +101,29 @@ def load(engine: Any, expected: Expected, tensors: Iterable[tuple[str, Tensor]])
     return loading.checksum.hexdigest()
 
 
-def shards(folder: Path, pattern: str = SHARDS) -> list[Path]:
+def shards(folder: Path) -> list[Path]:
     """The weight files of a Hugging Face folder. Raises FileNotFoundError."""
-    if not (found := sorted(folder.glob(pattern))):
-        raise FileNotFoundError(f"no {pattern} in {folder}: do engine and learner see the same disk?")
+    if not (found := sorted(folder.glob(SHARDS))):
+        raise FileNotFoundError(f"no {SHARDS} in {folder}: do engine and learner see the same disk?")
     return found
 
 
-def shapes_of(folder: Path, pattern: str = SHARDS) -> dict[str, tuple[int, ...]]:
+def shapes_of(folder: Path) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a folder's tensors, from the headers alone; safetensors refuses a file that is cut off."""
     from safetensors import safe_open
 
     shapes: dict[str, tuple[int, ...]] = {}
-    for shard in shards(folder, pattern):
+    for shard in shards(folder):
         with safe_open(shard, framework="pt") as file:
             shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     return shapes
 
 
-def tensors_of(folder: Path, pattern: str = SHARDS) -> Iterator[tuple[str, Tensor]]:
+def tensors_of(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """Name and tensor of everything in the folder's shards, one tensor in memory at a time."""
     from safetensors import safe_open
 
-    for shard in shards(folder, pattern):
+    for shard in shards(folder):
         with safe_open(shard, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - not a mapping
                 yield name, file.get_tensor(name)

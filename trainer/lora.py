@@ -81,29 +81,15 @@ def save(model: Any, adapters: dict[str, Adapter], folder: Path) -> None:
     from safetensors.torch import save_file
 
     folder.mkdir()
-    parts = (part for name, adapter in adapters.items() for part in _file_tensors(name, adapter))
-    save_file({part.name: part.tensor for part in parts}, folder / "adapter_model.safetensors", {"format": "pt"})
-    save_settings(model, folder)
-
-
-def save_settings(model: Any, folder: Path) -> None:
-    """Write PEFT's adapter_config.json."""
+    tensors: dict[str, Tensor] = {}
+    for name, adapter in adapters.items():
+        layer = f"base_model.model.{name.removesuffix('.weight')}"
+        tensors[f"{layer}.lora_A.weight"] = adapter.down_RI
+        tensors[f"{layer}.lora_B.weight"] = adapter.up_OR
+    save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
     settings = copy.copy(model.peft_config[ADAPTER])
     settings.inference_mode = True
     settings.save_pretrained(folder)
-
-
-def adapter_tensors(module: nn.Module) -> Iterator[NamedTensor]:
-    """What is trained, under the names of PEFT's files."""
-    for one in base_tensors(module):
-        if one.adapter is not None:
-            yield from _file_tensors(one.name, one.adapter)
-
-
-def _file_tensors(weight_name: str, adapter: Adapter) -> Iterator[NamedTensor]:
-    layer = f"base_model.model.{weight_name.removesuffix('.weight')}"
-    yield NamedTensor(name=f"{layer}.lora_A.weight", tensor=adapter.down_RI)
-    yield NamedTensor(name=f"{layer}.lora_B.weight", tensor=adapter.up_OR)
 
 
 def is_adapted(module: nn.Module) -> bool:

@@ -25,13 +25,13 @@ from agentrl.config import EngineConfig
 from agentrl.engine_server import LOOPBACK
 from agentrl.errors import ConfigError, LearnerError, MissingDependencyError, boundary
 from agentrl.types import Probe, TransferInit, WeightsRef
-from trainer import lora, weights
-from trainer.weight_source import AdapterSource, WeightSource
+from trainer import weights
+from trainer.weight_source import WeightSource
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-FOLDER, STREAMED = ("safetensors", "reload", "adapter"), ("gloo", "nccl", "ipc")
+FOLDER, STREAMED = ("safetensors", "reload"), ("gloo", "nccl", "ipc")
 GRACE_S = 5.0  # after the orchestrator refused, a sender that is not stuck ends within this time
 
 
@@ -82,10 +82,6 @@ class Transfer:
 
 def publisher(transfer: Transfer, engine: EngineConfig, *, source: WeightSource, link: Link) -> Publisher:
     """The publisher of `transfer.backend`. Raises ConfigError for what cannot work, MissingDependencyError."""
-    if transfer.backend == "adapter":
-        if not lora.is_adapted(source.module):
-            raise ConfigError("--weight-transfer adapter: the model has no adapter; set model.lora")
-        source = AdapterSource(source.module, dtype=source.dtype)
     if transfer.backend in FOLDER:
         return FolderPublisher(transfer, source=source, link=link)
     if transfer.backend == "ipc":
@@ -107,7 +103,7 @@ def _check_ipc(engine: EngineConfig, source: WeightSource) -> None:
 
 
 class FolderPublisher:
-    """`safetensors`, `reload` and `adapter`: a new folder a version, which the engine reads."""
+    """`safetensors` and `reload`: a new folder a version, which the engine reads."""
 
     def __init__(self, transfer: Transfer, *, source: WeightSource, link: Link) -> None:
         self._transfer = transfer

@@ -6,18 +6,16 @@ Adapters are merged on the way out: nobody further down knows of them. The two c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from trainer import lora
-from trainer.lora import Adapter, NamedTensor
+from trainer.lora import Adapter, NamedTensor, base_tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,20 +40,10 @@ class WeightSource:
     drops it when the next is asked for. Whoever keeps a yielded tensor keeps its memory.
     """
 
-    file_stem = "model"
-    """What files of these tensors are called."""
-
     def __init__(self, module: nn.Module, *, dtype: torch.dtype) -> None:
         """`dtype`: of the engine. Floating parameters are sent in it; buffers as they are."""
-        self.module = module
-        self.dtype = dtype
-        self._tensors = list(self._named(module))
-
-    def _named(self, module: nn.Module) -> Iterable[NamedTensor]:
-        return lora.base_tensors(module)
-
-    def describe(self, folder: Path) -> None:
-        """Write what a reader of the tensors must know besides."""
+        self._dtype = dtype
+        self._tensors = list(base_tensors(module))
 
     def metadata(self) -> list[TensorMeta]:
         """Element for element what iteration yields."""
@@ -100,20 +88,7 @@ class WeightSource:
 
     def _wire_dtype(self, tensor: Tensor) -> torch.dtype:
         is_weight = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
-        return self.dtype if is_weight else tensor.dtype
-
-
-class AdapterSource(WeightSource):
-    """The same for the adapters alone, of a `PeftModel`: A and B under the names of PEFT's files."""
-
-    file_stem = "adapter_model"
-
-    def _named(self, module: nn.Module) -> Iterable[NamedTensor]:
-        return lora.adapter_tensors(module)
-
-    def describe(self, folder: Path) -> None:
-        """PEFT's own settings."""
-        lora.save_settings(self.module, folder)
+        return self._dtype if is_weight else tensor.dtype
 
 
 def layer_of(name: str) -> str:

@@ -25,6 +25,7 @@ from trainer import lora
 from trainer.weight_source import TensorMeta, WeightSource, layer_of
 
 MAX_SHARD_BYTES = 2**30
+INDEX_FILE = "model.safetensors.index.json"
 ADAPTER_FOLDER = "adapter"
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
 
@@ -32,14 +33,13 @@ _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
 def publish(
     source: WeightSource, root: Path, *, policy_version: int, probe: Probe, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> WeightsRef:
-    """Write `root/v<version>/model*.safetensors` (of adapters: PEFT's folder); keep that and the version before.
+    """Write `root/v<version>/model*.safetensors`; keep that and the version before.
 
     On one rank; the others call `source.take_part()`. A version that was written already is replaced.
     """
     folder = root / f"v{policy_version}"
     with _whole_folder(folder) as temporary:
         checksum = _save(source, source, temporary, max_shard_bytes)
-        source.describe(temporary)
     _remove_versions_before(root, policy_version - 1)
     return WeightsRef(
         policy_version=policy_version,
@@ -88,8 +88,7 @@ def _save(
     tensors = checksum.through(tensors_of_pass)
     file_of: dict[str, str] = {}
     for at, num_tensors in enumerate(sizes, start=1):
-        number = f"-{at:05d}-of-{len(sizes):05d}" if len(sizes) > 1 else ""
-        file = f"{source.file_stem}{number}.safetensors"
+        file = f"model-{at:05d}-of-{len(sizes):05d}.safetensors" if len(sizes) > 1 else "model.safetensors"
         shard = {name: tensor.cpu().contiguous() for name, tensor in islice(tensors, num_tensors)}
         save_file(shard, folder / file, metadata={"format": "pt"})
         file_of |= dict.fromkeys(shard, file)
@@ -97,7 +96,7 @@ def _save(
     assert not surplus, f"beyond the source's metadata: {surplus}"
     if len(sizes) > 1:
         index = {"metadata": {"total_size": checksum.num_bytes}, "weight_map": file_of}
-        (folder / f"{source.file_stem}.safetensors.index.json").write_text(json.dumps(index, indent=2))
+        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2))
     return checksum
 
 

@@ -233,4 +233,4 @@ def test_the_example_of_the_docs_loads(tmp_path: Path) -> None:
     example = section.split("```yaml\n")[1].split("```")[0]
     (tmp_path / "lora.yaml").write_text("name: docs\nenv: {target: x:Y}\n" + example)
     found = load(tmp_path / "lora.yaml").model
-    assert found.lora == LoraConfig(rank=16, alpha=32, publish="adapter") and found.publishes_adapter
+    assert found.lora == LoraConfig(rank=16, alpha=32)

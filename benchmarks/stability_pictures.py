@@ -49,9 +49,9 @@ def _curves(runs: Sequence[Run], path: Path) -> Path:
             if not (found := chosen(runs, rule, lr, lag)):
                 plot.text(0.5, 0.5, "not run", ha="center", transform=plot.transAxes, color="gray")
             for run in found:
-                reward = smoothed(run["curve"])[::4]
+                reward = smoothed(run["curve"])[::8]
                 color = "C3" if has_collapsed(run) else "C0"
-                plot.plot([4 * i for i in range(len(reward))], reward, linewidth=0.7, color=color)
+                plot.plot([8 * i for i in range(len(reward))], reward, linewidth=0.7, color=color)
     for rule, plot in zip(rules, axes[0], strict=True):
         plot.set_title(rule)
     figure.supxlabel(f"updates made; reward is the mean of {WINDOW} weights in a row; a line a seed, red: collapsed")

@@ -89,7 +89,7 @@ class Codec:
         """The text, and where in it `marker` stands as a token of its own. None: the vocabulary has no such token."""
         marker_id = self.added_ids.get(marker)
         text = self.decode(token_ids)
-        if marker_id is None or text.count(marker) == sum(i == marker_id for i in token_ids):
+        if marker_id is None or text.count(marker) == token_ids.count(marker_id):
             return text, None if marker_id is None else [m.start() for m in re.finditer(re.escape(marker), text)]
         text, places, start = "", [], 0
         for position, token_id in enumerate(token_ids):

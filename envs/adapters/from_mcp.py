@@ -79,6 +79,7 @@ class _Layer:
         self._tools = listed
         self.is_shared = lifetime == "worker"
         self._of_episodes: dict[int, McpConnection] = {}
+        self._own: set[int] = set()  # episodes that close theirs
         self._of_workers: dict[asyncio.AbstractEventLoop, _Shared] = {}
 
     def specs(self, names: Sequence[str] | None, prefix: str, taken: Mapping[str, ToolSpec]) -> dict[str, ToolSpec]:
@@ -116,13 +117,17 @@ class _Layer:
     async def begin(self, owner: object) -> None:
         """Give an episode its connection. Raises EnvError."""
         shared = self._of_workers.get(asyncio.get_running_loop()) if self.is_shared else None
-        self._of_episodes[id(owner)] = await (self.connect() if shared is None else shared.connection())
+        if shared is not None:
+            self._of_episodes[id(owner)] = await shared.connection()
+            return
+        self._of_episodes[id(owner)] = await self.connect()
+        self._own.add(id(owner))
 
     async def end(self, owner: object) -> None:
         """Close the episode's connection, where it is its own."""
         connection = self._of_episodes.pop(id(owner), None)
-        shared = self._of_workers.get(asyncio.get_running_loop())
-        if connection is not None and (shared is None or shared.current is not connection):
+        if connection is not None and id(owner) in self._own:
+            self._own.discard(id(owner))
             await connection.close()
 
     async def connect(self) -> McpConnection:
@@ -141,12 +146,16 @@ class _Layer:
     async def worker(self) -> AsyncIterator[None]:
         """One connection for all episodes of this loop, for the length of the block."""
         loop = asyncio.get_running_loop()
-        shared = self._of_workers[loop] = _Shared(self.connect)
+        around, shared = self._of_workers.get(loop), _Shared(self.connect)
+        self._of_workers[loop] = shared
         try:
             await shared.connection()
             yield
         finally:
-            del self._of_workers[loop]
+            if around is None:
+                self._of_workers.pop(loop, None)
+            else:
+                self._of_workers[loop] = around
             if shared.current is not None:
                 await shared.current.close()
 

@@ -55,16 +55,14 @@ def notes() -> type[ToolEnv]:
     return from_mcp(STDIO, base=Own, lifetime="worker", env={"NOTES_KEY": "secret"})
 
 
-@pytest.fixture(scope="module")
-def own(notes: type[ToolEnv]) -> type[ToolEnv]:
-    return from_mcp(STDIO, base=Own, lifetime="episode")
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def make_env(notes: type[ToolEnv]) -> AsyncIterator[Callable[[], Env]]:
-    """Episodes of one worker; a class of its own, so that others have their own worker on this loop."""
+    """Episodes of one worker, whose server ends with it."""
     async with environments.opened(notes) as make:
         yield make
+        pid = int((await answers(make(), call("pid")))[0][0].split()[0])
+        assert is_alive(pid)
+    assert await gone(pid)
 
 
 async def answers(env: Env, *calls: Message) -> tuple[list[str], dict[str, float]]:
@@ -115,24 +113,6 @@ async def test_one_server_serves_all_episodes_of_a_worker(make_env: Callable[[],
     assert (one, two) == ("1 notes", "2 notes")
     assert first == second
     assert first.split()[1] == "secret"
-
-
-async def test_a_workers_server_ends_with_it(tmp_path: Path) -> None:
-    env_class = from_mcp(STDIO, base=Own, lifetime="worker")
-    async with environments.opened(env_class) as make:
-        pid = int((await answers(make(), call("pid")))[0][0].split()[0])
-        assert is_alive(pid)
-    assert await gone(pid)
-
-
-async def test_an_episodes_server_is_its_own_and_ends_with_it(own: type[ToolEnv]) -> None:
-    async with environments.opened(own) as make:
-        calls = (call("pid"), call("add_note", text="x"))
-        first, second = await asyncio.gather(*[answers(make(), *calls) for _ in range(2)])
-    assert [first[0][1], second[0][1]] == ["1 notes"] * 2
-    pids = [int(texts[0].split()[0]) for texts, _ in (first, second)]
-    assert len(set(pids)) == 2
-    assert all([await gone(pid) for pid in pids])
 
 
 @on_the_workers_loop
@@ -255,10 +235,17 @@ async def test_a_url_behind_which_nobody_is_raises_infrastructure(url: str) -> N
         await answers(env_class(), call("think", thought="x"))
 
 
-async def test_tools_that_change_under_a_run_fail_the_episode(notes: type[ToolEnv], monkeypatch: Any) -> None:
+async def test_an_episodes_server_is_its_own_ends_with_it_and_must_offer_the_same_tools(monkeypatch: Any) -> None:
     monkeypatch.setenv("AGENTRL_TEST_EXTRA", "1")
-    changing = from_mcp(STDIO, base=Own, env={"NOTES_EXTRA": "env:AGENTRL_TEST_EXTRA"})
+    changing = from_mcp(STDIO, base=Own, lifetime="episode", env={"NOTES_EXTRA": "env:AGENTRL_TEST_EXTRA"})
     assert "extra" in changing.tools
+    async with environments.opened(changing) as make:
+        calls = (call("pid"), call("add_note", text="x"))
+        first, second = await asyncio.gather(*[answers(make(), *calls) for _ in range(2)])
+    assert [first[0][1], second[0][1]] == ["1 notes"] * 2
+    pids = [int(texts[0].split()[0]) for texts, _ in (first, second)]
+    assert len(set(pids)) == 2
+    assert all([await gone(pid) for pid in pids])
     monkeypatch.setenv("AGENTRL_TEST_EXTRA", "")
     with pytest.raises(EnvError, match=r"changed its tools \['extra'\]"):
         await answers(changing(), call("think", thought="x"))

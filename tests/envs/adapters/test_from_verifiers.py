@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import signal
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,6 @@ import pytest
 import pytest_asyncio
 
 from agentrl import env as environments
-from agentrl import rollout
 from agentrl.config import RolloutConfig
 from agentrl.env import Env, load_env_class
 from agentrl.errors import ConfigError, EnvError
@@ -141,23 +138,6 @@ async def test_a_rubric_that_scores_groups_is_refused(make_dialogue: Callable[[]
     worker = await make_dialogue().shared.process()
     with pytest.raises(EnvError, match=r"cannot be adapted: the rubric of .* scores groups of rollouts together"):
         await worker.ask("load", **{**make_dialogue().load, "args": {"grouped": True}})
-
-
-@on_the_workers_loop
-async def test_a_worker_that_dies_is_started_again(
-    make_dialogue: Callable[[], Env], tokenizer: TurnTokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rollout, "RETRY_BACKOFF_S", 0.01)
-    worker = await make_dialogue().shared.process()
-
-    def die(prompt: str) -> str:
-        if worker.is_open:
-            os.killpg(worker._process.pid, signal.SIGKILL)
-        return "2"
-
-    group, _ = await play(make_dialogue, die, tokenizer, index=1, max_retries=1)
-    assert (group.rewards_G, group.trajectories[0].info["calls"]) == ([1.0], 2)
-    assert (await make_dialogue().shared.process()) is not worker
 
 
 def test_an_interpreter_that_is_not_there_is_asked_for(tmp_path: Path) -> None:

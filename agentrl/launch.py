@@ -6,6 +6,7 @@ Engines are launch_engines.py's.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import socket
@@ -121,14 +122,31 @@ async def learner_process(
 
 @asynccontextmanager
 async def warmstart_process(
-    *, config_path: Path, out: Path, sandbox_url: str, token: str, logs: Path, on_line: Callable[[str], None]
+    *, config_path: Path, out: Path, sandbox_url: str, token: str, logs: Path, on_progress: Callable[[int, int], None]
 ) -> AsyncIterator[Child]:
     """Makes the small model in a process of its own, so that torch's memory goes with it."""
+    log_path = logs / "warmstart.log"
     command = [sys.executable, "-m", "agentrl", "warmstart", str(config_path), "--out", str(out)]
     command += ["--sandbox-url", sandbox_url, "--progress-json"]
     env = {TOKEN_VARIABLE: token}
-    async with child("warm start", command, log_path=logs / "warmstart.log", env=env, on_line=on_line) as part:
+    on_line = _progress_or_log(on_progress, log_path)
+    async with child("warm start", command, log_path=log_path, env=env, on_line=on_line) as part:
         yield part
+
+
+def _progress_or_log(on_progress: Callable[[int, int], None], log_path: Path) -> Callable[[str], None]:
+    """Reads `[done, total]` lines; libraries write to standard output too, and that is kept in the log."""
+
+    def on_line(line: str) -> None:
+        try:
+            done, total = json.loads(line)
+        except (ValueError, TypeError):
+            with log_path.open("a") as log:
+                log.write(line + "\n")
+        else:
+            on_progress(done, total)
+
+    return on_line
 
 
 @contextmanager

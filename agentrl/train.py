@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 from collections.abc import Callable
 from pathlib import Path
@@ -75,7 +74,7 @@ class Training:
                 sandbox_url=sandbox.url,
                 token=self._token,
                 logs=self._run.logs,
-                on_line=lambda line: advance(*json.loads(line)),
+                on_progress=advance,
             ) as part:
                 await part.watch()
         return model.path

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.errors import ConfigError
-from agentrl.launch import WEIGHTS_PREFIX, port_of, weights_folder
+from agentrl.launch import WEIGHTS_PREFIX, _progress_or_log, port_of, weights_folder
 
 
 def test_a_taken_port_is_named_with_its_setting() -> None:
@@ -30,3 +30,12 @@ def test_the_weights_folder_goes_with_the_run_and_sweeps_what_dead_runs_left(tmp
             assert folder.exists() and second != folder
             assert str(os.getpid()) in folder.name
     assert not folder.exists()
+
+
+def test_what_a_library_prints_between_progress_goes_to_the_log(tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    on_line = _progress_or_log(lambda done, total: seen.append((done, total)), tmp_path / "warmstart.log")
+    for line in ("[1, 20]", "[2026-11-21 15:29:12,816] [WARNING] Setting accelerator to CPU", "7", "[2, 20]"):
+        on_line(line)
+    assert seen == [(1, 20), (2, 20)]
+    assert (tmp_path / "warmstart.log").read_text().splitlines()[1:] == ["7"]

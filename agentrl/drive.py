@@ -164,6 +164,8 @@ async def uninterrupted_close(episode: Awaitable[T]) -> T:
             await asyncio.wait({job})
         except asyncio.CancelledError:
             if job.done():
+                if not job.cancelled():
+                    job.exception()  # else asyncio would print it: nobody has asked for it
                 raise
             if closing.is_active:
                 closing.is_cancelled = True

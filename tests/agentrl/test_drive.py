@@ -1,6 +1,7 @@
 """What is opened for an episode or a worker is closed: cancelled at every await, after every failure, exactly once."""
 
 import asyncio
+import gc
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -277,3 +278,25 @@ async def test_a_tool_can_refuse_what_the_model_asked_for() -> None:
     finally:
         await close(env)
     assert (answer, is_error) == ("Error: not today", True)
+
+
+async def test_a_failure_that_nobody_waits_for_any_more_is_not_printed() -> None:
+    printed: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: printed.append(context))
+    gate = asyncio.Event()
+
+    async def fails() -> None:
+        await gate.wait()
+        raise EnvError("late")
+
+    outer = asyncio.create_task(drive.uninterrupted_close(fails()))
+    await asyncio.sleep(0.01)
+    gate.set()
+    await asyncio.sleep(0)  # the episode has failed now, and who waits for it has not heard of it
+    outer.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await outer
+    del outer
+    await asyncio.sleep(0)  # the loop lets go of it
+    gc.collect()
+    assert printed == []

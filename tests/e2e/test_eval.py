@@ -20,7 +20,7 @@ CONFIG = {
     "name": "measured",
     "env": {"target": "envs.aime:AimePython"},
     "model": {"path": "unused"},
-    "rollout": {"max_context": 512, "max_turn_tokens": 32},
+    "rollout": {"max_context": 768, "max_turn_tokens": 32},
 }
 ROWS = [{"id": "a", "problem": "What is 1 + 1?", "answer": "2"}, {"id": "b", "problem": "Say 025.", "answer": "025"}]
 

@@ -44,7 +44,7 @@ TIERS = {
     for tier in (
         Tier(name="namespaces", backend="namespaces", num_visible_pids=1),
         Tier(name="namespaces-plain", backend="namespaces", uid=PLAIN_UID, num_visible_pids=1, take_every=4),
-        Tier(name="docker", backend="docker", num_visible_pids=2, processes_are_ours=False, take_every=4),
+        Tier(name="docker", backend="docker", num_visible_pids=2, processes_are_ours=False, take_every=12),
         Tier(name="landlock", backend="landlock", uid=0, has_own_folders=False, take_every=2),
         Tier(name="landlock-plain", backend="landlock", uid=PLAIN_UID, has_own_folders=False, take_every=4),
         Tier(name="unsafe", backend="unsafe", is_isolated=False, has_own_folders=False),

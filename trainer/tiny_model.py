@@ -34,7 +34,7 @@ CHAT_TEMPLATE = r"""
 {%- if system or tools -%}
 {{- '<|im_start|>system\n' + system -}}
 {%- if tools -%}
-{{- ('\n' if system else '') + 'Tools:' -}}
+{{- ('\n' if system else '') + 'Tools, called by <tool_call>:' -}}
 {%- for tool in tools -%}
 {%- set function = tool.function or tool -%}
 {{- '\n' + function.name + '(' + function.parameters.properties | join(', ') + '): ' + function.description -}}

@@ -6,6 +6,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentrl.config import WarmstartConfig
 from agentrl.errors import ConfigError
+from agentrl.renderer import TurnTokenizer
+from agentrl.types import system, user
+from envs.modmath import ModMath
 from trainer.tiny_model import make_model, make_tokenizer, save
 
 PARAMETERS = {"type": "object", "properties": {"code": {"type": "string"}}}
@@ -51,7 +54,9 @@ def test_template_renders_a_tool_dialogue(tiny_model_dir: Path) -> None:
         "<|im_start|>user\n<tool_response>\n15\n</tool_response><|im_end|>\n"
         "<|im_start|>assistant\nIt is \\boxed{15}.<|im_end|>\n"
     )
-    assert text.startswith("<|im_start|>system\nSolve.\nTools:\npython(code): Run Python.<|im_end|>\n")
+    assert text.startswith(
+        "<|im_start|>system\nSolve.\nTools, called by <tool_call>:\npython(code): Run Python.<|im_end|>\n"
+    )
 
 
 def test_template_only_ever_appends(tiny_model_dir: Path) -> None:
@@ -117,3 +122,12 @@ def test_failed_save_leaves_nothing(tmp_path: Path) -> None:
 def test_too_small_vocabulary_is_refused() -> None:
     with pytest.raises(ConfigError, match="vocab_size=200"):
         make_tokenizer(["abc"], 200)
+
+
+def test_the_template_teaches_how_to_call_so_that_no_longer_instructions_are_added(tiny_model_dir: Path) -> None:
+    turns = TurnTokenizer.load(str(tiny_model_dir)).speaking("auto")
+    text = turns.decode(turns.first_prompt([system("Solve."), user("2?")], ModMath.tool_schemas()))
+    assert text == (
+        "<|im_start|>system\nSolve.\nTools, called by <tool_call>:\npython(code): Run Python code. Variables persist "
+        "between calls.<|im_end|>\n<|im_start|>user\n2?<|im_end|>\n<|im_start|>assistant\n"
+    )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 MAX_BACKOFF_S = 30.0
+MAX_DOUBLINGS = 64  # far beyond any limit: an engine may be asked for ever, and 2**1024 is no float
 
 
 def backoff_s(attempt: int, *, base_s: float, max_s: float = MAX_BACKOFF_S) -> float:
@@ -12,4 +14,5 @@ def backoff_s(attempt: int, *, base_s: float, max_s: float = MAX_BACKOFF_S) -> f
 
     The jitter keeps many episodes that failed together from coming back together.
     """
-    return min(base_s * 2.0**attempt, max_s) * random.uniform(0.5, 1.0)
+    doubled_s = math.ldexp(base_s, min(attempt, MAX_DOUBLINGS))
+    return min(doubled_s, max_s) * random.uniform(0.5, 1.0)

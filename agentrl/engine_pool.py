@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, Protocol, Self
 
+from agentrl.backoff import backoff_s
 from agentrl.engine import TrainableEngine
 from agentrl.errors import EngineError, EngineGone, WeightSyncError
 from agentrl.types import Completion, Sampling, TransferInit, WeightsRef
@@ -29,7 +30,7 @@ MAX_FAILURES = 3
 """Failures in a row after which an engine that answers is taken out all the same."""
 MAX_FALSE_UPDATES = 3
 """Times that an engine may fail to take weights, or to prove them, before it is not asked again."""
-FIRST_RETURN_S, LAST_RETURN_S = 0.5, 30.0
+FIRST_RETURN_S = 0.5
 
 
 class Replica(TrainableEngine, AbstractAsyncContextManager["Replica"], Protocol):
@@ -224,10 +225,10 @@ class EnginePool:
 
     async def _bring_back(self, seat: _Seat) -> None:
         """Until it serves the present weights again, or has failed to take them too often."""
-        began, pause_s = time.monotonic(), FIRST_RETURN_S
+        began, number = time.monotonic(), 0
         while not seat.is_lost:
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, LAST_RETURN_S)
+            await asyncio.sleep(backoff_s(number, base_s=FIRST_RETURN_S))
+            number += 1
             try:
                 await seat.engine.health()
                 await self._renewed(seat)

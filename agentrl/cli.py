@@ -16,7 +16,7 @@ import typer
 
 from agentrl.cli_env import env_app
 from agentrl.cli_rollout import rollout
-from agentrl.cli_run import ConfigPath, Debug, Overrides
+from agentrl.cli_run import ApiKeyEnv, ConfigPath, Data, Debug, Model, Overrides, ServedModel, Target, Tokenizer
 from agentrl.cli_run import fail as _fail
 from agentrl.cli_run import guarded as _guarded
 from agentrl.cli_run import run as _run
@@ -66,18 +66,12 @@ async def _train(config: Config, console: TrainConsole) -> None:
 def evaluate(
     config_path: ConfigPath,
     overrides: Overrides = None,
-    model: Annotated[str | None, typer.Option(help="Folder, hub name, or URL of a running server.")] = None,
-    served_model: Annotated[
-        str | None,
-        typer.Option(help="MODEL is any OpenAI-compatible chat endpoint (.../v1), and serves this name."),
-    ] = None,
-    api_key_env: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Environment variable with the endpoint's key; default OPENAI_API_KEY."),
-    ] = None,
-    data: Annotated[Path | None, typer.Option(help="Rows: a file, a set's name, hf:owner/name (docs/math.md).")] = None,
-    target: Annotated[str | None, typer.Option("--env", help="Another environment, module:Class.")] = None,
-    tokenizer: Annotated[str | None, typer.Option(help="Tokenizer folder, where MODEL is a vLLM's URL.")] = None,
+    model: Model = None,
+    served_model: ServedModel = None,
+    api_key_env: ApiKeyEnv = None,
+    data: Data = None,
+    target: Target = None,
+    tokenizer: Tokenizer = None,
     samples: Annotated[int | None, typer.Option("-n", min=1, help="Samples a task.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first rows.")] = None,
     debug: Debug = False,

@@ -8,22 +8,18 @@ from typing import Annotated
 
 import typer
 
-from agentrl.cli_run import ConfigPath, Debug, Overrides, run
+from agentrl.cli_run import ApiKeyEnv, ConfigPath, Data, Debug, Model, Overrides, ServedModel, Target, Tokenizer, run
 
 
 def rollout(
     config_path: ConfigPath,
     overrides: Overrides = None,
-    model: Annotated[str | None, typer.Option(help="Folder, hub name, or URL of a running server.")] = None,
-    served_model: Annotated[
-        str | None, typer.Option(help="MODEL is any OpenAI-compatible chat endpoint, and serves this name.")
-    ] = None,
-    api_key_env: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Variable with the endpoint's key; default OPENAI_API_KEY.")
-    ] = None,
-    data: Annotated[str | None, typer.Option(help="Rows: a file, a set's name, hf:owner/name (docs/math.md).")] = None,
-    target: Annotated[str | None, typer.Option("--env", help="Another environment, module:Class.")] = None,
-    tokenizer: Annotated[str | None, typer.Option(help="Tokenizer folder, where MODEL is a vLLM's URL.")] = None,
+    model: Model = None,
+    served_model: ServedModel = None,
+    api_key_env: ApiKeyEnv = None,
+    data: Data = None,
+    target: Target = None,
+    tokenizer: Tokenizer = None,
     samples: Annotated[int, typer.Option("-n", "--n", min=1, help="Episodes of each task.")] = 4,
     task: Annotated[str | None, typer.Option(help="Id of the test task; default: the first.")] = None,
     limit: Annotated[int, typer.Option("--tasks", min=1, help="Play the first so many tasks.")] = 1,

@@ -23,6 +23,19 @@ Overrides = Annotated[
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")]
 
+# What `agentrl eval` and `agentrl rollout` have in common: agentrl.measure.Request.
+Model = Annotated[str | None, typer.Option(help="Folder, hub name, or URL of a running server.")]
+ServedModel = Annotated[
+    str | None, typer.Option(help="MODEL is any OpenAI-compatible chat endpoint (.../v1), and serves this name.")
+]
+ApiKeyEnv = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Environment variable with the endpoint's key; default OPENAI_API_KEY."),
+]
+Data = Annotated[str | None, typer.Option(help="Rows: a file, a set's name, hf:owner/name (docs/math.md).")]
+Target = Annotated[str | None, typer.Option("--env", help="Another environment, module:Class.")]
+Tokenizer = Annotated[str | None, typer.Option(help="Tokenizer folder, where MODEL is a vLLM's URL.")]
+
 
 def run(work: Coroutine[Any, Any, T], *, debug: bool, interrupted: str = RUN_INTERRUPTED) -> T:
     """The result of asynchronous work. `interrupted` is what Ctrl-C says once the work has cleaned up."""

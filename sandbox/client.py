@@ -18,8 +18,10 @@ from collections.abc import AsyncIterator, Coroutine, Generator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+from urllib.parse import quote
 
-import httpx
+import aiohttp
+from yarl import URL
 
 from sandbox.protocol import (
     DEFAULT_MAX_OUTPUT_BYTES,
@@ -38,6 +40,8 @@ MAX_ATTEMPTS = 6
 BACKOFF_S = 0.1  # doubles, with jitter, up to BACKOFF_MAX_S
 BACKOFF_MAX_S = 5.0
 CALL_DEADLINE_S = 30.0
+CONNECT_TIMEOUT_S = 5.0
+KEEPALIVE_S = 2.0  # the service closes idle connections after 5 s: this side should be first
 CLOSE_ATTEMPTS = 3  # a service that is gone has forgotten the session anyway
 REPLY_GRACE_S = 30.0  # beyond queueing and running, for the answer to come
 START_DEADLINE_S = 90.0
@@ -56,11 +60,10 @@ class SandboxClient:
     """`async with SandboxClient(url, token=...) as client:`, or `SandboxClient.embedded()` for a local service."""
 
     def __init__(self, url: str, token: str | None = None) -> None:
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
-        self.url = url
+        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
+        self.url = url.rstrip("/")
         self._closing: set[asyncio.Task[None]] = set()
-        self._http = httpx.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=None, trust_env=False)
+        self._http: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> SandboxClient:
         return self
@@ -73,7 +76,8 @@ class SandboxClient:
     async def aclose(self) -> None:
         """Wait for sessions that are closing, then close the connections; what is still open expires on its own."""
         await asyncio.gather(*self._closing)
-        await self._http.aclose()
+        if self._http is not None:
+            await self._http.close()
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -120,17 +124,19 @@ class SandboxClient:
     ) -> bytes:
         """One request with retries, all within `deadline_s`. Raises SandboxUnavailable, SessionLost, ValueError."""
         deadline = time.monotonic() + deadline_s
+        url = URL(self.url + quote(path), encoded=True)  # as it is: "a/../b" is the service's to refuse
         problem = "no attempt was made"
         for attempt in range(max_attempts):
             wait_s = 0.0
             try:
                 async with asyncio.timeout(deadline - time.monotonic()):
-                    response = await self._http.request(method, path, content=content)
-            except (httpx.TransportError, TimeoutError) as error:
+                    async with self._opened().request(method, url, data=content) as response:
+                        body = await response.read()
+            except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
                 problem = f"{type(error).__name__}: {error}"
             else:
-                if not (reason := _infra_failure(response)):
-                    return response.content
+                if not (reason := _infra_failure(response.status, body)):
+                    return body
                 problem = reason
                 wait_s = float(response.headers.get("retry-after", 0))
             wait_s = max(wait_s, min(BACKOFF_S * 2**attempt, BACKOFF_MAX_S)) * random.uniform(0.5, 1.0)
@@ -139,11 +145,22 @@ class SandboxClient:
             await asyncio.sleep(wait_s)
         raise SandboxUnavailable(f"{method} {self.url}{path.split('/sessions/')[0]}: {problem}")
 
+    def _opened(self) -> aiohttp.ClientSession:
+        """Made by the first call: it belongs to the event loop that is running then."""
+        if self._http is None:
+            self._http = aiohttp.ClientSession(
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
+                headers=self._headers,
+                trust_env=False,
+            )
+        return self._http
 
-def _infra_failure(response: httpx.Response) -> str:
+
+def _infra_failure(status: int, body: bytes) -> str:
     """Why to try again, or "" when the answer counts. Raises what no retry mends."""
-    text = response.text[:500] if response.status_code != 200 else ""
-    match response.status_code:
+    text = body[:500].decode("utf-8", "replace") if status != 200 else ""
+    match status:
         case 200:
             return ""
         case 404 if "session_lost" in text:

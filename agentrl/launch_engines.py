@@ -50,7 +50,9 @@ async def engine_servers(config: Config, *, model_path: str, logs: Path) -> Asyn
         for index in range(0 if servers else settings.replicas):
             url, command, env = _command(config, model_path, index)
             name = "engine" if settings.replicas == 1 else f"engine-{index}"
-            part = await stack.enter_async_context(child(name, command, log_path=logs / f"{name}.log", env=env))
+            part = await stack.enter_async_context(
+                child(name, command, log_path=logs / f"{name}.log", env=env, is_service=True)
+            )
             servers.append(Server(url=url, part=part))
         yield servers
 

@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import sys
+import time
 import uuid
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl import guard
+from agentrl.backoff import RestartBudget, backoff_s
 from agentrl.errors import InfraError
 
 log = logging.getLogger(__name__)
@@ -34,20 +36,29 @@ class ChildDied(InfraError):
 class Child:
     """A running part: its name, its log, and whether it still lives."""
 
-    def __init__(self, name: str, log_path: Path, start: Callable[[str], Coroutine[Any, Any, Process]]) -> None:
+    def __init__(
+        self, name: str, log_path: Path, start: Callable[[str], Coroutine[Any, Any, Process]], *, is_service: bool
+    ) -> None:
         self.name = name
         self.log_path = log_path
         self.process: Process
         self._start = start
+        self._is_service = is_service
         self._mark = uuid.uuid4().hex
-        self._restarts_left = 0
+        self._restarts = RestartBudget(0)
+        self._started = 0.0
+        self._oom_kills = 0
         self.num_starts = 0
         """How often it was started."""
 
     async def start(self) -> None:
         """Run the command. Raises InfraError when it cannot be."""
         self.num_starts += 1
-        self.process = await self._start(self._mark)
+        self._started, self._oom_kills = time.monotonic(), _oom_kills()
+        try:
+            self.process = await self._start(self._mark)
+        except OSError as error:
+            raise InfraError(f"the {self.name} process could not be started: {error}") from error
 
     def end_left_over(self) -> None:
         """End what the guard could not, having been killed itself: whatever carries this part's mark."""
@@ -57,8 +68,8 @@ class Child:
                     os.kill(int(path.parent.name), signal.SIGKILL)
 
     def allow_restarts(self, number: int) -> None:
-        """From now on `watch` starts it again, up to `number` times, when it dies."""
-        self._restarts_left = number
+        """From now on `watch` starts it again when it dies: `number` times in a row, see RestartBudget."""
+        self._restarts = RestartBudget(number)
 
     def poll(self) -> int | None:
         """Exit code, or None while it runs."""
@@ -69,16 +80,27 @@ class Child:
         return await self.process.wait()
 
     async def watch(self) -> None:
-        """Return when it ended with code 0; otherwise start it again, or raise ChildDied with the end of its log."""
-        while code := await self.process.wait():
+        """Return when it ended with code 0, unless it is a service, which should not end at all.
+
+        Otherwise start it again, after a pause that doubles. Raises ChildDied with the end of its log once it may not
+        be started again; InfraError when it cannot be.
+        """
+        while (code := await self.process.wait()) or self._is_service:
             self.end_left_over()
-            what = f"the {self.name} process ended with exit code {code}"
-            if not self._restarts_left:
-                raise ChildDied(f"{what}. The end of {self.log_path}:\n{self.log_tail()}")
-            self._restarts_left -= 1
-            log.warning("%s; it is started again (%d more times at most)", what, self._restarts_left)
-            await asyncio.sleep(RESTART_AFTER_S)
+            what = self._how_it_ended(code)
+            if (used := self._restarts.take(time.monotonic() - self._started)) is None:
+                again = f" (started {self.num_starts} times)" if self.num_starts > 1 else ""
+                raise ChildDied(f"{what}{again}. The end of {self.log_path}:\n{self.log_tail()}")
+            pause_s = backoff_s(used, base_s=RESTART_AFTER_S)
+            log.warning("%s; it is started again in %.1f s (%d more times at most)", what, pause_s, self._restarts.left)
+            await asyncio.sleep(pause_s)
             await self.start()
+
+    def _how_it_ended(self, code: int) -> str:
+        what = f"the {self.name} process ended with exit code {code}"
+        with suppress(ValueError):  # of the guard itself, or as the guard tells it
+            what += f" ({signal.Signals(-code if code < 0 else code - 128).name})"
+        return what + (": the system ran out of memory" if code and _oom_kills() > self._oom_kills else "")
 
     def log_tail(self, num_lines: int = 12, max_bytes: int = 16_384) -> str:
         """The last lines it wrote."""
@@ -94,44 +116,50 @@ class Child:
 @asynccontextmanager
 async def child(
     name: str,
-    command: Sequence[str],
+    command: Sequence[str] | Callable[[], Sequence[str]],
     *,
     log_path: Path,
     env: Mapping[str, str] | None = None,
     on_line: Callable[[str], None] | None = None,
+    is_service: bool = False,
 ) -> AsyncIterator[Child]:
     """Run `command` for the length of the block; its whole process group is gone when the block is left.
 
     Args:
+        command: the arguments, or what makes them anew for each start: a restart may be told to resume.
         env: variables added to this process's own.
         on_line: called with each line of standard output, which then does not go to the log.
+        is_service: it should run until the block is left; an end with exit code 0 is a death like any other.
 
     Raises:
         InfraError: the command could not be started.
     """
     log_path.parent.mkdir(parents=True, exist_ok=True)
-    guarded = [sys.executable, "-I", "-S", guard.__file__, str(GRACE_S), *command]
+    guarded = [sys.executable, "-I", "-S", guard.__file__, str(GRACE_S)]
+    readers: list[asyncio.Task[None]] = []
 
     async def start(mark: str) -> Process:
         with log_path.open("ab") as log_file:
-            return await asyncio.create_subprocess_exec(
+            process = await asyncio.create_subprocess_exec(
                 *guarded,
+                *(command() if callable(command) else command),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=log_file if on_line is None else asyncio.subprocess.PIPE,
                 stderr=log_file,
                 env={**os.environ, **(env or {}), MARK_VARIABLE: mark},
                 start_new_session=True,
             )
+        readers.append(asyncio.create_task(_read_lines(process, on_line), name=f"output of {name}"))
+        return process
 
-    part = Child(name, log_path, start)
+    part = Child(name, log_path, start, is_service=is_service)
     await part.start()
-    reader = asyncio.create_task(_read_lines(part.process, on_line), name=f"output of {name}")
     try:
         yield part
     finally:
         await _stop(part.process)
         part.end_left_over()
-        await reader
+        await asyncio.gather(*readers)
 
 
 async def _read_lines(process: Process, on_line: Callable[[str], None] | None) -> None:
@@ -156,3 +184,12 @@ async def _stop(process: Process) -> None:
             process.kill()
     if cancelled:
         raise asyncio.CancelledError
+
+
+def _oom_kills() -> int:
+    """How many processes the kernel has ended for want of memory, in containers too."""
+    with suppress(OSError):
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0

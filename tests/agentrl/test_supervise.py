@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from agentrl import supervise
+from agentrl.backoff import RestartBudget
+from agentrl.errors import InfraError
 from agentrl.supervise import ChildDied, child
 
 STUBBORN = """
@@ -51,13 +55,74 @@ async def test_a_dead_child_is_named_with_its_last_words(tmp_path: Path) -> None
             await part.watch()
 
 
-async def test_a_part_that_may_be_restarted_is_started_again_and_only_so_often(tmp_path: Path) -> None:
+DIES = [sys.executable, "-c", "print('on', flush=True); exit(3)"]
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restarts follow at once."""
+    monkeypatch.setattr(supervise, "RESTART_AFTER_S", 0.01)
+
+
+@pytest.mark.usefixtures("quick")
+async def test_a_part_that_dies_at_once_three_times_in_a_row_is_given_up_by_name(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    async with child("engine", [sys.executable, "-c", "print('on', flush=True); exit(3)"], log_path=log) as part:
-        part.allow_restarts(1)
-        with pytest.raises(ChildDied, match="exit code 3"):
+    async with child("engine", DIES, log_path=log) as part:
+        part.allow_restarts(3)
+        with pytest.raises(ChildDied, match=r"(?s)engine .* exit code 3 \(started 4 times\)\. The end of .*on"):
             await part.watch()
-    assert log.read_text().count("on") == 2
+    assert log.read_text().count("on") == 4
+
+
+def test_good_health_gives_restarts_back() -> None:
+    hour, day = 3600.0, 86400.0
+    weekly = RestartBudget(3)
+    assert [weekly.take(day) for _ in range(7)] == [0] * 7
+    sickly = RestartBudget(3)
+    assert [sickly.take(1.0) for _ in range(4)] == [0, 1, 2, None]
+    mixed = RestartBudget(2)
+    assert [mixed.take(s) for s in (1.0, 1.0, 1.0, hour, 1.0)] == [0, 1, None, 1, None]
+
+
+async def test_the_pauses_before_restarts_double(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+
+    async def slept(seconds: float) -> None:
+        pauses.append(seconds)
+
+    async with child("engine", DIES, log_path=tmp_path / "log") as part:
+        part.allow_restarts(3)
+        monkeypatch.setattr(asyncio, "sleep", slept)
+        with pytest.raises(ChildDied):
+            await part.watch()
+    assert all(0.5 * full <= pause <= full for pause, full in zip(pauses, (1.0, 2.0, 4.0), strict=True))
+
+
+@pytest.mark.usefixtures("quick")
+async def test_the_command_of_a_restart_is_made_anew(tmp_path: Path) -> None:
+    commands = iter([DIES, [sys.executable, "-c", "print('resumed')"]])
+    lines: list[str] = []
+    async with child("learner", lambda: next(commands), log_path=tmp_path / "log", on_line=lines.append) as part:
+        part.allow_restarts(1)
+        await part.watch()
+    assert lines == ["on", "resumed"]
+
+
+@pytest.mark.usefixtures("quick")
+async def test_a_restart_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "engine.log"
+    async with child("engine", DIES, log_path=log) as part:
+        await part.wait()
+        shutil.rmtree(log.parent)
+        part.allow_restarts(1)
+        with pytest.raises(InfraError, match=r"the engine process could not be started: .*No such file"):
+            await part.watch()
+
+
+async def test_a_service_that_leaves_politely_is_missed_too(tmp_path: Path) -> None:
+    async with child("sandbox", [sys.executable, "-c", ""], log_path=tmp_path / "log", is_service=True) as part:
+        with pytest.raises(ChildDied, match="the sandbox process ended with exit code 0"):
+            await part.watch()
 
 
 async def test_a_killed_guard_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -65,7 +130,7 @@ async def test_a_killed_guard_leaves_nothing_behind(tmp_path: Path) -> None:
     async with child("part", [sys.executable, "-c", STUBBORN], log_path=log) as part:
         pids = await pids_in(log)
         part.process.kill()
-        with pytest.raises(ChildDied, match="exit code -9"):
+        with pytest.raises(ChildDied, match=r"exit code -9 \(SIGKILL\)"):
             await part.watch()
         await asyncio.sleep(0.1)
         assert not any(alive(pid) for pid in pids)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from agentrl.config import EnvConfig
 from agentrl.data import endless
 from agentrl.env import Env, Split
 from agentrl.errors import ConfigError, EnvError
 from agentrl.source import TaskSource, held_out_tasks
+from agentrl.task_choice import TaskChoice
 from agentrl.types import Task
 from envs.math_python import Math
 
@@ -83,6 +87,61 @@ def test_a_task_given_back_comes_first() -> None:
     first = source.next()
     source.give_back(first)
     assert [source.next().id, source.next().id] == [first.id, "1"]
+
+
+def difficult(*, seed: int = 1) -> TaskSource:
+    return TaskSource(Rows, EnvConfig(target="x:X", train_data="file"), seed=seed, choice="difficulty")
+
+
+def test_by_difficulty_tasks_near_one_half_are_played_most_and_none_is_forgotten() -> None:
+    source, played = difficult(), Counter[str]()
+    for _ in range(400):
+        task = source.next()
+        played[task.id] += 1
+        source.observe(task.id, [1.0] * 4 + [0.0] * 4 if int(task.id) < 5 else [0.0] * 8)
+    assert set(played) == {task.id for task in TASKS}
+    assert min(played[str(i)] for i in range(5)) > max(played[str(i)] for i in range(5, 20))
+
+
+@pytest.mark.parametrize("choice", ["shuffled", "difficulty"])
+@settings(max_examples=30, deadline=None)
+@given(moves=st.lists(st.sampled_from(["next", "next", "give back", "good", "mixed"]), max_size=60))
+def test_a_source_made_anew_goes_on_like_the_one_that_was_lost(choice: TaskChoice, moves: list[str]) -> None:
+    """From what a journal holds: the cursor, the finished groups and the tasks that were given back and not issued."""
+
+    def source() -> TaskSource:
+        return TaskSource(Rows, EnvConfig(target="x:X", train_data="file"), seed=3, choice=choice)
+
+    lost, given_back, finished = source(), list[Task](), list[tuple[str, list[float]]]()
+    for move in moves:
+        if move == "next":
+            task = lost.next()
+            if given_back:
+                assert task == given_back.pop(0)
+        elif move == "give back":
+            given_back.append(TASKS[7])
+            lost.give_back(TASKS[7])
+        else:
+            finished.append((TASKS[3].id, [1.0, 1.0 if move == "good" else 0.0]))
+            lost.observe(*finished[-1])
+    anew = source()
+    anew.skip(lost.cursor)
+    for task_id, rewards in finished:
+        anew.observe(task_id, rewards)
+    for task in given_back:
+        anew.give_back(task)
+    assert [anew.next() for _ in range(50)] == [lost.next() for _ in range(50)]
+
+
+def test_rows_passed_over_and_tasks_given_back_are_what_the_cursor_says() -> None:
+    source = TaskSource(Generated, EnvConfig(target="x:X"), seed=0)
+    source.give_back(source.next())
+    source.next()
+    assert source.cursor == 1
+    source.skip(10)
+    assert (source.next().id, source.cursor) == ("10", 11)
+    with pytest.raises(ValueError, match="beyond row 3"):
+        source.skip(3)
 
 
 def test_rows_that_fail_are_the_environments_failure() -> None:

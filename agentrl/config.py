@@ -146,7 +146,8 @@ class EngineConfig(Section):
     kv_on_update: Literal["stale", "recompute"] = "recompute"
     """Running requests after a weight update: keep the old KV entries, or recompute them with the new weights."""
     max_restarts: Annotated[int, Field(ge=0)] = 3
-    """Times in a run that an engine which died is started again, with the present weights; its requests go on."""
+    """Times in a row that an engine which died is started again, with the present weights; its requests go on. An hour
+    of good health gives one back."""
     start_timeout_s: PositiveFloat = 180.0
     request_timeout_s: PositiveFloat = 120.0
     """Longest wait for an answer, or for the next tokens of one."""
@@ -201,6 +202,9 @@ class SandboxConfig(Section):
     """Executions that run at the same time."""
     memory_bytes: PositiveInt = 512 * 1024**2
     """Of one session."""
+    max_restarts: Annotated[int, Field(ge=0)] = 3
+    """Times in a row that a service which died is started again; an hour of good health gives one back. The episodes
+    that were in it are played again."""
     allow_unsafe: bool = False
     """Permit backend `unsafe`, which isolates nothing: only for code that you trust."""
 

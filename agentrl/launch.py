@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 TOKEN_VARIABLE = "AGENTRL_TOKEN"
 SANDBOX_START_TIMEOUT_S = 60.0
+SANDBOX_RETURN_TIMEOUT_S = 60.0
 WEIGHTS_PREFIX = "agentrl-weights-"
 
 
@@ -65,7 +66,7 @@ async def sandbox_service(
 
     settings = config.sandbox
     if settings.url is not None:
-        async with SandboxClient(settings.url, token=token) as client:
+        async with SandboxClient(settings.url, token=token, return_timeout_s=SANDBOX_RETURN_TIMEOUT_S) as client:
             yield client, []
         return
     port = port_of(settings.host, settings.port, key="sandbox.port")
@@ -75,15 +76,20 @@ async def sandbox_service(
         *("--memory-bytes", str(settings.memory_bytes), *(["--allow-unsafe"] if settings.allow_unsafe else [])),
     ]
     env = {TOKEN_VARIABLE: token}
+    patience_s = SANDBOX_RETURN_TIMEOUT_S if settings.max_restarts else 0.0
     async with (
-        child("sandbox", command, log_path=logs / "sandbox.log", env=env) as part,
-        SandboxClient(f"http://{settings.host}:{port}", token=token) as client,
+        child("sandbox", command, log_path=logs / "sandbox.log", env=env, is_service=True) as part,
+        SandboxClient(f"http://{settings.host}:{port}", token=token, return_timeout_s=patience_s) as client,
     ):
         yield client, [part]
 
 
-async def sandbox_ready(client: SandboxClient, parts: Sequence[Child]) -> None:
-    """Wait until it answers. Raises ChildDied or SandboxError with the end of its log."""
+async def sandbox_ready(client: SandboxClient, parts: Sequence[Child], *, max_restarts: int) -> None:
+    """Wait until it answers; from then on one that was started here is started again when it dies.
+
+    Its port and token stay; its sessions are lost, and the episodes that held them are played again. Raises ChildDied
+    or SandboxError with the end of its log.
+    """
     from sandbox.client import SandboxUnavailable
 
     try:
@@ -91,12 +97,14 @@ async def sandbox_ready(client: SandboxClient, parts: Sequence[Child]) -> None:
             while True:
                 try:
                     await client.health()
-                    return
+                    break
                 except SandboxUnavailable:
                     await asyncio.sleep(0.05)
     except TimeoutError as error:
         tails = "\n".join(part.log_tail() for part in parts)
         raise SandboxError(f"the sandbox did not answer within {SANDBOX_START_TIMEOUT_S:g} s.\n{tails}") from error
+    for part in parts:
+        part.allow_restarts(max_restarts)
 
 
 @asynccontextmanager

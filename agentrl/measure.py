@@ -118,7 +118,7 @@ async def playing(request: Request, env_class: type[Env], console: EvalConsole) 
     with TemporaryDirectory(prefix="agentrl-eval-") as logs:
         async with launch.sandbox_service(config, logs=Path(logs), token=token_urlsafe(16)) as (sandbox, parts):
             with console.phase("starting the sandbox"):
-                await launch.sandbox_ready(sandbox, parts)
+                await launch.sandbox_ready(sandbox, parts, max_restarts=config.sandbox.max_restarts)
             async with launch.watching(*parts), opened(env_class, sandbox=sandbox, wrappers=wrappers) as make_env:
                 await Canaries(env_class, make_env=make_env, sandbox=sandbox).check(when="at the start")
                 async with through(request, make_env, Path(logs), console) as make_group:

@@ -52,7 +52,7 @@ class Training:
         self._run = folder
         async with launch.sandbox_service(self._config, logs=self._run.logs, token=self._token) as (sandbox, parts):
             with self._console.phase("starting the sandbox"):
-                await launch.sandbox_ready(sandbox, parts)
+                await launch.sandbox_ready(sandbox, parts, max_restarts=self._config.sandbox.max_restarts)
             async with (
                 launch.watching(*parts),
                 opened(self._env_class, sandbox=sandbox, wrappers=self._wrappers) as make_env,

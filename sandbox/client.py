@@ -52,6 +52,10 @@ class SandboxUnavailable(RuntimeError):
     """The service failed, is gone, or has no room, after the retries. Never the program's fault."""
 
 
+class SandboxGone(SandboxUnavailable):
+    """Nobody listens at its address: it died, and may be started again."""
+
+
 class SessionLost(SandboxUnavailable):
     """The service no longer knows this session: it restarted, or the session expired."""
 
@@ -59,9 +63,11 @@ class SessionLost(SandboxUnavailable):
 class SandboxClient:
     """`async with SandboxClient(url, token=...) as client:`, or `SandboxClient.embedded()` for a local service."""
 
-    def __init__(self, url: str, token: str | None = None) -> None:
+    def __init__(self, url: str, token: str | None = None, *, return_timeout_s: float = 0.0) -> None:
+        """`return_timeout_s`: how long a new session waits for a service that is gone and is started again."""
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
         self.url = url.rstrip("/")
+        self.return_timeout_s = return_timeout_s
         self._closing: set[asyncio.Task[None]] = set()
         self._http: aiohttp.ClientSession | None = None
 
@@ -122,10 +128,13 @@ class SandboxClient:
         deadline_s: float = CALL_DEADLINE_S,
         max_attempts: int = MAX_ATTEMPTS,
     ) -> bytes:
-        """One request with retries, all within `deadline_s`. Raises SandboxUnavailable, SessionLost, ValueError."""
+        """One request with retries, all within `deadline_s`.
+
+        Raises SandboxUnavailable (SandboxGone, SessionLost), ValueError.
+        """
         deadline = time.monotonic() + deadline_s
         url = URL(self.url + quote(path), encoded=True)  # as it is: "a/../b" is the service's to refuse
-        problem = "no attempt was made"
+        problem, failure = "no attempt was made", SandboxUnavailable
         for attempt in range(max_attempts):
             wait_s = 0.0
             try:
@@ -134,7 +143,9 @@ class SandboxClient:
                         body = await response.read()
             except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
                 problem = f"{type(error).__name__}: {error}"
+                failure = SandboxGone if isinstance(error, aiohttp.ClientConnectorError) else SandboxUnavailable
             else:
+                failure = SandboxUnavailable
                 if not (reason := _infra_failure(response.status, body)):
                     return body
                 problem = reason
@@ -143,7 +154,7 @@ class SandboxClient:
             if attempt == max_attempts - 1 or time.monotonic() + wait_s >= deadline:
                 break
             await asyncio.sleep(wait_s)
-        raise SandboxUnavailable(f"{method} {self.url}{path.split('/sessions/')[0]}: {problem}")
+        raise failure(f"{method} {self.url}{path.split('/sessions/')[0]}: {problem}")
 
     def _opened(self) -> aiohttp.ClientSession:
         """Made by the first call: it belongs to the event loop that is running then."""
@@ -258,6 +269,16 @@ class _Lease:
         return self._open().__await__()
 
     async def _open(self) -> SandboxSession:
+        """Waits for a service that is gone, as long as the client may."""
+        deadline = time.monotonic() + self._client.return_timeout_s
+        while True:
+            try:
+                return await self._open_now()
+            except SandboxGone:
+                if time.monotonic() >= deadline:
+                    raise
+
+    async def _open_now(self) -> SandboxSession:
         """Cancelled, it goes on in the background: a session that the service opens all the same is given back."""
         opening = asyncio.ensure_future(self._request_session())
         try:

@@ -9,8 +9,8 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,14 +18,16 @@ from typing import Any, ClassVar
 import pytest
 from aiohttp import ClientSession, web
 
+from agentrl import launch, supervise
 from agentrl.canary import Canaries
-from agentrl.config import Config
+from agentrl.config import Config, SandboxConfig
 from agentrl.env import Env, Episode, Split, make
 from agentrl.errors import AgentRLError, CanaryFailed, ErrorRateExceeded
 from agentrl.launch import port_of
 from agentrl.metrics import read
 from agentrl.renderer import TurnTokenizer
 from agentrl.run_folder import Kind, RunFolder
+from agentrl.supervise import Child, ChildDied
 from agentrl.testing import ScriptedEngine, call
 from agentrl.types import Message, StopReason, Task, Trajectory
 from envs.aime import Aime, AimePython
@@ -147,7 +149,63 @@ async def _answers(client: SandboxClient) -> bool:
     return True
 
 
-async def test_a_sandbox_that_is_killed_ends_the_run(tmp_path: Path, tokenizer: TurnTokenizer) -> None:
+@asynccontextmanager
+async def supervised_sandbox(config: Config, logs: Path) -> AsyncIterator[tuple[SandboxClient, Child]]:
+    """The service as a run starts it: watched, and started again."""
+    async with launch.sandbox_service(config, logs=logs, token="t") as (client, parts):
+        await launch.sandbox_ready(client, parts, max_restarts=config.sandbox.max_restarts)
+        async with launch.watching(*parts):
+            yield client, parts[0]
+
+
+def kill_service(part: Child) -> None:
+    """SIGKILL to the service below its guard."""
+    children = Path(f"/proc/{part.process.pid}/task/{part.process.pid}/children").read_text().split()
+    os.kill(int(children[0]), signal.SIGKILL)
+
+
+async def test_a_sandbox_that_is_killed_is_started_again_and_its_episodes_are_played_again(
+    tmp_path: Path, tokenizer: TurnTokenizer
+) -> None:
+    config = config_for(tmp_path, steps=6, max_retries=2)
+    async with supervised_sandbox(config, tmp_path) as (client, part):
+        killing = partial(kill_service, part)
+        assert await outcome(config, tokenizer, Known, killing, make_env=partial(make, Known, sandbox=client)) is None
+        assert part.num_starts == 2
+    assert sum(trajectory.info.get("retries", 0) for trajectory in recorded(config)) >= 1
+    assert_every_reward_is_earned(config)
+
+
+async def test_a_sandbox_that_cannot_be_started_again_ends_the_run_by_name(
+    tmp_path: Path, tokenizer: TurnTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The service dies once more than it may."""
+    monkeypatch.setattr(supervise, "RESTART_AFTER_S", 0.01)
+    config = config_for(tmp_path, max_retries=2).model_copy(update={"sandbox": SandboxConfig(max_restarts=1)})
+
+    async def killing(part: Child) -> None:
+        while True:
+            with suppress(OSError, IndexError):  # between its death and its next start
+                kill_service(part)
+            await asyncio.sleep(0.05)
+
+    with pytest.raises(ChildDied, match=r"(?s)the sandbox process ended .*SIGKILL.*started 2 times.*sandbox\.log"):
+        async with supervised_sandbox(config, tmp_path) as (client, part):
+            begun = asyncio.Event()
+            killer = asyncio.create_task(_after(begun, killing(part)))
+            try:
+                await outcome(config, tokenizer, Known, begun.set, make_env=partial(make, Known, sandbox=client))
+            finally:
+                killer.cancel()
+    assert_every_reward_is_earned(config)
+
+
+async def _after(begun: asyncio.Event, work: Coroutine[Any, Any, None]) -> None:
+    await begun.wait()
+    await work
+
+
+async def test_a_sandbox_that_is_killed_for_good_ends_the_run(tmp_path: Path, tokenizer: TurnTokenizer) -> None:
     config = config_for(tmp_path)
     async with sandbox_process() as (client, process):
         error = await outcome(config, tokenizer, Known, process.kill, make_env=partial(make, Known, sandbox=client))
@@ -165,8 +223,7 @@ async def sick_sandbox() -> AsyncIterator[tuple[SandboxClient, threading.Event]]
         async def forward(request: web.Request) -> web.Response:
             if sick.is_set():
                 return web.Response(status=500, text="out of disk")
-            headers = {"Authorization": client._http.headers["Authorization"], "Content-Type": "application/json"}
-            body = await request.read()
+            body, headers = await request.read(), client._headers
             async with http.request(request.method, client.url + request.path, data=body, headers=headers) as reply:
                 return web.Response(status=reply.status, body=await reply.read())
 

@@ -80,6 +80,7 @@ class VLLMEngine:
         parity_bound: largest allowed |engine - learner| logprob on the probe.
         parity_every: probe the first update and every n-th after it.
         num_starts: how often the server was started, for whoever started it.
+        token: what the server demands, where it demands one (vllm_guard.py).
 
     Raises on entering:
         EngineError: no server, not in RL mode, paused, or with a version label that is no version.
@@ -98,8 +99,9 @@ class VLLMEngine:
         parity_bound: float = 1e-3,
         parity_every: int = 1,
         num_starts: Callable[[], int] = lambda: 1,
+        token: str | None = None,
     ) -> None:
-        self._server = VLLMServer(url, timeout_s=request_timeout_s)
+        self._server = VLLMServer(url, timeout_s=request_timeout_s, token=token)
         self._model = model or ""
         self._streams: set[Stream] = set()
         self._checking = asyncio.Lock()

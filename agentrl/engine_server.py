@@ -16,6 +16,7 @@ from typing import Literal
 
 import httpx
 
+from agentrl import tokens
 from agentrl.config import EngineConfig
 from agentrl.errors import ConfigError, EngineError, MissingDependencyError
 
@@ -34,6 +35,7 @@ BACKENDS: dict[Transfer, str] = {
     "ipc": "agentrl_ipc",
 }
 """Names under which vllm_plugin.py registers what it adds to vLLM's weight transfer."""
+GUARD = "agentrl.vllm_guard.TokenGuard"
 WORKER_EXTENSION = "agentrl.vllm_worker.WorkerExtension"
 MENDS = (
     (
@@ -149,8 +151,13 @@ def command(
     max_context: int,
     dtype: str,
     seed: int,
+    token: str | None = None,
 ) -> tuple[list[str], dict[str, str]]:
-    """Argument list and added environment of the server. Raises ConfigError for a device that cannot be had."""
+    """Argument list and added environment of the server, which lets in only who shows `token` where there is one.
+
+    Raises ConfigError for a device that cannot be had, and for a host that others can reach without a token.
+    """
+    tokens.demand(token, host=host, key="engine.host", name=tokens.ENGINE)
     transfer = transfer_of(config)
     argv = [
         *(sys.executable, "-m", MODULE),
@@ -175,6 +182,9 @@ def command(
         argv += ["--gpu-memory-utilization", str(config.gpu_memory_fraction)]
         argv += ["--tensor-parallel-size", str(config.tensor_parallel)]
         env |= {} if config.gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, config.gpus))}
+    if token is not None:
+        argv += ["--middleware", GUARD]
+        env[tokens.ENGINE] = token
     if transfer == "ipc":
         env["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # its handles are pickled; see transfer_of
     if Path(model_path).is_dir():

@@ -42,13 +42,18 @@ def parts_of(servers: Sequence[Server]) -> list[Child]:
 
 
 @asynccontextmanager
-async def engine_servers(config: Config, *, model_path: str, logs: Path) -> AsyncIterator[list[Server]]:
-    """The servers of `config.engine`, which may still be starting: wait with `engines_ready`."""
+async def engine_servers(
+    config: Config, *, model_path: str, logs: Path, token: str | None = None
+) -> AsyncIterator[list[Server]]:
+    """The servers of `config.engine`, which may still be starting: wait with `engines_ready`.
+
+    Those started here demand `token` where it is given. Raises ConfigError.
+    """
     settings = config.engine
     async with AsyncExitStack() as stack:
         servers = [Server(url=url) for url in settings.urls]
         for index in range(0 if servers else settings.replicas):
-            url, command, env = _command(config, model_path, index)
+            url, command, env = _command(config, model_path, index, token)
             name = "engine" if settings.replicas == 1 else f"engine-{index}"
             part = await stack.enter_async_context(
                 child(name, command, log_path=logs / f"{name}.log", env=env, is_service=True)
@@ -82,18 +87,18 @@ async def _ready(server: Server, settings: EngineConfig) -> None:
         part.allow_restarts(settings.max_restarts)
 
 
-def engine_client(servers: Sequence[Server], config: Config) -> VLLMEngine | EnginePool:
+def engine_client(servers: Sequence[Server], config: Config, *, token: str | None = None) -> VLLMEngine | EnginePool:
     """A client of servers that are ready: of the one, or of all as one."""
     settings = config.engine
     return_timeout_s = settings.start_timeout_s if settings.max_restarts else 0.0
     if len(servers) == 1:
-        return vllm_client(servers[0], config, return_timeout_s=return_timeout_s)
+        return vllm_client(servers[0], config, return_timeout_s=return_timeout_s, token=token)
     # A pool does not wait for a server that is gone: it has others, and brings this one back itself.
-    clients = [vllm_client(server, config, return_timeout_s=0.0) for server in servers]
+    clients = [vllm_client(server, config, return_timeout_s=0.0, token=token) for server in servers]
     return EnginePool(clients, order=settings.update_order, return_timeout_s=return_timeout_s)
 
 
-def vllm_client(server: Server, config: Config, *, return_timeout_s: float) -> VLLMEngine:
+def vllm_client(server: Server, config: Config, *, return_timeout_s: float, token: str | None = None) -> VLLMEngine:
     """A client of one of them; a server that was not started here names its model itself."""
     settings, part = config.engine, server.part
     bound = settings.parity_bound
@@ -108,17 +113,18 @@ def vllm_client(server: Server, config: Config, *, return_timeout_s: float) -> V
         parity_bound=PARITY_BOUNDS[config.model.dtype] if bound == "auto" else bound,
         parity_every=settings.parity_every,
         num_starts=lambda: part.num_starts if part else 0,
+        token=token,
     )
 
 
-def replace_by_engine(config: Config) -> None:
+def replace_by_engine(config: Config, *, token: str | None = None) -> None:
     """Become the engine server of `config`, in the foreground: `agentrl engine`. Raises ConfigError."""
-    url, command, env = _command(config, config.model.path, 0)
+    url, command, env = _command(config, config.model.path, 0, token)
     sys.stderr.write(f"{engine_server.describe(config.engine)}\n{url} serves {config.model.path}\n")
     os.execvpe(command[0], command, {**os.environ, **env})
 
 
-def _command(config: Config, model_path: str, index: int) -> tuple[str, list[str], dict[str, str]]:
+def _command(config: Config, model_path: str, index: int, token: str | None) -> tuple[str, list[str], dict[str, str]]:
     """(base URL, command, added environment) of the `index`-th server of our own. Raises ConfigError."""
     settings = _of_replica(config.engine, index)
     port = port_of(settings.host, settings.port, key="engine.port")
@@ -131,6 +137,7 @@ def _command(config: Config, model_path: str, index: int) -> tuple[str, list[str
         max_context=config.rollout.max_context,
         dtype=config.model.dtype,
         seed=config.seed + index,  # engines that draw alike would write the same episodes
+        token=token,
     )
     return f"http://{settings.host}:{port}", command, env
 

@@ -28,6 +28,7 @@ EVENT, EVENT_END, DONE = b"data: ", b"\n\n", b"[DONE]"
 CHUNK = msgspec.json.Decoder(Chunk)
 
 MENDS = {
+    401: "set AGENTRL_ENGINE_TOKEN to the token that the server was started with",
     403: "start vLLM with --enable-scale-out",
     404: "start vLLM with VLLM_SERVER_DEV_MODE=1, and ask for a model it serves",
     500: "see the engine's log",
@@ -41,8 +42,9 @@ class VLLMServer:
     aiohttp and not httpx: a streamed answer of 64 tokens costs a third of the processor time (benchmarks/engine.md).
     """
 
-    def __init__(self, url: str, *, timeout_s: float) -> None:
+    def __init__(self, url: str, *, timeout_s: float, token: str | None = None) -> None:
         self.url = url.rstrip("/")
+        self._headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {token}"} if token else {})
         self._timeout_s = timeout_s
         self._session: aiohttp.ClientSession | None = None
 
@@ -130,7 +132,7 @@ class VLLMServer:
                 self.url + "/",
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
-                headers={"content-type": "application/json"},
+                headers=self._headers,
                 trust_env=False,
             )
         return self._session

@@ -20,6 +20,7 @@ from agentrl.cli_run import ApiKeyEnv, ConfigPath, Data, Debug, Model, Overrides
 from agentrl.cli_run import fail as _fail
 from agentrl.cli_run import guarded as _guarded
 from agentrl.cli_run import run as _run
+from agentrl.cli_status import status
 from agentrl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ app = typer.Typer(
 )
 app.add_typer(env_app, name="env")
 app.command(name="rollout")(rollout)
+app.command(name="status")(status)
 
 
 @app.command()

@@ -265,7 +265,9 @@ class TrainConfig(Section):
     max_minutes: PositiveFloat | None = None
     """Stop after this much training time, set-up and evaluations before and after not counted."""
     stall_timeout_s: PositiveFloat = 900.0
-    """End the run, by name, when no full batch came together for this long."""
+    """End the run, by name, when nothing moved for this long: no answer of the engine, no finished group, no step."""
+    loop_stall_s: PositiveFloat = 60.0
+    """End the run, by name, when one piece of code held the event loop, and with it everything else, for this long."""
 
 
 class Config(Section):

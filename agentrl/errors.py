@@ -12,6 +12,7 @@ AgentRLError
  |   |   +- WeightSyncError   an engine does not hold the weights it should: always ends the run
  |   +- LearnerError       the learner process failed
  |   +- CanaryFailed       a part works and gives wrong outcomes: ends the run at once
+ |   +- RunStalled         nothing moved for too long: says who waits for whom, ends the run
  +- StaleTrajectoryError   the lag bound was broken at consumption: a bug, ends the run
  +- WeightsWanted          an engine was restarted: the learner publishes again, and nothing is lost
  +- ErrorRateExceeded      too many episodes failed for infrastructure reasons
@@ -75,6 +76,10 @@ class LearnerError(InfraError):
 
 class CanaryFailed(InfraError):
     """A program or an answer whose outcome is known came out otherwise."""
+
+
+class RunStalled(InfraError):
+    """Nothing moved for too long, or the event loop stood still. The message names who waits for whom, and the dump."""
 
 
 class StaleTrajectoryError(AgentRLError):

@@ -1,0 +1,204 @@
+"""A board on which a run writes what moves, who waits for whom, and where it stands; others read it whole.
+
+Written by the run's event loop, read from any thread. Knows nothing of engines, buffers or files, and judges nothing:
+the watchdog does.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+RECENT_S = 60.0
+"""A wait that ended without an answer counts as the beginning of the next one of its kind within this time: a call that
+is tried again and again has been waiting since the first try."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gauges:
+    """Where a run stands. The names in the mappings are for people."""
+
+    step: int = 0
+    num_steps: int = 0
+    version: int = 0  # that the engines hold
+    learner_version: int = 0
+    lag: int = 0  # largest of the last batch, in steps
+    max_lag: int = 0
+    num_tokens: int = 0  # generated since the start
+    ledger: Mapping[str, int] = field(default_factory=dict)  # groups
+    queues: Mapping[str, int] = field(default_factory=dict)  # entries
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaitLine:
+    """All waits of one kind: `who` waits for `on` to give it `what`."""
+
+    who: str
+    on: str
+    what: str
+    count: int  # how many wait now; 0: the last one was given up moments ago, and is likely to be tried again
+    seconds: float  # since the oldest began, or since one of them got its answer
+    deadline_in_s: float | None = None  # until the last of their own deadlines; negative when it is past
+
+    def __str__(self) -> str:
+        times = f"{self.count} x " if self.count > 1 else ""
+        verb = "wait" if self.who.endswith("s") else "waits"
+        return f"the {self.who} {verb} for the {self.on} ({times}{self.what}, {self.seconds:.0f} s)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """The board at one moment."""
+
+    phase: str
+    phase_s: float
+    num_beats: int
+    last_beat: str
+    quiet_s: float  # since anything moved
+    loop_quiet_s: float  # since the event loop turned; 0 where nobody asks it to
+    waits: tuple[WaitLine, ...]  # oldest first
+    gauges: Gauges
+
+    @property
+    def has_open_deadline(self) -> bool:
+        """Whether somebody waits under a deadline of his own that is still to come: he will end the wait himself."""
+        return any(wait.count and (wait.deadline_in_s or 0.0) > 0 for wait in self.waits)
+
+    def chain(self) -> tuple[WaitLine, ...]:
+        """From the conductor (else from the oldest wait) to the one whom everybody waits for in the end."""
+        chain: list[WaitLine] = []
+        who = next((wait.who for wait in self.waits if wait.who == "conductor"), None)
+        who = who or next((wait.who for wait in self.waits), None)
+        passed = set()
+        while who is not None:
+            passed.add(who)
+            # Oldest first, and a call under way before one that was given up.
+            ahead = [wait for wait in self.waits if wait.who == who and wait.on not in passed]
+            ahead.sort(key=lambda wait: wait.count == 0)
+            chain.extend(ahead[:1])
+            who = ahead[0].on if ahead else None
+        return tuple(chain)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Edge:
+    """All waits of one kind."""
+
+    since: float | None = None  # clock; None: nothing is owed
+    left: float = 0.0  # clock, when the last one ended
+    deadlines: dict[int, float | None] = field(default_factory=dict)  # of those that wait now, by number
+
+
+class Progress:
+    """One per run. Every method returns at once, and may be called from any thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.RLock()  # one that a signal handler in the same thread cannot deadlock on
+        self._edges: dict[tuple[str, str, str], _Edge] = {}
+        self._num_waits = 0
+        self._num_beats = 0
+        self._last_beat = "the start"
+        self._beat_at = self._phase_at = clock()
+        self._turned_at: float | None = None
+        self._phase = "starting"
+        self._gauges = Gauges()
+        self._read: Callable[[], Gauges] | None = None
+
+    @contextmanager
+    def waiting(
+        self, who: str, *, on: str, what: str, within_s: float | None = None, moves: bool = True
+    ) -> Iterator[None]:
+        """`who` waits for `on` to give it `what` while the block runs.
+
+        Args:
+            what: a kind of thing, not a single one: waits that are alike are counted together.
+            within_s: the wait's own deadline, for waits that end the run when it is over.
+            moves: leaving the block without an error is a beat of `on`. False for what failures give too: a slot, say.
+        """
+        with self._lock:
+            self._num_waits += 1
+            number, key, now = self._num_waits, (who, on, what), self._clock()
+            edge = self._edges.setdefault(key, _Edge())
+            if edge.since is None or (not edge.deadlines and now - edge.left > RECENT_S):
+                edge.since = now
+            edge.deadlines[number] = None if within_s is None else now + within_s
+        answered = False
+        try:
+            yield
+            answered = True
+        finally:
+            with self._lock:
+                del edge.deadlines[number]
+                edge.left = self._clock()
+                if answered:
+                    edge.since = edge.left if edge.deadlines else None
+                    if moves:
+                        self.beat(on)
+
+    def beat(self, who: str) -> None:
+        """Something moved, and `who` moved it. A failure is not a movement."""
+        with self._lock:
+            self._num_beats += 1
+            self._last_beat, self._beat_at = who, self._clock()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """The run is in this phase while the block runs, and then in the one of before; an error leaves it here."""
+        before = self._phase
+        self._enter(name)
+        yield
+        self._enter(before)
+
+    def measure(self, read: Callable[[], Gauges]) -> None:
+        """From now on `read` says where the run stands; it is called in the event loop, by `turned`."""
+        self._read = read
+        self._gauges = read()
+
+    def turned(self) -> None:
+        """The event loop turned: called in it, by whoever watches it."""
+        if self._read is not None:
+            self._gauges = self._read()
+        self._turned_at = self._clock()
+
+    def snapshot(self) -> Snapshot:
+        """The board now."""
+        with self._lock:
+            now = self._clock()
+            waits = [_line(key, edge, now) for key, edge in self._edges.items() if _is_owed(edge, now)]
+            return Snapshot(
+                phase=self._phase,
+                phase_s=now - self._phase_at,
+                num_beats=self._num_beats,
+                last_beat=self._last_beat,
+                quiet_s=now - self._beat_at,
+                loop_quiet_s=0.0 if self._turned_at is None else now - self._turned_at,
+                waits=tuple(sorted(waits, key=lambda wait: -wait.seconds)),
+                gauges=self._gauges,
+            )
+
+    def _enter(self, phase: str) -> None:
+        with self._lock:
+            self._phase, self._phase_at = phase, self._clock()
+            self.beat("run")
+
+
+def _is_owed(edge: _Edge, now: float) -> bool:
+    return edge.since is not None and (bool(edge.deadlines) or now - edge.left <= RECENT_S)
+
+
+def _line(key: tuple[str, str, str], edge: _Edge, now: float) -> WaitLine:
+    who, on, what = key
+    assert edge.since is not None
+    ends = [deadline for deadline in edge.deadlines.values() if deadline is not None]
+    return WaitLine(
+        who=who,
+        on=on,
+        what=what,
+        count=len(edge.deadlines),
+        seconds=now - edge.since,
+        deadline_in_s=max(ends) - now if ends else None,
+    )

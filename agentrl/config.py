@@ -226,6 +226,10 @@ class LearnerConfig(Section):
     pack_tokens: PositiveInt = 8192
     """Tokens of one micro-batch, in which trajectories lie side by side; a longer one has a micro-batch to itself."""
     num_ranks: PositiveInt = 1
+    """Processes that share each step: one a GPU."""
+    hostfile: str | None = None
+    """Lines `name slots=8`, as many slots in all as num_ranks: the machines on which DeepSpeed's launcher starts them,
+    this one first. None: all on this one. See docs/cluster.md."""
     num_threads: PositiveInt = 1
     """CPU threads of a rank."""
     start_timeout_s: PositiveFloat = 180.0

@@ -13,11 +13,13 @@ import socket
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
-from agentrl import engine_server
+from agentrl import engine_server, launch_ranks
 from agentrl.config import Config
 from agentrl.errors import ConfigError, SandboxError, raise_first
 from agentrl.supervise import Child, child
@@ -111,21 +113,42 @@ async def sandbox_ready(client: SandboxClient, parts: Sequence[Child], *, max_re
 async def learner_process(
     config: Config, *, config_path: Path, orchestrator_url: str, weights_dir: Path, run_dir: Path, token: str
 ) -> AsyncIterator[Child]:
-    """The learner, on one rank or under torch's launcher on several."""
-    ranks = config.learner.num_ranks
-    launcher = [sys.executable, "-m", "trainer"]
-    if ranks > 1:
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        launcher += ["--module", "trainer"]
-    command = [
-        *launcher,
+    """The learner, on one rank or several. Raises ConfigError, MissingDependencyError."""
+    many = config.learner.hostfile is not None
+    with launch_ranks.token_file(run_dir, token) if many else nullcontext() as token_file:
+        start = partial(
+            learner_command,
+            config,
+            config_path=config_path,
+            orchestrator_url=orchestrator_url,
+            weights_dir=weights_dir,
+            run_dir=run_dir,
+            token_file=token_file,
+        )
+        env = {TOKEN_VARIABLE: token, "OMP_NUM_THREADS": str(config.learner.num_threads)}
+        async with child("learner", start, log_path=run_dir / "logs" / "learner.log", env=env) as part:
+            yield part
+
+
+def learner_command(
+    config: Config,
+    *,
+    config_path: Path,
+    orchestrator_url: str,
+    weights_dir: Path,
+    run_dir: Path,
+    token_file: Path | None = None,
+) -> list[str]:
+    """What starts the learner; it finds the token in the environment, or in the file, which ranks of ssh need.
+
+    Raises ConfigError, MissingDependencyError.
+    """
+    return [
+        *launch_ranks.launcher(config.learner, token_file=token_file),
         *("--config", str(config_path), "--orchestrator", orchestrator_url),
         *("--weights-dir", str(weights_dir), "--run-dir", str(run_dir)),
         *("--weight-transfer", engine_server.transfer_of(config.engine)),
     ]
-    env = {TOKEN_VARIABLE: token, "OMP_NUM_THREADS": str(config.learner.num_threads)}
-    async with child("learner", command, log_path=run_dir / "logs" / "learner.log", env=env) as part:
-        yield part
 
 
 @asynccontextmanager
@@ -158,10 +181,14 @@ def _progress_or_log(on_progress: Callable[[int, int], None], log_path: Path) ->
 
 
 @contextmanager
-def weights_folder(run_dir: Path) -> Iterator[Path]:
-    """Where weights lie between learner and engine: in memory where the system has /dev/shm, else in the run folder."""
+def weights_folder(run_dir: Path, *, urls: Sequence[str] = ()) -> Iterator[Path]:
+    """Where weights lie between learner and engine: in memory where the system has /dev/shm, else in the run folder.
+
+    And in the run folder, which all must see then, where one of the `urls` of engines is on another machine.
+    """
     memory = Path("/dev/shm")
-    parent = memory if memory.is_dir() else run_dir
+    is_near = all(urlsplit(url).hostname in engine_server.LOOPBACK for url in urls)
+    parent = memory if memory.is_dir() and is_near else run_dir.resolve()
     _sweep(parent)
     path = Path(tempfile.mkdtemp(prefix=f"{WEIGHTS_PREFIX}{os.getpid()}-", dir=parent))
     try:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agentrl import launch, launch_engines
+from agentrl import launch, launch_engines, launch_ranks
 from agentrl.batch_server import create_app, serving
 from agentrl.canary import Canaries
 from agentrl.config import Config
@@ -37,6 +37,7 @@ class Training:
 
     def __init__(self, config: Config, console: TrainConsole) -> None:
         check_model(config)
+        launch_ranks.check_hosts(config.learner)
         self._config = config
         self._console = console
         self._token = secrets.token_urlsafe(16)
@@ -97,7 +98,8 @@ class Training:
                 return await self._with_learner(engine, player)
 
     async def _with_learner(self, engine: TrainableEngine, player: Player) -> Summary:
-        with MetricsLog(self._run) as metrics, launch.weights_folder(self._run.path) as weights_dir:
+        weights = launch.weights_folder(self._run.path, urls=self._config.engine.urls)
+        with MetricsLog(self._run) as metrics, weights as weights_dir:
             orchestrator = Orchestrator(
                 self._config,
                 engine=engine,

@@ -32,6 +32,13 @@ def test_the_weights_folder_goes_with_the_run_and_sweeps_what_dead_runs_left(tmp
     assert not folder.exists()
 
 
+def test_weights_for_an_engine_on_another_machine_lie_in_the_runs_folder(tmp_path: Path) -> None:
+    with weights_folder(tmp_path, urls=["http://127.0.0.1:8000", "http://node-2:8000"]) as folder:
+        assert folder.parent == tmp_path.resolve()
+    with weights_folder(tmp_path, urls=["http://localhost:8000"]) as folder:
+        assert folder.parent == Path("/dev/shm")
+
+
 def test_what_a_library_prints_between_progress_goes_to_the_log(tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
     on_line = _progress_or_log(lambda done, total: seen.append((done, total)), tmp_path / "warmstart.log")

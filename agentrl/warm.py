@@ -10,19 +10,26 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from agentrl import tokens
 from agentrl.config import Config
 from agentrl.console import EvalConsole
 from agentrl.errors import ConfigError
-from agentrl.launch import TOKEN_VARIABLE
 
 if TYPE_CHECKING:
     from sandbox.client import SandboxClient
 
 
-async def make_model(config: Config, *, out: Path | None, sandbox_url: str | None, progress_json: bool) -> None:
-    """Make the model at `out`. Raises ConfigError when the folder exists or the config has no warm start."""
+async def make_model(
+    config: Config, *, out: Path | None, sandbox_url: str | None, progress_json: bool, if_missing: bool = False
+) -> None:
+    """Make the model at `out`. Raises ConfigError when the folder exists or the config has no warm start.
+
+    With `if_missing` these two are not errors: there is nothing to do.
+    """
     from trainer.warmstart import warmstart
 
+    if if_missing and (config.model.warmstart is None or ((out or Path(config.model.path)) / "config.json").is_file()):
+        return
     if config.model.warmstart is None:
         raise ConfigError("model.warmstart: the config has no such section; `warmstart: {}` takes the defaults")
     target = out or Path(config.model.path)
@@ -46,7 +53,7 @@ async def _sandbox(config: Config, url: str | None) -> AsyncIterator[SandboxClie
     from sandbox.client import SandboxClient
 
     if url is not None:
-        async with SandboxClient(url, token=os.environ.get(TOKEN_VARIABLE)) as client:
+        async with SandboxClient(url, token=tokens.read(tokens.SANDBOX, os.environ)) as client:
             yield client
     else:
         settings = config.sandbox

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from agentrl.cli_doctor import doctor
 from agentrl.cli_env import env_app
 from agentrl.cli_rollout import rollout
 from agentrl.cli_run import ApiKeyEnv, ConfigPath, Data, Debug, Model, Overrides, ServedModel, Target, Tokenizer
@@ -36,6 +37,7 @@ app = typer.Typer(
 )
 app.add_typer(env_app, name="env")
 app.command(name="rollout")(rollout)
+app.command(name="doctor")(doctor)
 app.command(name="status")(status)
 
 

@@ -1,0 +1,128 @@
+"""`agentrl doctor`: what is right and wrong with this machine, and with a config on it, one line each."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from agentrl.cli_run import Debug, Overrides, run
+from agentrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from agentrl.config import Config
+    from agentrl.doctor import Finding
+
+WITHOUT_CONFIG = "model, template, ports, weight sync and logprob parity: give a CONFIG, e.g. configs/quickstart.yaml"
+WITHOUT_DEEP = "weight sync and logprob parity of engine and learner"
+INTERRUPTED = "nothing was left running"
+STYLES = {"OK": "green", "WARN": "yellow", "FAIL": "bold red"}
+
+
+def doctor(
+    config_path: Annotated[
+        Path | None, typer.Argument(metavar="[CONFIG]", help="YAML file; without it only the machine is looked at.")
+    ] = None,
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for programs.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Say what would keep a run from working here, and the mend. Exit code 1 where anything is a FAIL."""
+    from rich.console import Console
+
+    console = Console(highlight=False, soft_wrap=True)
+    with _quiet(debug):
+        config, findings = _config(config_path, overrides or [])
+        findings += run(_examined(config, console, quiet=as_json), debug=debug, interrupted=INTERRUPTED)
+    failed = any(finding.status == "FAIL" for finding in findings)
+    left_out = [WITHOUT_DEEP if config else WITHOUT_CONFIG]
+    if as_json:
+        _print_json(findings, left_out, failed=failed)
+    else:
+        _print(console, findings, left_out)
+    raise typer.Exit(int(failed))
+
+
+@contextmanager
+def _quiet(debug: bool) -> Iterator[None]:
+    """What a part warns of is in its line."""
+    log = logging.getLogger("agentrl")
+    level = log.level
+    log.setLevel(level if debug else logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
+def _config(path: Path | None, overrides: Sequence[str]) -> tuple[Config | None, list[Finding]]:
+    """One that cannot be read is a finding: the machine is looked at all the same."""
+    from agentrl import config as configs
+    from agentrl.doctor import fail, ok, shortened
+
+    if path is None:
+        return None, []
+    try:
+        return configs.load(path, overrides), [ok("config", f"{path} is valid")]
+    except ConfigError as error:
+        return None, [fail("config", shortened(str(error)), "correct it; the machine alone is looked at")]
+
+
+async def _examined(config: Config | None, console: Console, *, quiet: bool) -> list[Finding]:
+    from rich.text import Text
+
+    from agentrl import doctor_plan
+    from agentrl.doctor import examine
+
+    checks = doctor_plan.checks(config)
+    waiting = [check.name for check in checks]
+    if quiet or not console.is_terminal:
+        return await examine(checks)
+    with console.status(Text("looking")) as status:
+
+        def on_done(name: str) -> None:
+            waiting.remove(name)
+            status.update(Text(f"looking at {', '.join(waiting)}"[: console.width - 4]))
+
+        return await examine(checks, on_done=on_done)
+
+
+def _print_json(findings: Sequence[Finding], left_out: Sequence[str], *, failed: bool) -> None:
+    report = {"ok": not failed, "findings": [asdict(one) for one in findings], "not_checked": list(left_out)}
+    typer.echo(json.dumps(report, indent=2, ensure_ascii=False))
+
+
+def _print(console: Console, findings: Sequence[Finding], left_out: Sequence[str]) -> None:
+    """A table in a terminal; elsewhere one line a finding."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from agentrl.doctor import Status
+
+    if console.is_terminal:
+        table = Table(show_header=False, box=None, padding=(0, 1, 0, 0))
+        table.add_column(no_wrap=True)
+        table.add_column(no_wrap=True)
+        table.add_column(overflow="fold")
+        for one in findings:
+            said = Text(one.found)
+            if one.mend:
+                said.append(f"\n→ {one.mend}", style=STYLES[one.status])
+            table.add_row(Text(one.status, style=STYLES[one.status]), Text(one.name), said)
+        console.print(table, soft_wrap=False)
+    else:
+        for one in findings:
+            console.print(Text(f"{one.status:<5}{one.name}: {one.found}" + (f" -> {one.mend}" if one.mend else "")))
+    counts = Counter(one.status for one in findings)
+    console.print(Text("\n" + ", ".join(f"{counts[status]} {status}" for status in Status)))
+    for text in left_out:
+        console.print(Text(f"Not checked: {text}"))

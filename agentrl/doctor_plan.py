@@ -1,0 +1,115 @@
+"""Which checks are made, of a machine alone or of a machine for one config. Knows no answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+
+from agentrl import doctor_machine as machine
+from agentrl import doctor_packages as packages
+from agentrl import doctor_run as run
+from agentrl.config import Config, SandboxConfig
+from agentrl.doctor import Check, Finding, ok
+
+SANDBOX_DEADLINE_S = 120.0
+TORCH_DEADLINE_S = 120.0  # a first import from a cold disk
+MODEL_DEADLINE_S = 120.0  # of the hub, perhaps
+NEEDED_BY = {"torch": "the learner", "transformers": "a chat template", "deepspeed": "the learner"}
+SHARED = Path("/dev/shm")
+FREE_SHARED = "enlarge it: `mount -o remount,size=SIZE /dev/shm`, in a container docker's `--shm-size`"
+FREE_DISK = "delete old runs there, or set out_dir to another disk"
+FREE_TEMP = "delete files there, or set TMPDIR to another disk"
+MIN_TEMP_BYTES = machine.GIB // 4  # the sandbox's folders, sockets, logs of a start
+
+
+def checks(config: Config | None) -> list[Check]:
+    """Everything that can be told without starting the engine. Without a config: of the machine alone."""
+    return [*_packages(config), *_machine(config), *(_of(config) if config else [_sandbox(SandboxConfig())])]
+
+
+def _packages(config: Config | None) -> list[Check]:
+    @cache
+    def pins() -> packages.Pins:
+        return packages.read_pins()
+
+    installed = cache(packages.installed_packages)
+    needed = config is not None
+
+    def single(name: str) -> list[Finding]:
+        found = installed().get(name)
+        return [packages.package(name, found, pins(), needed=needed, part=NEEDED_BY[name])]
+
+    starts_engine = config is not None and not config.engine.urls
+    return [
+        Check(name="Python", ask=lambda: packages.python(pins())),
+        *(Check(name=name, ask=partial(single, name)) for name in packages.SINGLE),
+        Check(name="vLLM", ask=lambda: packages.engine(installed(), pins(), needed=starts_engine)),
+        Check(name="other packages", ask=lambda: packages.others(installed(), pins())),
+    ]
+
+
+def _machine(config: Config | None) -> list[Check]:
+    needs = cache(lambda: run.needs(config, _size(config)) if config else run.Needs())
+    return [
+        Check(name="GPU", ask=lambda: _gpus(config, needs), deadline_s=TORCH_DEADLINE_S),
+        Check(name="memory", ask=lambda: machine.memory(needed_bytes=needs().memory_bytes)),
+        Check(name="run folder", ask=lambda: _run_folder(config, needs())),
+        Check(name="/dev/shm", ask=lambda: _shared(needs())),
+        Check(name="temporary files", ask=_temporary),
+        Check(name="open files", ask=lambda: machine.descriptors(needed=needs().descriptors)),
+        Check(name="loopback", ask=machine.loopback),
+        Check(name="clock", ask=lambda: machine.clock(machine.read_clocks())),
+    ]
+
+
+def _of(config: Config) -> list[Check]:
+    return [
+        Check(name="environment", ask=lambda: run.environment(config), deadline_s=60.0),
+        Check(name="model", ask=lambda: run.model(config), deadline_s=MODEL_DEADLINE_S),
+        Check(name="chat template", ask=lambda: run.template(config), deadline_s=MODEL_DEADLINE_S),
+        Check(name="engine", ask=lambda: run.engine_settings(config.engine)),
+        Check(name="engine.url", ask=partial(run.engine_urls, config.engine), deadline_s=60.0),
+        Check(name="ports", ask=lambda: run.ports(config.engine, config.sandbox)),
+        _sandbox(config.sandbox),
+    ]
+
+
+def _sandbox(settings: SandboxConfig) -> Check:
+    return Check(name="sandbox", ask=partial(run.sandbox, settings), deadline_s=SANDBOX_DEADLINE_S)
+
+
+def _size(config: Config) -> run.ModelSize | None:
+    try:
+        return run.model_size(config.model.path)
+    except Exception:  # the check of the model says it
+        return None
+
+
+def _gpus(config: Config | None, needs: Callable[[], run.Needs]) -> list[Finding]:
+    found, has_device = machine.read_gpus(), Path("/dev/nvidiactl").exists()
+    torch = machine.ask_torch() if found and "torch" in packages.installed_packages() else None
+    findings = [machine.gpus(found, torch, has_device=has_device, wanted=needs().gpus)]
+    if found and torch and torch.num_gpus and config and not config.engine.urls:
+        findings.append(machine.gpu_memory(found, fraction=config.engine.gpu_memory_fraction))
+    return findings
+
+
+def _run_folder(config: Config | None, needs: run.Needs) -> Finding:
+    folder = Path(config.out_dir if config else ".")
+    return machine.disk(
+        "run folder", folder, needed_bytes=needs.run_bytes, enough_bytes=needs.whole_run_bytes, mend=FREE_DISK
+    )
+
+
+def _shared(needs: run.Needs) -> Finding:
+    if not SHARED.is_dir():
+        return ok("/dev/shm", "not here: weights travel through the run folder")
+    return machine.disk("/dev/shm", SHARED, needed_bytes=needs.shared_bytes, mend=FREE_SHARED)
+
+
+def _temporary() -> Finding:
+    import tempfile
+
+    folder = Path(tempfile.gettempdir())
+    return machine.disk("temporary files", folder, needed_bytes=MIN_TEMP_BYTES, mend=FREE_TEMP)

@@ -70,7 +70,8 @@ class Solver(ScriptedEngine):
 
     def __init__(self, tokenizer: TurnTokenizer, *, answers: tuple[str, str], break_it: Callable[[], None]) -> None:
         super().__init__(tokenizer=tokenizer, script=self._solve)
-        self._answers, self._break_it, self._count = answers, break_it, 0
+        self._break_it: Callable[[], None] | None = break_it
+        self._answers, self._count = answers, 0
 
     def _solve(self, prompt: str) -> str | Message:
         if self.policy_version >= 1 and self._break_it is not None:

@@ -1,4 +1,4 @@
-"""The four HTTP routes between orchestrator and learner (see wire.py). Knows nothing of what a batch holds."""
+"""The five HTTP routes between orchestrator and learner (see wire.py). Knows nothing of what a batch holds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import uvicorn
 from fastapi import FastAPI, HTTPException, Request, Response
 
 from agentrl import wire
-from agentrl.errors import AgentRLError, ConfigError, EngineError, WeightsWanted
+from agentrl.errors import AgentRLError, ConfigError, EngineError, LearnerReplaced, WeightsWanted
 from agentrl.types import Batch, StepOutput, TransferInit, WeightsRef
 
 MAX_BODY_BYTES = 64 * 1024**2
@@ -43,8 +43,20 @@ class LearnerPort(Protocol):
         """Returns once every engine holds the weights. Raises EngineError, WeightsWanted."""
         ...
 
+    async def finished(self) -> None:
+        """The last weights were exported."""
+        ...
 
-def create_app(port: LearnerPort, *, token: str) -> FastAPI:
+
+class Door(Protocol):
+    """Which process the learner is."""
+
+    async def seat_of(self, learner_id: str) -> LearnerPort:
+        """The port of this process, once the run is ready for it. Raises LearnerReplaced."""
+        ...
+
+
+def create_app(door: Door, *, token: str) -> FastAPI:
     """The app; every route wants `Authorization: Bearer TOKEN`."""
     app = FastAPI(title="agentrl orchestrator", openapi_url=None)
 
@@ -52,9 +64,16 @@ def create_app(port: LearnerPort, *, token: str) -> FastAPI:
         if not hmac.compare_digest(request.headers.get("authorization", ""), f"Bearer {token}"):
             raise HTTPException(401, "wrong or missing token: learner and orchestrator need the same AGENTRL_TOKEN")
 
+    async def port_of(request: Request) -> LearnerPort:
+        try:
+            return await door.seat_of(request.headers.get(wire.LEARNER_HEADER, ""))
+        except LearnerReplaced as error:
+            raise HTTPException(409, str(error)) from error
+
     @app.get(wire.BATCH)
     async def batch(request: Request, policy_version: int) -> Response:
         check(request)
+        port = await port_of(request)
         try:
             async with asyncio.timeout(wire.LONG_POLL_S):
                 return _packed(await port.next_batch(policy_version))
@@ -68,13 +87,15 @@ def create_app(port: LearnerPort, *, token: str) -> FastAPI:
     @app.post(wire.STEP)
     async def step(request: Request) -> Response:
         check(request)
-        await port.step_done(_decoded(await _body(request), StepOutput))
+        output = _decoded(await _body(request), StepOutput)
+        await (await port_of(request)).step_done(output)
         return Response(status_code=200)
 
     @app.post(wire.TRANSFER)
     async def transfer(request: Request) -> Response:
         check(request)
         init = _decoded(await _body(request), TransferInit)
+        port = await port_of(request)
         with _refused_by_the_engine():
             await port.transfer_opened(init)
         return Response(status_code=200)
@@ -83,11 +104,18 @@ def create_app(port: LearnerPort, *, token: str) -> FastAPI:
     async def weights(request: Request) -> Response:
         check(request)
         ref = _decoded(await _body(request), WeightsRef)
+        port = await port_of(request)
         try:
             with _refused_by_the_engine():
                 await port.weights_published(ref)
         except WeightsWanted:
             return Response(status_code=205)
+        return Response(status_code=200)
+
+    @app.post(wire.FINISHED)
+    async def finished(request: Request) -> Response:
+        check(request)
+        await (await port_of(request)).finished()
         return Response(status_code=200)
 
     return app

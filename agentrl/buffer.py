@@ -11,13 +11,14 @@ under the bound that it was admitted with.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from heapq import nsmallest
 from typing import Literal
 
 from agentrl.errors import NoLearningSignal, StaleTrajectoryError
-from agentrl.journal import GroupState, Journal
+from agentrl.journal import GroupState, Journal, Resumption
 from agentrl.types import Batch, Task, TrajectoryGroup
 
 OnStale = Literal["drop", "requeue", "wait"]
@@ -49,6 +50,12 @@ class _InFlight:
     version: int  # at admission: a lower bound of every version the group will carry
 
 
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    group: TrajectoryGroup
+    version: int  # its oldest
+
+
 class TrajectoryBuffer:
     """Admission on one side, batches on the other.
 
@@ -59,6 +66,8 @@ class TrajectoryBuffer:
         journal: durable record of the groups' states.
         drop_zero_variance: free groups whose rewards are all equal at once: a baseline leaves them no gradient.
         requeue: called with the task of a stale group when on_stale is "requeue".
+        lag: admit as `set_lag` says, from the beginning; None: max_lag.
+        resumed: what a run that goes on has left to do: its batches come out of `take` first, as they were.
     """
 
     def __init__(
@@ -70,8 +79,11 @@ class TrajectoryBuffer:
         on_stale: OnStale = "drop",
         drop_zero_variance: bool = True,
         requeue: Callable[[Task], None] = lambda task: None,
+        lag: int | None = None,
+        resumed: Resumption | None = None,
     ) -> None:
-        self.num_slots = (max_lag + 1) * groups_per_step
+        resumed = resumed or Resumption()
+        self.num_slots = ((max_lag if lag is None else lag) + 1) * groups_per_step
         """Groups that may be outstanding for another one to be admitted."""
         self._groups_per_step = groups_per_step
         self._max_lag = max_lag
@@ -80,24 +92,37 @@ class TrajectoryBuffer:
         self._requeue = requeue
         self._journal = journal
         self._changed = asyncio.Condition()
-        self._version = 0
-        self._in_flight: dict[int, _InFlight] = {}
-        self._ready: dict[int, TrajectoryGroup] = {}
+        self._version = resumed.version
+        self._again = deque(resumed.batches)
+        self._goes_on_at = resumed.version + len(resumed.batches)  # before it nothing is played
+        self._in_flight = {group_id: _InFlight(task, self._goes_on_at) for group_id, task in resumed.in_flight}
+        self._ready = {group.group_id: _Ready(group, group.policy_version) for group in resumed.ready}
         self._training: dict[int, TrajectoryGroup] = {}
-        self._counts: dict[GroupState, int] = dict.fromkeys(GroupState, 0)
-        self._num_issued = 0
+        self._counts = Counter(resumed.counts)
+        self._num_issued = resumed.num_issued
         # A run in which no group carries signal would otherwise wait for ever (or spin) without a word.
         self._recent_useless: deque[float] = deque(maxlen=8 * self.num_slots)
         self._dropped_lengths: list[int] = []
 
-    async def admit(self, task: Task) -> int:
-        """Wait for a free slot, take it for `task`, and return the new group's id."""
+    async def caught_up(self) -> dict[int, Task]:
+        """Wait until the batches of before are trained again; then the groups in flight, to be played again."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._version >= self._goes_on_at)
+            return {group_id: entry.task for group_id, entry in self._in_flight.items()}
+
+    async def slot(self) -> None:
+        """Wait until a slot is free. A task that is chosen only then is chosen with all that is known."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._outstanding() < self.num_slots)
+
+    async def admit(self, task: Task, *, cursor: int = 0) -> int:
+        """Wait for a free slot, take it for `task`, and return the new group's id. `cursor`: see the journal."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._outstanding() < self.num_slots)
             group_id = self._num_issued
             self._num_issued += 1
             self._in_flight[group_id] = _InFlight(task, self._version)
-            self._journal.issued(group_id, task.id)
+            self._journal.issued(group_id, task, version=self._version, cursor=cursor)
             return group_id
 
     async def finish(self, group: TrajectoryGroup) -> None:
@@ -107,12 +132,13 @@ class TrajectoryBuffer:
             rewards_G = group.rewards_G
             if self._drop_zero_variance and min(rewards_G) == max(rewards_G):
                 self._recent_useless.append(rewards_G[0])
-                self._close(group.group_id, GroupState.DROPPED_ZERO_VARIANCE)
+                self._counts[GroupState.DROPPED_ZERO_VARIANCE] += 1
+                self._journal.useless(group)
             else:
                 self._recent_useless.clear()
                 self._journal.ready(group)
-                self._ready[group.group_id] = group
-                self._drop_stale()
+                self._ready[group.group_id] = _Ready(group, group.policy_version)
+                self._drop_if_stale(group.group_id)
             self._changed.notify_all()
 
     async def fail(self, group_id: int, reason: str, *, state: GroupState = GroupState.FAILED) -> None:
@@ -125,27 +151,27 @@ class TrajectoryBuffer:
     async def take(self) -> Batch:
         """Wait for a full batch of groups with lag <= max_lag, oldest first. Slots stay held until `commit`.
 
+        After a resume the batches of before come first; their lag was checked when they were put together.
+
         Raises NoLearningSignal when so many groups in a row had equal rewards that waiting on is pointless.
         """
         async with self._changed:
-            while not self._batch_is_ready():
+            while not self._again and not self._batch_is_ready():
                 await self._changed.wait()
-            chosen = [self._ready.pop(i) for i in sorted(self._ready)[: self._groups_per_step]]
-            for group in chosen:
-                if (lag := self._version - group.policy_version) > self._max_lag:
-                    raise StaleTrajectoryError(f"group {group.group_id} has lag {lag}, allowed is {self._max_lag}")
-                self._training[group.group_id] = group
-                self._journal.moved(group.group_id, GroupState.TRAINING)
-            return Batch(policy_version=self._version, max_lag=self._max_lag, groups=tuple(chosen))
+            chosen = self._again.popleft() if self._again else self._oldest()
+            self._training = {group.group_id: group for group in chosen}
+            self._journal.taken(list(self._training), step=self._version + 1)
+            return Batch(policy_version=self._version, max_lag=self._max_lag, groups=chosen)
 
     async def commit(self, policy_version: int) -> None:
         """Every engine holds `policy_version`: the batch that made it is trained, its slots are free."""
         async with self._changed:
             self._version = policy_version
-            for group_id in list(self._training):
-                del self._training[group_id]
-                self._close(group_id, GroupState.TRAINED)
-            self._drop_stale()
+            self._journal.trained(list(self._training))
+            self._counts[GroupState.TRAINED] += len(self._training)
+            self._training = {}
+            for group_id in list(self._ready):
+                self._drop_if_stale(group_id)
             self._changed.notify_all()
 
     async def set_lag(self, lag: int) -> None:
@@ -172,7 +198,7 @@ class TrajectoryBuffer:
             issued=self._num_issued,
             in_flight=len(self._in_flight),
             ready=len(self._ready),
-            training=len(self._training),
+            training=len(self._training) + sum(map(len, self._again)),
             trained=self._counts[GroupState.TRAINED],
             dropped_stale=self._counts[GroupState.DROPPED_STALE],
             dropped_zero_variance=self._counts[GroupState.DROPPED_ZERO_VARIANCE],
@@ -180,31 +206,58 @@ class TrajectoryBuffer:
             cancelled=self._counts[GroupState.CANCELLED],
         )
 
+    def _oldest_ids(self) -> list[int]:
+        return nsmallest(self._groups_per_step, self._ready)
+
+    def _oldest(self) -> tuple[TrajectoryGroup, ...]:
+        chosen = [self._ready.pop(group_id) for group_id in self._oldest_ids()]
+        for ready in chosen:
+            if (lag := self._version - ready.version) > self._max_lag:
+                raise StaleTrajectoryError(f"group {ready.group.group_id} has lag {lag}, allowed is {self._max_lag}")
+        return tuple(ready.group for ready in chosen)
+
     def _batch_is_ready(self) -> bool:
+        if len(self._ready) >= self._groups_per_step:
+            return self._on_stale != "wait" or not self._would_strand()
         if len(self._recent_useless) == self._recent_useless.maxlen:
             mean = sum(self._recent_useless) / len(self._recent_useless)
             raise NoLearningSignal(
                 f"the last {len(self._recent_useless)} groups each had equal rewards (mean {mean:.2f}): there is "
                 + ("nothing left to learn here" if mean > 0.5 else "no success to learn from; use easier tasks")
             )
-        if self._on_stale == "wait" and any(
-            self._version - entry.version >= self._max_lag for entry in self._in_flight.values()
-        ):
-            return False
-        return len(self._ready) >= self._groups_per_step
+        return False
 
-    def _drop_stale(self) -> None:
-        for group_id, group in list(self._ready.items()):
-            if self._version - group.policy_version > self._max_lag:
-                del self._ready[group_id]
-                self._close(group_id, GroupState.DROPPED_STALE)
-                self._dropped_lengths.extend(t.num_action_tokens for t in group.trajectories)
-                if self._on_stale == "requeue":
-                    self._requeue(group.task)
+    def _would_strand(self) -> bool:
+        """Whether a batch without the groups in flight would leave more of them than later batches can take in time.
+
+        A group of version v must be taken at v + max_lag or before: max_lag + v - version batches are left for it and
+        all older ones.
+        """
+        flying = Counter(entry.version for entry in self._in_flight.values())
+        waiting = Counter(ready.version for ready in self._ready.values())
+        waiting.subtract(self._ready[group_id].version for group_id in self._oldest_ids())
+        num_flying = num_left = 0
+        for version in sorted(flying.keys() | waiting.keys()):
+            num_flying += flying[version]
+            num_left += flying[version] + waiting[version]
+            if num_flying and num_left > self._groups_per_step * (version + self._max_lag - self._version):
+                return True
+        return False
+
+    def _drop_if_stale(self, group_id: int) -> None:
+        if self._version - self._ready[group_id].version <= self._max_lag:
+            return
+        group = self._ready.pop(group_id).group
+        self._close(group_id, GroupState.DROPPED_STALE)
+        self._dropped_lengths.extend(trajectory.num_action_tokens for trajectory in group.trajectories)
+        if self._on_stale == "requeue":
+            self._journal.returned(group.task)
+            self._requeue(group.task)
 
     def _close(self, group_id: int, state: GroupState, reason: str | None = None) -> None:
         self._counts[state] += 1
-        self._journal.moved(group_id, state, reason)
+        self._journal.ended(group_id, state, reason)
 
     def _outstanding(self) -> int:
-        return len(self._in_flight) + len(self._ready) + len(self._training)
+        again = sum(map(len, self._again))
+        return len(self._in_flight) + len(self._ready) + len(self._training) + again

@@ -26,7 +26,7 @@ from agentrl.errors import ConfigError
 
 if TYPE_CHECKING:
     from agentrl.config import Config
-    from agentrl.console import TrainConsole
+    from agentrl.run_folder import RunFolder
 
 app = typer.Typer(
     name="agentrl",
@@ -37,33 +37,55 @@ app = typer.Typer(
 )
 app.add_typer(env_app, name="env")
 app.command(name="rollout")(rollout)
-app.command(name="doctor")(doctor)
 app.command(name="status")(status)
+app.command(name="doctor")(doctor)
 
 
 @app.command()
-def train(config_path: ConfigPath, overrides: Overrides = None, debug: Debug = False) -> None:
+def train(
+    config: Annotated[
+        str | None,
+        typer.Argument(metavar="[CONFIG]", help="YAML file, e.g. configs/quickstart.yaml", show_default=False),
+    ] = None,
+    overrides: Overrides = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(metavar="RUN", help="Go on with this run's folder, after a crash, Ctrl-C or its last step."),
+    ] = None,
+    debug: Debug = False,
+) -> None:
     """Start sandbox, engine and learner on this machine, train, write the run folder with report.html, stop them."""
+    _guarded(lambda: _run(_train(*_new_or_resumed(config, overrides or [], resume)), debug=debug), debug=debug)
+
+
+def _new_or_resumed(config: str | None, overrides: list[str], resume: Path | None) -> tuple[Config, RunFolder | None]:
     from agentrl import config as configs
+    from agentrl.resume import reopen
+
+    if resume is not None:
+        run, resumed = reopen(resume, [*filter(None, [config]), *overrides])
+        return resumed, run
+    if config is None:
+        raise ConfigError("give a config, e.g. agentrl train configs/quickstart.yaml, or --resume and a run's folder")
+    return configs.load(config, overrides), None
+
+
+async def _train(config: Config, resumed: RunFolder | None) -> None:
     from agentrl.console import TrainConsole
-
-    config = configs.load(config_path, overrides or [])
-    _run(_train(config, TrainConsole(total_steps=config.train.steps)), debug=debug)
-
-
-async def _train(config: Config, console: TrainConsole) -> None:
     from agentrl.report import write_report
     from agentrl.run_folder import RunFolder
     from agentrl.train import Training
 
+    console = TrainConsole(total_steps=config.train.steps)
     training = Training(config, console)
-    run = RunFolder.create(config.out_dir, config.name, config=config)
-    try:
-        with console:
-            summary = await training.run(run)
-    finally:
-        report = write_report(run)
-    console.summary(summary, run.path, report)
+    run = resumed or RunFolder.create(config.out_dir, config.name, config=config)
+    with run.locked():
+        try:
+            with console:
+                summary = await training.run(run)
+        finally:
+            report = write_report(run)
+        console.summary(summary, run.path, report)
 
 
 @app.command(name="eval")
@@ -129,6 +151,7 @@ def sandbox(context: typer.Context) -> None:
 def engine(config_path: ConfigPath, overrides: Overrides = None, debug: Debug = False) -> None:
     """Serve the config's model with vLLM, with the flags that in-flight weight updates need."""
     from agentrl import config as configs
+    from agentrl import tokens
     from agentrl.launch_engines import replace_by_engine
     from agentrl.train import check_model, is_model_folder
 
@@ -138,7 +161,7 @@ def engine(config_path: ConfigPath, overrides: Overrides = None, debug: Debug = 
         raise ConfigError(
             f"model.path: there is no {config.model.path} yet: run `agentrl warmstart {config_path}` first"
         )
-    _guarded(lambda: replace_by_engine(config), debug=debug)
+    _guarded(lambda: replace_by_engine(config, token=tokens.read(tokens.ENGINE, os.environ)), debug=debug)
 
 
 @app.command()

@@ -137,6 +137,9 @@ class EngineConfig(Section):
     """Which GPUs the engine uses, e.g. [0, 1]; None: those that the process sees."""
     tensor_parallel: PositiveInt = 1
     """GPUs that share one copy of the model."""
+    request_seeds: bool = False
+    """Each request has a seed of its own, so that an episode played again comes out as before: with max_num_seqs=1 and
+    rollout.max_lag=0 to the bit. Turns off the prefix cache on a CPU. See docs/resume.md."""
     stream_interval: PositiveInt = 16
     """Tokens between two messages of a running generation: what a dying engine loses at most. 1 loses least and costs
     most."""
@@ -232,12 +235,16 @@ class LearnerConfig(Section):
     this one first. None: all on this one. See docs/cluster.md."""
     num_threads: PositiveInt = 1
     """CPU threads of a rank."""
+    max_restarts: Annotated[int, Field(ge=0)] = 3
+    """Times in a row that a learner which died is started again, from its newest checkpoint; an hour of good health
+    gives one back. No episode that was finished is lost."""
     start_timeout_s: PositiveFloat = 180.0
     step_timeout_s: PositiveFloat = 600.0
     save_every: Annotated[int, Field(ge=0)] = 50
     """Steps between exports of the weights in Hugging Face layout; the last step is always saved. 0: only the last."""
-    checkpoint_every: Annotated[int, Field(ge=0)] = 0
-    """Steps between checkpoints of the learner's whole state, optimizer included, from which it can go on. 0: none."""
+    checkpoint_every: Annotated[int, Field(ge=0)] = 20
+    """Steps between checkpoints of the learner's whole state, optimizer included, from which it can go on; the steps
+    after the newest are made again from the journal, with the episodes that they had. 0: none, all steps are."""
     keep_checkpoints: PositiveInt = 2
     """How many of these are kept; the oldest goes when a new one is whole."""
 

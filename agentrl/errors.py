@@ -11,9 +11,11 @@ AgentRLError
  |   |   +- EngineGone        its process is gone, or the connection to it broke
  |   |   +- WeightSyncError   an engine does not hold the weights it should: always ends the run
  |   +- LearnerError       the learner process failed
+ |   +- JournalError       the run's journal could not be written or read
  |   +- CanaryFailed       a part works and gives wrong outcomes: ends the run at once
  |   +- RunStalled         nothing moved for too long: says who waits for whom, ends the run
  +- StaleTrajectoryError   the lag bound was broken at consumption: a bug, ends the run
+ +- LearnerReplaced        another learner took over: the run goes on from the journal
  +- WeightsWanted          an engine was restarted: the learner publishes again, and nothing is lost
  +- ErrorRateExceeded      too many episodes failed for infrastructure reasons
 """
@@ -72,6 +74,14 @@ class WeightsWanted(AgentRLError):
 
 class LearnerError(InfraError):
     """The learner process failed."""
+
+
+class JournalError(InfraError):
+    """The run's journal could not be written or read: without it no work is safe."""
+
+
+class LearnerReplaced(AgentRLError):
+    """A learner was restarted, and another process stands where it stood: the run goes on from the journal."""
 
 
 class CanaryFailed(InfraError):

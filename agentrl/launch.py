@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 from agentrl import engine_server, launch_ranks
 from agentrl.config import Config
 from agentrl.errors import ConfigError, SandboxError, raise_first
+from agentrl.run_folder import RunFolder
 from agentrl.supervise import Child, child
 
 if TYPE_CHECKING:
@@ -141,13 +142,15 @@ def learner_command(
 ) -> list[str]:
     """What starts the learner; it finds the token in the environment, or in the file, which ranks of ssh need.
 
-    Raises ConfigError, MissingDependencyError.
+    Whenever it is started, it goes on from its newest checkpoint. Raises ConfigError, MissingDependencyError.
     """
+    run = RunFolder(path=run_dir)
     return [
         *launch_ranks.launcher(config.learner, token_file=token_file),
         *("--config", str(config_path), "--orchestrator", orchestrator_url),
         *("--weights-dir", str(weights_dir), "--run-dir", str(run_dir)),
         *("--weight-transfer", engine_server.transfer_of(config.engine)),
+        *(["--resume", str(run.states)] if any(run.states.glob("v*")) else []),
     ]
 
 

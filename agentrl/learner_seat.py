@@ -1,6 +1,7 @@
 """The learner as the conductor sees it: offer it a batch, get a step, get weights. Knows no buffer and no rollouts.
 
-A repeated call of the learner is answered as the first one was, so a lost reply costs nothing.
+A repeated call of the learner is answered as the first one was, so a lost reply costs nothing. Which process speaks is
+learner_door.py's to know.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class LearnerSeat:
         self._refs: asyncio.Queue[WeightsRef | EngineError] = asyncio.Queue()
         self._published_version = -1
         self._over = False
+        self._finished = asyncio.Event()
         self._handed_out: tuple[float, float] | None = None  # clock, engine-busy seconds
         self._work_s = 0.0
         self._overlap_s = 0.0
@@ -58,6 +60,10 @@ class LearnerSeat:
         async with self._changed:
             self._over = True
             self._changed.notify_all()
+
+    async def exported(self, *, within_s: float) -> None:
+        """Wait until the learner, told that it is over, has exported its weights. Raises LearnerError."""
+        await _within(self._finished.wait(), within_s, "its last export")
 
     @property
     def overlap(self) -> float:
@@ -114,6 +120,10 @@ class LearnerSeat:
         if is_new:
             self._published_version = ref.policy_version
             self._refs.put_nowait(ref)
+
+    async def finished(self) -> None:
+        """The final weights lie in the run's folder."""
+        self._finished.set()
 
 
 async def _within(waiting: Awaitable[T], seconds: float, what: str) -> T:

@@ -16,8 +16,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
+import msgspec
+
 from agentrl.errors import MissingDependencyError
-from agentrl.run_folder import RunFolder
+from agentrl.run_folder import RunFolder, write_atomically
 from agentrl.statistics import is_correct, num_response_tokens, num_turns
 from agentrl.types import StopReason, TrajectoryGroup
 
@@ -48,8 +50,9 @@ class MetricsLog:
         except ImportError as error:
             raise MissingDependencyError("metrics need the tensorboard package: pip install tensorboard") from error
         self._events: Any = EventFileWriter(str(run_folder.tensorboard))
-        _end_torn_line(run_folder.metrics)
-        self._file = run_folder.metrics.open("a", encoding="utf-8")
+        self._path = run_folder.metrics
+        _end_torn_line(self._path)
+        self._file = self._path.open("a", encoding="utf-8")
 
     def log(self, kind: MetricKind, step: int, values: Mapping[str, float]) -> None:
         """Record `values` for `step`. Raises ValueError, writing nothing, when one is NaN or infinite."""
@@ -59,6 +62,19 @@ class MetricsLog:
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
         self._events.add_event(_tensorboard_event(step, time_s, checked))
+
+    def rewind(self, step: int) -> None:
+        """Forget the steps after `step`, which are made again; evaluations and events stay."""
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
+
+        kept = [line for line in read(self._path) if line.kind != "step" or line.step <= step]
+        self._file.close()
+        write_atomically(self._path, b"".join(msgspec.json.encode(line) + b"\n" for line in kept))
+        self._file = self._path.open("a", encoding="utf-8")
+        # TensorBoard drops what it has of this step and later ones.
+        self._events.add_event(
+            Event(wall_time=time.time(), step=step + 1, session_log=SessionLog(status=SessionLog.START))
+        )
 
     def close(self) -> None:
         """Flush and close both files."""
@@ -142,7 +158,7 @@ def _finite(name: str, value: float) -> float:
 
 
 def _tensorboard_event(step: int, time_s: float, values: Mapping[str, float]) -> Any:
-    from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[import-untyped]
+    from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
 
     scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]

@@ -5,10 +5,11 @@ Knows nothing of engines, learners or how any of the numbers came about.
 
 from __future__ import annotations
 
+import fcntl
 import gzip
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -120,6 +121,11 @@ class RunFolder:
         return self.path / "checkpoints"
 
     @property
+    def states(self) -> Path:
+        """Folder of the learner's own checkpoints, from which it goes on: v20, v40, ..."""
+        return self.checkpoints / "states"
+
+    @property
     def journal(self) -> Path:
         """The buffer's SQLite journal."""
         return self.path / "journal.sqlite"
@@ -133,6 +139,22 @@ class RunFolder:
     def report(self) -> Path:
         """The page that opens offline."""
         return self.path / "report.html"
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Nobody else works on this run meanwhile. Raises ConfigError when somebody does."""
+        with (self.path / ".lock").open("a+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                file.seek(0)
+                raise ConfigError(
+                    f"{self.path} is being trained by process {file.read() or '(unknown)'}; stop that one first"
+                ) from error
+            file.truncate(0)
+            file.write(str(os.getpid()))
+            file.flush()
+            yield
 
     def write_trajectories(self, step: int, groups: Sequence[TrajectoryGroup], *, kind: Kind = "train") -> Path:
         """Write all episodes of one step, whole or not at all; a second call for the step replaces the first."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from agentrl.canary import Canaries
 from agentrl.config import Config
 from agentrl.console import TrainConsole
 from agentrl.env import Env, load_env_class, opened
-from agentrl.errors import ConfigError, LearnerError
+from agentrl.errors import ConfigError
 from agentrl.metrics import MetricsLog
 from agentrl.orchestrator import Orchestrator, Summary
 from agentrl.overlap import refuse_overlap
@@ -28,8 +29,7 @@ if TYPE_CHECKING:
     from agentrl.supervise import Child
     from sandbox.client import SandboxClient
 
-# The final export of a large model takes a while; the run itself is over and only waits for it.
-LEARNER_EXIT_TIMEOUT_S = 600.0
+LEARNER_EXIT_TIMEOUT_S = 10.0
 
 
 class Training:
@@ -112,7 +112,7 @@ class Training:
                 canaries=self._canaries,
             )
             async with (
-                serving(create_app(orchestrator.learner_port, token=self._token), host="127.0.0.1", port=0) as url,
+                serving(create_app(orchestrator.learner_door, token=self._token), host="127.0.0.1", port=0) as url,
                 launch.learner_process(
                     self._config,
                     config_path=self._run.config,
@@ -126,19 +126,19 @@ class Training:
 
     async def _watched(self, orchestrator: Orchestrator, learner: Child) -> Summary:
         async with launch.watching(learner):
-            summary = await orchestrator.run()
-            with self._console.phase("exporting the trained model"):
-                await _exported(learner)
+            restarts = asyncio.create_task(self._restartable(orchestrator, learner), name="restarts of the learner")
+            try:
+                summary = await orchestrator.run()
+            finally:
+                restarts.cancel()
+            with suppress(TimeoutError):  # it has said that it is done; the block that it lives in ends it
+                await asyncio.wait_for(learner.wait(), LEARNER_EXIT_TIMEOUT_S)
             return summary
 
-
-async def _exported(learner: Child) -> None:
-    """Wait for the learner's last export."""
-    try:
-        async with asyncio.timeout(LEARNER_EXIT_TIMEOUT_S):
-            await learner.wait()
-    except TimeoutError as error:
-        raise LearnerError(f"the learner did not finish its export within {LEARNER_EXIT_TIMEOUT_S:g} s") from error
+    async def _restartable(self, orchestrator: Orchestrator, learner: Child) -> None:
+        """One that cannot even start is not started again: its first error is the one to read."""
+        await orchestrator.learner_came()
+        learner.allow_restarts(self._config.learner.max_restarts)
 
 
 def is_model_folder(path: Path) -> bool:

@@ -68,6 +68,8 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     """Texts that end the generation. The token that completes one is kept whole, and is the last."""
+    seed: int | None = None
+    """The same request with the same seed has the same answer, where the engine can promise that: docs/resume.md."""
 
     def __post_init__(self) -> None:
         for name, is_right, wanted in (
@@ -76,6 +78,7 @@ class Sampling:
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
             ("top_k", self.top_k == -1 or self.top_k >= 1, "-1 or >= 1"),
             ("stop", all(self.stop), "texts that are not empty"),
+            ("seed", self.seed is None or 0 <= self.seed < 2**63, "in [0, 2^63)"),
         ):
             if not is_right:
                 raise ValueError(f"sampling: {name} must be {wanted}, got {getattr(self, name)!r}")
@@ -243,6 +246,11 @@ class TrajectoryGroup:
         """One reward per member. [G]"""
         return [trajectory.reward for trajectory in self.trajectories]
 
+    @property
+    def episode_rewards(self) -> list[float]:
+        """One reward per episode, of which each may have come to several trajectories."""
+        return [segments[0].reward for segments in self.episodes()]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
@@ -269,6 +277,7 @@ class StepOutput:
     policy_version: int
     metrics: dict[str, float]
     ess_ratio: float | None = None  # of the batch; None where it could not be measured
+    resumable_from: int | None = None  # the oldest version of which a checkpoint is kept; None without any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

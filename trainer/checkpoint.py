@@ -118,6 +118,11 @@ def newest(path: Path) -> Path:
     return folders[-1]
 
 
+def oldest_version(root: Path) -> int | None:
+    """The version of the oldest checkpoint in `root`; None without any."""
+    return min(map(_version_or_zero, _checkpoints(root)), default=None)
+
+
 def _whole_manifest(folder: Path) -> Manifest:
     """Raises ConfigError, with the mend, when anything that was written is not there."""
     others = [str(other) for other in _checkpoints(folder.parent) if other != folder and (other / MANIFEST).exists()]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -23,6 +24,7 @@ from torch import distributed
 from agentrl import wire
 from agentrl.config import Config
 from agentrl.errors import LearnerError, WeightsWanted, boundary
+from agentrl.run_folder import RunFolder
 from agentrl.types import Batch, Probe, StepOutput, TransferInit, WeightsRef
 from trainer import checkpoint, weights
 from trainer.learner import Learner
@@ -35,8 +37,6 @@ T = TypeVar("T")
 GONE_AFTER_S = 30.0
 RETRY_EVERY_S = 0.5
 PROBE_TOKENS = 64
-STATES = Path("checkpoints/states")
-"""Where, in the run's folder, the learner's own checkpoints lie: v1, v2, ..."""
 
 
 class Verdict(Enum):
@@ -53,13 +53,14 @@ VERDICTS = {204: Verdict.NOT_YET, AGAIN: Verdict.PUBLISH_AGAIN, 410: Verdict.OVE
 
 
 class Orchestrator:
-    """The four routes of wire.py, seen from the learner."""
+    """The routes of wire.py, seen from the learner."""
 
     def __init__(
         self, url: str, *, token: str, publish_timeout_s: float = 300.0, gone_after_s: float = GONE_AFTER_S
     ) -> None:
         self._url = url
-        self._client = httpx.Client(base_url=url, headers={"Authorization": f"Bearer {token}"}, trust_env=False)
+        headers = {"Authorization": f"Bearer {token}", wire.LEARNER_HEADER: uuid.uuid4().hex}
+        self._client = httpx.Client(base_url=url, headers=headers, trust_env=False)
         self._publish_timeout_s = publish_timeout_s
         self._gone_after_s = gone_after_s
 
@@ -88,6 +89,10 @@ class Orchestrator:
         response = self._post(wire.WEIGHTS, ref, timeout_s=self._publish_timeout_s)
         if response.status_code == AGAIN:
             raise WeightsWanted(f"an engine was restarted while it took version {ref.policy_version}")
+
+    def finish(self) -> None:
+        """The last weights were exported."""
+        self._call(lambda: self._client.post(wire.FINISHED, timeout=self._gone_after_s))
 
     def close(self) -> None:
         """Close the connections."""
@@ -173,7 +178,7 @@ def _loop(
             source.take_part()
 
     def save_state() -> None:
-        checkpoint.save(learner, run_dir / STATES, keep=config.learner.keep_checkpoints)
+        checkpoint.save(learner, RunFolder(path=run_dir).states, keep=config.learner.keep_checkpoints)
 
     first_version, every = learner.policy_version, config.learner.checkpoint_every
     while True:
@@ -188,12 +193,14 @@ def _loop(
         if batch is None:
             if every and version > first_version and not _is_due(version, every):
                 save_state()
-            return export("final")
+            export("final")
+            return orchestrator.finish() if is_first_rank else None
         output = learner.step(batch)
         probe_ids = batch.trajectories()[0].token_ids()[:PROBE_TOKENS]
         if is_first_rank:
-            waits = {"learner/wait_batch_s": wait_batch_s[0], **published}
-            orchestrator.report(replace(output, metrics={**output.metrics, **waits}))
+            metrics = {**output.metrics, "learner/wait_batch_s": wait_batch_s[0], **published}
+            oldest = checkpoint.oldest_version(RunFolder(path=run_dir).states)
+            orchestrator.report(replace(output, metrics=metrics, resumable_from=oldest))
             log.info("step %d: %s", output.policy_version, _summary(output.metrics))
 
 

@@ -116,7 +116,7 @@ async def orchestrating(
             observer=Quiet(),
             canaries=canaries,
         )
-        async with serving(create_app(orchestrator.learner_port, token=TOKEN), host="127.0.0.1", port=0) as url:
+        async with serving(create_app(orchestrator.learner_door, token=TOKEN), host="127.0.0.1", port=0) as url:
             yield orchestrator, url
 
 
@@ -137,6 +137,7 @@ async def obedient_learner(
                     (await http.post(wire.TRANSFER, content=wire.encode(TransferInit(init_info={})))).raise_for_status()
                     (await http.post(wire.WEIGHTS, content=wire.encode(ref))).raise_for_status()
             if reply.status_code == 410:
+                (await http.post(wire.FINISHED)).raise_for_status()
                 return
             if repeat:
                 again = await http.get(wire.BATCH, params={"policy_version": version})
@@ -166,5 +167,4 @@ async def run_with(
                 await learner
         finally:
             learner.cancel()
-            await orchestrator.learner_port.finish()  # a request that still waits would hold the server up
     return summary, seen

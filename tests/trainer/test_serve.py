@@ -24,6 +24,7 @@ from agentrl.errors import LearnerError, WeightsWanted
 from agentrl.launch import port_of
 from agentrl.supervise import Child, child
 from agentrl.types import Batch, StepOutput, TransferInit, WeightsRef
+from tests.doors import OpenDoor
 from trainer.serve import Orchestrator, Verdict
 
 TOKEN = "secret"
@@ -38,6 +39,7 @@ class Recorder:
         self.groups, self.num_steps = groups, num_steps
         self.outputs: list[StepOutput] = []
         self.refs: list[WeightsRef] = []
+        self.is_finished = False
         self.published: list[dict[str, torch.Tensor]] = []
 
     async def next_batch(self, policy_version: int) -> Batch:
@@ -58,6 +60,9 @@ class Recorder:
     async def transfer_opened(self, init: TransferInit) -> None:
         raise AssertionError("a folder needs no connection")
 
+    async def finished(self) -> None:
+        self.is_finished = True
+
 
 @contextmanager
 def server(port: Any) -> Iterator[str]:
@@ -65,7 +70,7 @@ def server(port: Any) -> Iterator[str]:
     ready, stop, urls = Event(), Event(), list[str]()
 
     async def main() -> None:
-        async with serving(create_app(port, token=TOKEN), host="127.0.0.1", port=0) as url:
+        async with serving(create_app(OpenDoor(port), token=TOKEN), host="127.0.0.1", port=0) as url:
             urls.append(url)
             ready.set()
             await asyncio.to_thread(stop.wait)
@@ -121,7 +126,7 @@ def test_the_process_trains_publishes_and_exports(tiny_model_dir: Path, tiny_mod
     assert {"learner/wait_batch_s", "learner/publish_s", "learner/publish_bytes_per_s", "learner/ess_ratio"} <= set(
         recorder.outputs[0].metrics
     )
-    assert sorted(p.name for p in (tmp_path / "run/checkpoints").iterdir()) == ["final", "step_1", "step_2"]
+    assert sorted(p.name for p in (tmp_path / "run/checkpoints").iterdir()) == ["final", "states", "step_1", "step_2"]
     for ref, tensors in zip(recorder.refs, recorder.published, strict=True):
         tiny_model.load_state_dict(tensors, strict=False)
         with torch.no_grad():

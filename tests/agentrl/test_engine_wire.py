@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
 from agentrl.engine import VLLMEngine
-from agentrl.errors import EngineError, EngineGone, WeightSyncError
+from agentrl.errors import ConfigError, EngineError, EngineGone, WeightSyncError
 from agentrl.launch import port_of
 from agentrl.openai_engine import OpenAIEngine
 from agentrl.types import FinishReason, Probe, Sampling, WeightsRef
@@ -60,6 +61,7 @@ class Script:
         self.label, self.paused, self.delay_s = "0", False, 0.0
         self.seen: list[tuple[str, Any]] = []
         self.url = ""
+        self.results: list[str] = []
 
     def app(self) -> FastAPI:
         app = FastAPI()
@@ -76,6 +78,7 @@ class Script:
                 reply, self.label = {}, self.seen[-1][1]["new_version"]
             else:
                 reply = {"weight_version": self.label, "is_paused": self.paused, "data": [{"id": "policy"}]}
+                reply |= {"results": self.results}
             return reply if isinstance(reply, Response) else JSONResponse(reply)
 
         return app
@@ -123,12 +126,41 @@ async def test_a_good_answer_becomes_a_completion(script: Script) -> None:
     assert completion.finish_reason is FinishReason.LENGTH
 
 
-async def test_no_seed_is_sent_and_each_version_has_its_cache_salt(script: Script) -> None:
+async def test_each_version_has_its_cache_salt(script: Script) -> None:
     script.label = "4"
     await generate(script)
     _, body = script.seen[-1]
     assert "seed" not in body["sampling_params"]
     assert body["cache_salt"] == "v4"
+
+
+async def test_a_seed_is_sent_only_to_a_server_that_takes_it(script: Script) -> None:
+    seeded = replace(SAMPLING, seed=2**63 - 1)
+    async with VLLMEngine(script.url) as engine:
+        with pytest.raises(EngineError, match=r"engine\.request_seeds=false"):
+            await engine.generate(PROMPT, seeded, request_id="r")
+        assert asked(script) == []
+        script.results = ["yes"]
+        await engine.generate(PROMPT, seeded, request_id="r")
+    assert [body["sampling_params"]["seed"] for body in asked(script)] == [2**63 - 1]
+
+
+async def test_an_answer_with_a_seed_that_breaks_off_is_begun_anew(script: Script) -> None:
+    script.results = ["yes"]
+    replies = iter([events(GOOD[:1], end=b""), JSONResponse({}, status_code=503), GOOD])
+    script.generate = lambda: next(replies)
+    async with VLLMEngine(script.url, return_timeout_s=5) as engine:
+        completion = await engine.generate(PROMPT, replace(SAMPLING, seed=3), request_id="r")
+    assert completion.token_ids == (8, 9)
+    assert {(tuple(body["token_ids"]), body["sampling_params"]["max_tokens"]) for body in asked(script)} == {
+        (tuple(PROMPT), 2)
+    }
+
+
+async def test_a_server_that_cannot_say_whether_it_takes_seeds_gets_none(script: Script) -> None:
+    async with OpenAIEngine(script.url) as engine:
+        with pytest.raises(ConfigError, match="takes seeds"):
+            await engine.generate(PROMPT, replace(SAMPLING, seed=3), request_id="r")
 
 
 BAD: dict[str, Callable[[dict[str, Any], dict[str, Any]], Any]] = {

@@ -258,6 +258,38 @@ async def test_a_failed_episode_is_played_again(play_group: Callable[..., Any]) 
     assert list(troubles) == []
 
 
+class Seeds(ScriptedEngine):
+    """Keeps the seed of every request, by its id."""
+
+    seen: dict[str, int | None]
+
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling, *, request_id: str) -> Completion:
+        self.seen[request_id] = sampling.seed
+        return await super().generate(token_ids, sampling, request_id=request_id)
+
+
+async def seeds_of(tokenizer: TurnTokenizer, make_env: Callable[[], Echo] = Echo, **options: Any) -> dict[str, Any]:
+    engine = Seeds(tokenizer=tokenizer, script=[call("echo", text="x"), "7"])
+    engine.seen = {}
+    await run_group(make_env, TASK, group_id=5, size=3, engine=engine, tokenizer=tokenizer, limits=LIMITS, **options)
+    return engine.seen
+
+
+async def test_every_request_has_a_seed_of_its_own_which_a_second_play_repeats(tokenizer: TurnTokenizer) -> None:
+    seeds = await seeds_of(tokenizer, request_seeds=True)
+    assert len(seeds) == len(set(seeds.values())) == 3 * 2
+    assert await seeds_of(tokenizer, request_seeds=True) == seeds
+    assert await seeds_of(tokenizer, request_seeds=True, seed=1) != seeds
+    assert set((await seeds_of(tokenizer)).values()) == {None}
+
+
+async def test_a_retry_asks_for_the_same_tokens_again(tokenizer: TurnTokenizer) -> None:
+    troubles = iter(["", "tool", "", ""])
+    seeds = await seeds_of(tokenizer, lambda: Echo(fail=next(troubles)), request_seeds=True)
+    (retried,) = {name.rsplit("-", 2)[0] for name in seeds if name.endswith("-1-0")}
+    assert seeds[f"{retried}-0-0"] == seeds[f"{retried}-1-0"]
+
+
 async def test_a_group_with_an_episode_that_keeps_failing_raises_its_error(play_group: Callable[..., Any]) -> None:
     envs: list[Echo] = []
 

@@ -29,11 +29,14 @@ def thread_stacks() -> Iterator[str]:
         yield f"thread {names.get(ident, 'not made by Python')!r} ({ident})\n{_text(list(_callers(frame)))}"
 
 
-def innermost(ident: int) -> str:
-    """`file:line in function` of what the thread executes now, libraries left out where its own code called them."""
+def innermost_of_thread(ident: int) -> str:
+    """As `innermost`, of what the thread executes now."""
     frame = sys._current_frames().get(ident)
-    if frame is None:
-        return "a thread that has ended"
+    return "a thread that has ended" if frame is None else innermost(frame)
+
+
+def innermost(frame: FrameType) -> str:
+    """`file:line in function` of the frame, or of its nearest caller that is not a library's."""
     frames = list(_callers(frame))
     own = [frame for frame in frames if not _is_library(frame)]
     chosen = (own or frames)[-1]

@@ -1,15 +1,19 @@
 """Ends a run in which nothing moves any more: by name, with all stacks in a file. Knows nothing of what moves.
 
-It works on a thread of its own, so that it also sees an event loop that stands still. Time in which the whole process
-could not run (the machine slept, the process or its container was stopped) does not count, and wall clocks are not
-looked at.
+It works on a thread of its own, so that it also sees an event loop that stands still, and has a lookout in a process of
+its own for code that lets no thread run. Time in which the whole process could not run (the machine slept, the process
+or its container was stopped) does not count, and wall clocks are not looked at.
 """
 
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import os
 import signal
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -18,16 +22,19 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
-from agentrl.config import TrainConfig
+from agentrl import lookout
 from agentrl.errors import RunStalled, raise_first
 from agentrl.progress import Progress, Snapshot
-from agentrl.run_folder import RunFolder
-from agentrl.stacks import innermost, task_stacks, thread_stacks
+from agentrl.stacks import innermost, innermost_of_thread, task_stacks, thread_stacks
 from agentrl.status import StatusFile
 
+if TYPE_CHECKING:
+    from agentrl.config import TrainConfig
+    from agentrl.run_folder import RunFolder
+
 EXIT_CODE = 70  # EX_SOFTWARE of sysexits.h
-SIGNAL = signal.SIGUSR1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +119,8 @@ class _Watchdog:
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
         self._verdict: asyncio.Future[None] = self._loop.create_future()
+        # Where the block ends first nobody asks for the verdict, and asyncio would print it.
+        self._verdict.add_done_callback(lambda verdict: verdict.cancelled() or verdict.exception())
         self._off_duty = threading.Event()
         self._clock = AwakeClock(patience.tick_s)
         self.error: RunStalled | None = None
@@ -120,7 +129,9 @@ class _Watchdog:
         self._quiet_s = 0.0
         self._has_turned = True
         self._loop_quiet_s = 0.0
+        self._is_ending = False
         self._ending_s = 0.0
+        self._deaf_s = 0.0
 
     async def verdict(self) -> None:
         """Raises RunStalled as soon as that is what it is."""
@@ -130,8 +141,8 @@ class _Watchdog:
     def on_duty(self) -> Iterator[None]:
         """Watch while the block runs."""
         self._progress.turned()
-        thread = threading.Thread(target=self._watch, name="stall watchdog", daemon=True)
-        with self._interruptible():
+        with self._interruptible(), _looked_after(self._patience, self._dump) as tick:
+            thread = threading.Thread(target=self._watch, args=(tick,), name="stall watchdog", daemon=True)
             thread.start()
             try:
                 yield
@@ -139,8 +150,9 @@ class _Watchdog:
                 self._off_duty.set()
                 thread.join(timeout=self._patience.tick_s)
 
-    def _watch(self) -> None:
+    def _watch(self, tick: Callable[[], None]) -> None:
         while not self._off_duty.wait(self._patience.tick_s):
+            tick()
             self._tick(self._clock.lap())
 
     def _tick(self, seconds: float) -> None:
@@ -166,7 +178,7 @@ class _Watchdog:
         self._progress.turned()
 
     def _blocked(self) -> str:
-        where = innermost(self._loop_thread)
+        where = innermost_of_thread(self._loop_thread)
         return (
             f"the event loop stood still for {self._loop_quiet_s:.0f} s, and everything with it: {where}. Blocking "
             "work belongs into `await asyncio.to_thread(...)`; train.loop_stall_s allows it for longer"
@@ -185,34 +197,46 @@ class _Watchdog:
 
     def _see_to_the_end(self, seconds: float) -> None:
         """A run that was told to end must do so."""
+        if not self._is_ending:
+            self._is_ending = True
+            return  # these seconds lie before the verdict
         self._ending_s += seconds
         if self._loop_quiet_s >= self._patience.loop_s:
             # Still, or now in its cleaning up; of several tasks that block each has to be interrupted.
             self._interrupt()
-            if self._loop_quiet_s >= self._patience.loop_s + self._patience.interrupt_s:
+            self._deaf_s += seconds
+            if self._deaf_s >= self._patience.interrupt_s:
                 self._exit("and could not be interrupted")
-        elif self._ending_s >= self._patience.end_s:
-            self._exit(f"and did not end within {self._patience.end_s:.0f} s of being cancelled")
+        else:
+            self._deaf_s = 0.0
+            if self._ending_s >= self._patience.end_s:
+                self._exit(f"and did not end within {self._patience.end_s:.0f} s of being cancelled")
 
     def _interrupt(self) -> None:
         if self._loop_thread == threading.main_thread().ident:
-            signal.pthread_kill(self._loop_thread, SIGNAL)
+            signal.pthread_kill(self._loop_thread, lookout.INTERRUPT)
 
     @contextmanager
     def _interruptible(self) -> Iterator[None]:
-        """Let SIGNAL raise the verdict in the main thread, in whatever holds the loop there."""
+        """Let a signal raise the verdict in the main thread, in whatever holds the loop there."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = signal.signal(SIGNAL, self._on_signal)
+        before = signal.signal(lookout.INTERRUPT, self._on_signal)
         try:
             yield
         finally:
-            signal.signal(SIGNAL, before)
+            signal.signal(lookout.INTERRUPT, before)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.error is not None and not self._has_turned:
-            raise self.error
+        if self.error is not None and self._has_turned:
+            return
+        if self.error is None:  # from the lookout; what we know of the loop is as old as our last tick
+            where = innermost(frame) if frame else "something"
+            what = f"no thread of this process ran for a long time: {where}"
+            self.error = RunStalled(f"{what} holds the interpreter. Stacks: {self._dump}")
+            self._loop.call_soon_threadsafe(self._pronounce, self.error)
+        raise self.error
 
     def _exit(self, how: str) -> None:
         """End the process here and now. Its parts end with it: agentrl/guard.py."""
@@ -222,6 +246,32 @@ class _Watchdog:
         with suppress(OSError):
             os.write(2, f"RunStalled: {why}\n".encode())
         os._exit(EXIT_CODE)
+
+
+@contextmanager
+def _looked_after(patience: Patience, dump: Path) -> Iterator[Callable[[], None]]:
+    """A lookout lives as long as the block; it wants to hear the yielded function called at every tick."""
+    limits = (patience.loop_s + patience.interrupt_s, patience.interrupt_s)
+    with tempfile.TemporaryFile() as stacks:
+        command = [sys.executable, "-I", "-S", lookout.__file__, *map(str, limits), str(dump), str(stacks.fileno())]
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, pass_fds=[stacks.fileno()], start_new_session=True, bufsize=0
+        )
+        assert process.stdin is not None
+        pipe = process.stdin
+        os.set_blocking(pipe.fileno(), False)
+        faulthandler.register(lookout.STACKS, file=stacks, all_threads=True)
+
+        def tick() -> None:
+            with suppress(OSError, ValueError):  # it is gone, or we are about to be
+                pipe.write(b".")
+
+        try:
+            yield tick
+        finally:
+            pipe.close()
+            process.wait()
+            faulthandler.unregister(lookout.STACKS)
 
 
 def stalled(snapshot: Snapshot, quiet_s: float) -> str:
@@ -244,7 +294,8 @@ def write_dump(path: Path, what: str, snapshot: Snapshot, loop: asyncio.Abstract
         "ledger: " + ", ".join(f"{name} {count}" for name, count in gauges.ledger.items()),
         "queues: " + ", ".join(f"{name} {count}" for name, count in gauges.queues.items()),
     ]
-    with suppress(OSError):
+    # Nor must anything else: these stacks are those of running code.
+    with suppress(Exception):
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8", errors="replace") as file:
             for stacks in (head, thread_stacks(), task_stacks(loop)):

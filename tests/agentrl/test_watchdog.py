@@ -115,14 +115,14 @@ def test_time_in_which_the_process_was_stopped_does_not_count() -> None:
 # What ends or stops a process happens in a process of its own.
 
 PROGRAM = """
-import asyncio, sys, time
+import asyncio, itertools, re, sys, time
 from pathlib import Path
 from agentrl.errors import RunStalled
 from agentrl.progress import Progress
 from agentrl.watchdog import Patience, watched
 
 folder = Path(sys.argv[1])
-patience = Patience(stall_s={stall_s}, loop_s=0.5, interrupt_s=1.0, end_s=1.0, tick_s=0.05)
+patience = Patience(stall_s={stall_s}, loop_s=0.4, interrupt_s=0.6, end_s=0.6, tick_s=0.04)
 
 async def run():
     progress = Progress()
@@ -188,11 +188,39 @@ def test_a_run_that_does_not_end_when_it_is_cancelled_ends_the_process(tmp_path:
 
 
 def test_a_process_that_was_stopped_goes_on(tmp_path: Path) -> None:
-    with running(tmp_path, "await asyncio.sleep(1.0)", stall_s=0.9) as process:
-        time.sleep(0.2)
+    with running(tmp_path, "await asyncio.sleep(0.5)", stall_s=0.7) as process:
+        time.sleep(0.1)
         process.send_signal(signal.SIGSTOP)
-        time.sleep(1.5)
+        time.sleep(1.0)
         process.send_signal(signal.SIGCONT)
         said, _ = process.communicate(timeout=30)
     assert (process.returncode, said) == (0, "ended well\n"), said
     assert not (tmp_path / "stall.txt").exists()
+
+
+@pytest.mark.parametrize("code", ["re.match('(a+)+$', 'a' * 60 + 'b')", "7 ** 10 ** 9"])
+def test_code_that_lets_no_thread_run_is_interrupted_too(tmp_path: Path, code: str) -> None:
+    with running(tmp_path, code) as process:
+        said, _ = process.communicate(timeout=30)
+    assert process.returncode == 0, said
+    assert re.search(r"program.py:\d+ in run holds the interpreter", said), said
+    assert re.search(r"program.py.*line \d+ in run", (tmp_path / "stall.txt").read_text())
+
+
+def test_code_that_cannot_be_interrupted_and_lets_no_thread_run_is_killed_with_its_process(tmp_path: Path) -> None:
+    with running(tmp_path, "sum(itertools.repeat(0))") as process:
+        said, _ = process.communicate(timeout=30)
+    assert process.returncode == -signal.SIGKILL, said
+    assert "was not to be interrupted, and was killed" in said
+    assert re.search(r"program.py.*line \d+ in run", (tmp_path / "stall.txt").read_text())
+
+
+def test_the_lookout_ends_with_its_process(tmp_path: Path) -> None:
+    with running(tmp_path, "await asyncio.sleep(60)") as process:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        assert len(children) == 1
+        process.kill()
+    deadline = time.monotonic() + 5
+    while Path(f"/proc/{children[0]}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

@@ -100,9 +100,10 @@ async def orchestrating(
     env_class: type[Env] = SayYes,
     make_env: Callable[[], Env] | None = None,
     canaries: Canaries | None = None,
+    run: RunFolder | None = None,
 ) -> AsyncIterator[tuple[Orchestrator, str]]:
-    """An orchestrator whose learner's side is served at the URL. `make_env`: default `env_class`."""
-    run = RunFolder.create(config.out_dir, config.name, config=config)
+    """An orchestrator whose learner's side is served at the URL. `make_env`: default `env_class`; `run`: goes on."""
+    run = run or RunFolder.create(config.out_dir, config.name, config=config)
     player = Player(config, make_env=make_env or env_class, tokenizer=tokenizer)
     with MetricsLog(run) as metrics:
         orchestrator = Orchestrator(
@@ -121,12 +122,19 @@ async def orchestrating(
 
 
 async def obedient_learner(
-    url: str, seen: list[Batch], *, repeat: bool = False, ess_ratio: float | None = None
+    url: str,
+    seen: list[Batch],
+    *,
+    repeat: bool = False,
+    ess_ratio: float | None = None,
+    name: str = "",
+    version: int = 0,
+    dies_at: int | None = None,
+    resumable_from: int | None = None,
 ) -> None:
-    """Speaks the wire protocol and trains nothing."""
-    headers = {"Authorization": f"Bearer {TOKEN}"}
+    """Speaks the wire protocol and trains nothing: from `version` to the end, or up to the batch of `dies_at`."""
+    headers = {"Authorization": f"Bearer {TOKEN}", wire.LEARNER_HEADER: name}
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=30) as http:
-        version = 0
         while True:
             probe = Probe(token_ids=(1, 2), logprobs=(-1.0,))
             ref = WeightsRef(policy_version=version, num_bytes=0, update_info={}, checksum="", probe=probe)
@@ -143,8 +151,15 @@ async def obedient_learner(
                 again = await http.get(wire.BATCH, params={"policy_version": version})
                 assert again.content == reply.content
             seen.append(wire.decode(reply.content, Batch))
+            if version == dies_at:
+                return
             version += 1
-            output = StepOutput(policy_version=version, metrics={"learner/wait_batch_s": 0.0}, ess_ratio=ess_ratio)
+            output = StepOutput(
+                policy_version=version,
+                metrics={"learner/wait_batch_s": 0.0},
+                ess_ratio=ess_ratio,
+                resumable_from=resumable_from,
+            )
             for _ in range(2 if repeat else 1):
                 (await http.post(wire.STEP, content=wire.encode(output))).raise_for_status()
 

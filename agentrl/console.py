@@ -5,12 +5,15 @@ Knows what to show and nothing of how it is made. Without a terminal it writes p
 
 from __future__ import annotations
 
+import logging
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import IO, TYPE_CHECKING, Any, Self
 
 from rich.console import Console
 from rich.live import Live
@@ -23,6 +26,8 @@ from agentrl.statistics import EvalResult
 
 if TYPE_CHECKING:
     from agentrl.orchestrator import Summary
+
+log = logging.getLogger(__name__)
 
 Advance = Callable[[int, int], None]
 PLAIN_PROGRESS_EVERY_S = 15.0
@@ -40,11 +45,51 @@ _COLUMNS = (  # title, metric, format, width: with the waits a line fits 80 colu
 _MAX_CAUSES, _MAX_LINES, _MAX_CHARACTERS = 4, 10, 700  # of an error's screen
 
 
+class _Outlet:
+    """A file that may go away (`| head`, a closed terminal, a full disk): what it cannot take is lost, and no more."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
+        self._is_lost = False
+
+    def write(self, text: str) -> int:
+        """See IO.write."""
+        try:
+            return self._file.write(text)
+        except OSError as error:
+            self._lose(error)
+            return len(text)
+
+    def flush(self) -> None:
+        """See IO.flush."""
+        try:
+            self._file.flush()
+        except OSError as error:
+            self._lose(error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def _lose(self, error: OSError) -> None:
+        if self._is_lost:
+            return
+        self._is_lost = True
+        with suppress(OSError):  # what is still buffered would fail once more when the interpreter ends
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._file.fileno())
+            os.close(nowhere)
+        log.warning(
+            "standard output cannot be written any more (%s): the work goes on without; `agentrl status` and the run's "
+            "folder show it",
+            error.strerror,
+        )
+
+
 class Terminal:
     """Phases and progress bars, shared by every command."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console(highlight=False, soft_wrap=True)
+        self._console = console or Console(highlight=False, soft_wrap=True, file=_Outlet(sys.stdout))  # type: ignore[arg-type]
         self.phase_seconds: dict[str, float] = {}
 
     def line(self, text: str | Text) -> None:

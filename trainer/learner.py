@@ -29,6 +29,9 @@ from trainer.variance import SplitVariance
 
 log = logging.getLogger(__name__)
 
+MAX_BROKEN = 10
+"""Steps in a row that hold no finite gradient, before that is the learner's end: it would never learn again."""
+
 
 class Learner:
     """The policy and its optimizer. `ranks.set_defaults` must have been called by the entry point.
@@ -61,6 +64,7 @@ class Learner:
         self._say_what_exactness_costs()
         self._rho_base = vcpo.RhoBase(config.algorithm.rho_base)
         self._skipped_steps = 0
+        self._broken_in_a_row = 0
 
     def step(self, batch: Batch) -> StepOutput:
         """One optimizer step; every rank calls it with the same batch and gets the same answer.
@@ -72,7 +76,8 @@ class Learner:
 
         Raises:
             StaleTrajectoryError: a trajectory is older than the batch's max_lag.
-            LearnerError: the batch is empty, for another version, or holds tokens of a future version.
+            LearnerError: the batch is empty, for another version, or holds tokens of a future version; or MAX_BROKEN
+                steps in a row had to be refused for numbers that are not finite.
         """
         started_s = time.perf_counter()
         self._check(batch)
@@ -81,11 +86,9 @@ class Learner:
         if (every := self.config.algorithm.variance_every) and self.policy_version % every == 0:
             metrics |= self._split_variance.measure(batch.groups, policy_version=self.policy_version)
         rho = _rho(groups)
-        reasons = (
-            _refusals(groups)
-            or ranks.gather(_overflow(self._estimator.sums.total))
-            or _too_few(rho, self.config.algorithm.refuse_below)
-        )
+        broken = _refusals(groups) or ranks.gather(_overflow(self._estimator.sums.total))
+        self._end_if_broken_for_good(broken)
+        reasons = broken or _too_few(rho, self.config.algorithm.refuse_below)
         if reasons or rho is None:
             self._skipped_steps += 1
             feed.let_go(self.engine)
@@ -120,13 +123,26 @@ class Learner:
         set_rates(self.engine, self.config)
 
     def logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        """log p(token[t+1] | token[:t+1]) under the present weights. [T-1]"""
+        """log p(token[t+1] | token[:t+1]) under the present weights. [T-1]. Raises LearnerError for broken weights."""
         ids_T = torch.tensor(token_ids, device=self.device)
         with torch.no_grad():
             logits_TV = self.model(input_ids=ids_T[None], use_cache=False).logits[0]
         log_p_TV = logits_TV[:-1].float().log_softmax(dim=-1)
         result: list[float] = log_p_TV.gather(1, ids_T[1:, None])[:, 0].tolist()
+        if not all(map(math.isfinite, result)):
+            raise LearnerError(
+                f"the weights of version {self.policy_version} are broken: their logprobs are NaN or infinite. No "
+                "engine gets them. The step before was too large (learner.lr, learner.grad_clip, model.dtype)"
+            )
         return result
+
+    def _end_if_broken_for_good(self, reasons: Sequence[str]) -> None:
+        self._broken_in_a_row = self._broken_in_a_row + 1 if reasons else 0
+        if self._broken_in_a_row == MAX_BROKEN:
+            raise LearnerError(
+                f"{MAX_BROKEN} steps in a row were refused, the last for: {'; '.join(reasons[:3])}. Nothing is learnt "
+                "any more: lower learner.lr, or see which trajectories these are"
+            )
 
     def _check(self, batch: Batch) -> None:
         if batch.policy_version != self.policy_version:

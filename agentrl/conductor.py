@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -11,12 +10,13 @@ from dataclasses import dataclass
 from agentrl.buffer import TrajectoryBuffer
 from agentrl.canary import Canaries
 from agentrl.config import Config
-from agentrl.errors import InfraError, NoLearningSignal
+from agentrl.errors import NoLearningSignal
 from agentrl.ess_guard import EssGuard
 from agentrl.journal import Journal, StepState
 from agentrl.learner_seat import LearnerSeat
 from agentrl.meter import MeteredEngine
 from agentrl.metrics import rollout_metrics
+from agentrl.progress import Gauges, Progress
 from agentrl.rollouts import Rollouts, Tasks
 from agentrl.types import Batch, StepOutput
 
@@ -44,6 +44,7 @@ class Conductor:
         record: keeps a step's numbers and its batch.
         evaluate: measures the version that the engines hold.
         trained_s: time spent training before, in a run that goes on.
+        progress: hears who waits for whom. Waits without a deadline are its owner's to end.
     """
 
     def __init__(
@@ -54,12 +55,34 @@ class Conductor:
         record: Callable[[int, Batch, Mapping[str, float]], Awaitable[None]],
         evaluate: Callable[[int], Awaitable[None]],
         trained_s: float,
+        progress: Progress,
     ) -> None:
         self._config = config
         self._stage = stage
         self._record = record
         self._evaluate = evaluate
         self._started = time.monotonic() - trained_s
+        self._progress = progress
+        self._lag = 0
+
+    def gauges(self) -> Gauges:
+        """Where the steps stand."""
+        stage, ledger = self._stage, self._stage.buffer.ledger()
+        return Gauges(
+            step=stage.buffer.version,
+            num_steps=self._config.train.steps,
+            version=stage.buffer.version,
+            learner_version=max(stage.seat.made_version, stage.buffer.version),
+            lag=self._lag,
+            max_lag=self._config.rollout.max_lag,
+            num_tokens=stage.engine.num_tokens,
+            ledger={name: getattr(ledger, name) for name in ledger.__slots__},
+            queues={
+                "ready groups": ledger.ready,
+                "groups in flight": ledger.in_flight,
+                "slots": stage.buffer.num_slots,
+            },
+        )
 
     @property
     def train_s(self) -> float:
@@ -86,12 +109,15 @@ class Conductor:
     async def _step(self, step: int) -> None:
         stage = self._stage
         started, tokens, busy_s = time.monotonic(), stage.engine.num_tokens, stage.engine.busy.seconds
-        batch = await self._next_batch()
-        output = await stage.seat.train(batch, within_s=self._config.learner.step_timeout_s)
-        ref = await stage.seat.weights(within_s=self._config.learner.step_timeout_s)
+        with self._progress.waiting("conductor", on="rollouts", what="a full batch"):
+            batch = await stage.buffer.take()
+        self._lag = max(batch.policy_version - group.policy_version for group in batch.groups)
+        within_s = self._config.learner.step_timeout_s
+        with self._progress.waiting("conductor", on="learner", what="a step", within_s=within_s):
+            output = await stage.seat.train(batch, within_s=within_s)
+        with self._progress.waiting("conductor", on="learner", what="new weights", within_s=within_s):
+            ref = await stage.seat.weights(within_s=within_s)
         await self._act_on_ess(output)
-        state = StepState(ess_guard=stage.ess_guard.state_dict(), train_s=self.train_s)
-        stage.journal.step_made(step, state, resumable_from=output.resumable_from)
         stage.tasks.committed(ref.policy_version)
         await stage.buffer.commit(ref.policy_version)
         seconds = time.monotonic() - started
@@ -102,11 +128,15 @@ class Conductor:
             "run/overlap": stage.seat.overlap,
         }
         await self._record(step, batch, self._metrics(batch, output, timing))
+        # Last: what a crash leaves without this mark is written down again.
+        state = StepState(ess_guard=stage.ess_guard.state_dict(), train_s=self.train_s)
+        stage.journal.step_made(step, state, resumable_from=output.resumable_from)
 
     async def _check_canaries(self, step: int) -> None:
         every, canaries = self._config.rollout.canary_every, self._stage.canaries
         if canaries is not None and every and step % every == 0:
-            await canaries.check(when=f"after step {step}")
+            with self._progress.waiting("conductor", on="canaries", what="known outcomes"):
+                await canaries.check(when=f"after step {step}")
 
     async def _act_on_ess(self, output: StepOutput) -> None:
         """Admit with less lag while the effective sample size is low, with more when it has recovered."""
@@ -117,18 +147,6 @@ class Conductor:
         floor = self._config.algorithm.ess_floor
         log.warning("ESS ratio %s, ess_floor %s: admission works with lag %d now", output.ess_ratio, floor, lag)
         await self._stage.buffer.set_lag(lag)
-
-    async def _next_batch(self) -> Batch:
-        """A full batch. Raises InfraError when none comes together."""
-        timeout_s, buffer = self._config.train.stall_timeout_s, self._stage.buffer
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await buffer.take()
-        except TimeoutError:
-            raise InfraError(
-                f"no full batch came together within train.stall_timeout_s={timeout_s:g} s; "
-                f"the ledger stands at {buffer.ledger()}"
-            ) from None
 
     def _metrics(self, batch: Batch, output: StepOutput, timing: Mapping[str, float]) -> dict[str, float]:
         stage, ledger = self._stage, self._stage.buffer.ledger()

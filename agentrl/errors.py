@@ -12,6 +12,7 @@ AgentRLError
  |   |   +- WeightSyncError   an engine does not hold the weights it should: always ends the run
  |   +- LearnerError       the learner process failed
  |   +- JournalError       the run's journal could not be written or read
+ |   +- DiskError          another file of the run could not be written
  |   +- CanaryFailed       a part works and gives wrong outcomes: ends the run at once
  |   +- RunStalled         nothing moved for too long: says who waits for whom, ends the run
  +- StaleTrajectoryError   the lag bound was broken at consumption: a bug, ends the run
@@ -78,6 +79,10 @@ class LearnerError(InfraError):
 
 class JournalError(InfraError):
     """The run's journal could not be written or read: without it no work is safe."""
+
+
+class DiskError(InfraError):
+    """A file of the run could not be written: what it makes from here on would be lost."""
 
 
 class LearnerReplaced(AgentRLError):

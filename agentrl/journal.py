@@ -58,7 +58,8 @@ class Resumption:
     ] = ()  # of steps version+1, version+2, ...: trained again as they were
     ready: tuple[TrajectoryGroup, ...] = ()
     in_flight: tuple[tuple[int, Task], ...] = ()  # group id and task: played again
-    state: StepState | None = None  # of step `version`
+    state: StepState | None = None  # of step `version`, or the newest known before it
+    unrecorded: tuple[TrajectoryGroup, ...] = ()  # of step `version`, where its learner lived on and nobody else
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,7 +220,8 @@ class Journal:
             self._db.execute("DELETE FROM steps WHERE step > ?", (version,))
         ((num_issued,),) = self._rows("SELECT COALESCE(MAX(group_id) + 1, 0) FROM groups")
         in_flight = self._of_state(GroupState.IN_FLIGHT, "group_id, task")
-        state = self._rows("SELECT state FROM steps WHERE step = ?", (version,))
+        known = self._rows("SELECT step, state FROM steps ORDER BY step DESC LIMIT 1")
+        is_recorded = not version or (known and known[0][0] == version)
         return Resumption(
             version=version,
             num_issued=num_issued,
@@ -227,7 +229,8 @@ class Journal:
             batches=self._batches_after(version),
             ready=tuple(_group(payload) for (payload,) in self._of_state(GroupState.READY, "payload")),
             in_flight=tuple((group_id, wire.decode(task, Task)) for group_id, task in in_flight),
-            state=wire.decode(state[0][0], StepState) if state else None,
+            state=wire.decode(known[0][1], StepState) if known else None,
+            unrecorded=() if is_recorded else self._batch(version),
         )
 
     def counts(self) -> dict[GroupState, int]:
@@ -279,6 +282,10 @@ class Journal:
                 f"{version}: its newer checkpoints in checkpoints/states are gone; put them back, or begin a new run"
             )
         return tuple(tuple(_group(payload) for payload in by_step[step]) for step in sorted(by_step))
+
+    def _batch(self, step: int) -> tuple[TrajectoryGroup, ...]:
+        rows = self._rows("SELECT payload FROM groups WHERE step = ? ORDER BY group_id", (step,))
+        return tuple(_group(payload) for (payload,) in rows if payload is not None)
 
     def _of_state(self, state: GroupState, columns: str) -> list[Any]:
         return self._rows(f"SELECT {columns} FROM groups WHERE state = ? ORDER BY group_id", (state,))

@@ -35,6 +35,8 @@ class LearnerSeat:
         self._handed_out: tuple[float, float] | None = None  # clock, engine-busy seconds
         self._work_s = 0.0
         self._overlap_s = 0.0
+        self.made_version = -1
+        """Newest version that the learner has made, as far as it said so."""
         self.last_update: WeightUpdate | None = None
         """What the last weight update took."""
 
@@ -77,9 +79,10 @@ class LearnerSeat:
         if self._engine.wants_weights:
             raise WeightsWanted
         async with self._changed:
-            await self._changed.wait_for(
-                lambda: self._over or (self._batch is not None and self._batch.policy_version == policy_version)
-            )
+            with self._engine.progress.waiting("learner", on="conductor", what="a batch", moves=False):
+                await self._changed.wait_for(
+                    lambda: self._over or (self._batch is not None and self._batch.policy_version == policy_version)
+                )
             if self._over or self._batch is None:
                 raise RunOver
             self._handed_out = self._handed_out or (time.monotonic(), self._engine.busy.seconds)
@@ -94,6 +97,7 @@ class LearnerSeat:
             self._work_s += time.monotonic() - since
             self._overlap_s += self._engine.busy.seconds - busy_s
         self._batch = None
+        self.made_version = output.policy_version
         self._outputs.put_nowait(output)
 
     async def transfer_opened(self, init: TransferInit) -> None:

@@ -1,4 +1,4 @@
-"""Counts what an engine generates and when it was busy, from the outside. Knows nothing of what is generated."""
+"""Counts what an engine generates, when it was busy, and who waits for it. Knows nothing of what is generated."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from agentrl.engine import TrainableEngine
+from agentrl.progress import Progress
 from agentrl.types import Completion, Sampling, TransferInit, WeightsRef
 from agentrl.weight_keeper import WeightUpdate
 
@@ -38,10 +39,18 @@ class BusyClock:
 
 
 class MeteredEngine:
-    """An engine that counts its tokens and its busy seconds; time paused for new weights is not busy."""
+    """An engine that counts its tokens and its busy seconds; time paused for new weights is not busy.
 
-    def __init__(self, engine: TrainableEngine) -> None:
+    `progress` hears of every call.
+    """
+
+    def __init__(self, engine: TrainableEngine, progress: Progress | None = None) -> None:
         self._engine = engine
+        self.progress = progress or Progress()
+        """Where the calls are noted."""
+        url = getattr(engine, "url", "")  # one that runs in this process has none
+        self.name = f"engine at {url}" if url else "engine"
+        """What it is called there."""
         self.busy = BusyClock()
         self.num_tokens = 0
 
@@ -49,7 +58,8 @@ class MeteredEngine:
         """See Engine.generate."""
         self.busy.start()
         try:
-            completion = await self._engine.generate(token_ids, sampling, request_id=request_id)
+            with self.progress.waiting("episodes", on=self.name, what="generate"):
+                completion = await self._engine.generate(token_ids, sampling, request_id=request_id)
         finally:
             self.busy.stop()
         self.num_tokens += len(completion.token_ids)
@@ -62,11 +72,13 @@ class MeteredEngine:
 
     async def init_transfer(self, init: TransferInit) -> None:
         """See TrainableEngine.init_transfer."""
-        await self._engine.init_transfer(init)
+        with self.progress.waiting("learner", on=self.name, what="joining its group"):
+            await self._engine.init_transfer(init)
 
     async def update_weights(self, ref: WeightsRef) -> WeightUpdate:
         """See TrainableEngine.update_weights."""
-        return await self._engine.update_weights(ref)
+        with self.progress.waiting("learner", on=self.name, what="taking new weights"):
+            return await self._engine.update_weights(ref)
 
     def metrics(self) -> dict[str, float]:
         """See TrainableEngine.metrics."""

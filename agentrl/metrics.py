@@ -11,6 +11,7 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +19,7 @@ from typing import Any, Literal, Self
 
 import msgspec
 
-from agentrl.errors import MissingDependencyError
+from agentrl.errors import DiskError, MissingDependencyError
 from agentrl.run_folder import RunFolder, write_atomically
 from agentrl.statistics import is_correct, num_response_tokens, num_turns
 from agentrl.types import StopReason, TrajectoryGroup
@@ -41,7 +42,7 @@ class MetricsLine:
 class MetricsLog:
     """Appends to a run's metrics; every line is on its way to disk before `log` returns.
 
-    Raises MissingDependencyError at construction without the tensorboard package.
+    Raises MissingDependencyError at construction without the tensorboard package, DiskError where the disk refuses.
     """
 
     def __init__(self, run_folder: RunFolder) -> None:
@@ -49,43 +50,56 @@ class MetricsLog:
             from tensorboard.summary.writer.event_file_writer import EventFileWriter  # type: ignore[import-untyped]
         except ImportError as error:
             raise MissingDependencyError("metrics need the tensorboard package: pip install tensorboard") from error
-        self._events: Any = EventFileWriter(str(run_folder.tensorboard))
         self._path = run_folder.metrics
-        _end_torn_line(self._path)
-        self._file = self._path.open("a", encoding="utf-8")
+        self._writing = run_folder.writing
+        with self._writing(run_folder.tensorboard):
+            self._events: Any = EventFileWriter(str(run_folder.tensorboard))
+        with self._writing(self._path):
+            _end_torn_line(self._path)
+            self._file = self._path.open("a", encoding="utf-8")
 
     def log(self, kind: MetricKind, step: int, values: Mapping[str, float]) -> None:
         """Record `values` for `step`. Raises ValueError, writing nothing, when one is NaN or infinite."""
         checked = {name: _finite(name, value) for name, value in values.items()}
         time_s = time.time()
         line = {"kind": kind, "step": step, "time_s": round(time_s, 3), "values": checked}
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
-        self._file.flush()
-        self._events.add_event(_tensorboard_event(step, time_s, checked))
+        with self._writing(self._path):
+            self._file.write(json.dumps(line, allow_nan=False) + "\n")
+            self._file.flush()
+            self._events.add_event(_tensorboard_event(step, time_s, checked))
 
     def rewind(self, step: int) -> None:
         """Forget the steps after `step`, which are made again; evaluations and events stay."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
 
-        kept = [line for line in read(self._path) if line.kind != "step" or line.step <= step]
-        self._file.close()
-        write_atomically(self._path, b"".join(msgspec.json.encode(line) + b"\n" for line in kept))
-        self._file = self._path.open("a", encoding="utf-8")
+        lines = read(self._path)
+        kept = [line for line in lines if line.kind != "step" or line.step <= step]
+        if kept == lines:
+            return
+        with self._writing(self._path):
+            self._file.close()
+            write_atomically(self._path, b"".join(msgspec.json.encode(line) + b"\n" for line in kept))
+            self._file = self._path.open("a", encoding="utf-8")
         # TensorBoard drops what it has of this step and later ones.
         self._events.add_event(
             Event(wall_time=time.time(), step=step + 1, session_log=SessionLog(status=SessionLog.START))
         )
 
     def close(self) -> None:
-        """Flush and close both files."""
-        self._file.close()
-        self._events.close()
+        """Flush and close both files. Raises DiskError."""
+        with self._writing(self._path), closing(self._events), closing(self._file):
+            pass
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
+        try:
+            self.close()
+        except DiskError as full:
+            if error is None:
+                raise
+            log.warning("%s", full)  # what ended the block says more
 
 
 def read(path: Path) -> list[MetricsLine]:

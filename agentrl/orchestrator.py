@@ -31,7 +31,8 @@ from agentrl.journal import Journal, Resumption
 from agentrl.learner_door import LearnerDoor
 from agentrl.learner_seat import LearnerSeat
 from agentrl.meter import MeteredEngine
-from agentrl.metrics import MetricsLog
+from agentrl.metrics import MetricsLog, rollout_metrics
+from agentrl.progress import Progress
 from agentrl.rollouts import PlayGroup, Rollouts, Tasks
 from agentrl.run_folder import RunFolder
 from agentrl.source import TaskSource
@@ -78,6 +79,7 @@ class Orchestrator:
         source: tasks from the beginning; a run that goes on skips what it has asked.
         held_out: tasks of the evaluations, the same every time.
         canaries: checked every `rollout.canary_every` steps; the start is the caller's.
+        progress: hears what moves and who waits for whom. Whoever gives it watches it: agentrl.watchdog.supervised.
     """
 
     def __init__(
@@ -92,9 +94,11 @@ class Orchestrator:
         metrics: MetricsLog,
         observer: Observer,
         canaries: Canaries | None = None,
+        progress: Progress | None = None,
     ) -> None:
         self._config = config
-        self._engine = MeteredEngine(engine)
+        self._progress = progress or Progress()
+        self._engine = MeteredEngine(engine, self._progress)
         self._play_group = play_group
         self._held_out = held_out
         self._run = run
@@ -136,12 +140,14 @@ class Orchestrator:
 
     async def _train(self, seat: LearnerSeat) -> Summary:
         """From where the learner stands to the end of the run."""
-        first = await seat.weights(within_s=self._config.learner.start_timeout_s)
+        within_s = self._config.learner.start_timeout_s
+        starting = self._progress.waiting("conductor", on="learner", what="its first weights", within_s=within_s)
+        with self._progress.phase("starting the learner"), starting:
+            first = await seat.weights(within_s=within_s)
         self._learner_came.set()
-        goes_back = self._journal.last_step() > first.policy_version
         resumed = self._journal.resume_at(first.policy_version)
-        if goes_back:
-            self._metrics.rewind(first.policy_version)
+        self._metrics.rewind(self._journal.last_step())
+        await self._record_lost_step(resumed)
         self._tasks.committed(first.policy_version + len(resumed.batches))
         await self._evaluate(first.policy_version, only_if_none=True)
         stage = self._stage(seat, resumed)
@@ -151,12 +157,15 @@ class Orchestrator:
             record=self._record,
             evaluate=self._evaluate,
             trained_s=resumed.state.train_s if resumed.state else 0.0,
+            progress=self._progress,
         )
-        note = await _beside(stage.rollouts, conductor)
+        self._progress.measure(conductor.gauges)
+        with self._progress.phase("training"):
+            note = await _beside(stage.rollouts, conductor)
         version, train_s = stage.buffer.version, conductor.train_s
         await seat.finish()
         await self._evaluate(version)
-        await seat.exported(within_s=EXPORT_TIMEOUT_S)
+        await self._exported(seat)
         self._metrics.log("event", version, {"run/overlap": seat.overlap, "run/train_s": train_s})
         evaluations = self._journal.evaluations()
         return Summary(
@@ -167,6 +176,11 @@ class Orchestrator:
             overlap=seat.overlap,
             note=note,
         )
+
+    async def _exported(self, seat: LearnerSeat) -> None:
+        waiting = self._progress.waiting("conductor", on="learner", what="its last export", within_s=EXPORT_TIMEOUT_S)
+        with self._progress.phase("exporting the trained model"), waiting:
+            await seat.exported(within_s=EXPORT_TIMEOUT_S)
 
     def _stage(self, seat: LearnerSeat, resumed: Resumption) -> Stage:
         config = self._config
@@ -188,7 +202,12 @@ class Orchestrator:
             lag=guard.lag,
         )
         rollouts = Rollouts(
-            self._play_group, engine=self._engine, tasks=self._tasks, buffer=buffer, breaker=self._breaker
+            self._play_group,
+            engine=self._engine,
+            tasks=self._tasks,
+            buffer=buffer,
+            breaker=self._breaker,
+            progress=self._progress,
         )
         return Stage(
             seat=seat,
@@ -201,10 +220,20 @@ class Orchestrator:
             canaries=self._canaries,
         )
 
+    async def _record_lost_step(self, resumed: Resumption) -> None:
+        """The step that the learner made, and kept, while everything else died before it could be written down."""
+        if not resumed.unrecorded:
+            return
+        self._metrics.log("step", resumed.version, rollout_metrics(resumed.unrecorded))
+        await asyncio.to_thread(self._run.write_trajectories, resumed.version, resumed.unrecorded)
+        if resumed.state is not None:
+            self._journal.step_made(resumed.version, resumed.state, resumable_from=None)
+
     async def _record(self, step: int, batch: Batch, values: Mapping[str, float]) -> None:
         self._metrics.log("step", step, values)
         self._observer.step(step, values)
-        await asyncio.to_thread(self._run.write_trajectories, step, batch.groups)
+        with self._progress.waiting("conductor", on="disk", what="a step's episodes"):
+            await asyncio.to_thread(self._run.write_trajectories, step, batch.groups)
 
     async def _evaluate(self, policy_version: int, *, only_if_none: bool = False) -> None:
         """Measure the weights the engines hold now, once; the learner waits meanwhile, so that they are one version."""
@@ -212,13 +241,15 @@ class Orchestrator:
         if policy_version in known or (only_if_none and known):
             return
         per_group = self._config.eval.samples_per_task
-        evaluation = await evaluate(
-            self._held_out,
-            make_group=lambda index, task: self._play_group(self._engine, index, task, kind="eval"),
-            policy_version=policy_version,
-            max_concurrent_groups=max(1, 2 * self._config.engine.max_running // per_group),
-            progress=self._observer.evaluating,
-        )
+        waiting = self._progress.waiting("conductor", on="episodes", what="a held-out measurement")
+        with self._progress.phase(f"evaluating version {policy_version}"), waiting:
+            evaluation = await evaluate(
+                self._held_out,
+                make_group=lambda index, task: self._play_group(self._engine, index, task, kind="eval"),
+                policy_version=policy_version,
+                max_concurrent_groups=max(1, 2 * self._config.engine.max_running // per_group),
+                progress=self._observer.evaluating,
+            )
         self._metrics.log("eval", policy_version, evaluation.result.metrics())
         await asyncio.to_thread(self._run.write_trajectories, policy_version, evaluation.groups, kind="eval")
         self._journal.evaluated(evaluation.result)

@@ -39,7 +39,7 @@ class Token:
 
 
 def write_report(run: RunFolder) -> Path:
-    """Draw the page anew, whole or not at all; a run that was cut off gets what it has."""
+    """Draw the page anew, whole or not at all; a run that was cut off gets what it has. Raises DiskError."""
     lines = read(run.metrics)
     config = json.loads(run.config.read_text())
     drawn = figures(lines)
@@ -58,7 +58,8 @@ def write_report(run: RunFolder) -> Path:
         episodes=[_episode(*chosen, decode) for chosen in _choose(run)],
         config=json.dumps(config, indent=2),
     )
-    write_atomically(run.report, page.encode())
+    with run.writing(run.report):
+        write_atomically(run.report, page.encode())
     return run.report
 
 

@@ -16,6 +16,7 @@ from agentrl.buffer import TrajectoryBuffer
 from agentrl.engine import Engine
 from agentrl.errors import InfraError, raise_first
 from agentrl.journal import GroupState, Outcome, SourceHistory
+from agentrl.progress import Progress
 from agentrl.run_folder import Kind
 from agentrl.source import TaskSource
 from agentrl.types import Task, TrajectoryGroup
@@ -61,13 +62,21 @@ class Rollouts:
     """`run` until cancelled."""
 
     def __init__(
-        self, play_group: PlayGroup, *, engine: Engine, tasks: Tasks, buffer: TrajectoryBuffer, breaker: ErrorBreaker
+        self,
+        play_group: PlayGroup,
+        *,
+        engine: Engine,
+        tasks: Tasks,
+        buffer: TrajectoryBuffer,
+        breaker: ErrorBreaker,
+        progress: Progress,
     ) -> None:
         self._play_group = play_group
         self._engine = engine
         self._tasks = tasks
         self._buffer = buffer
         self._breaker = breaker
+        self._progress = progress
         self._finished: list[TrajectoryGroup] = []
         self._slot_wait_s = 0.0
 
@@ -79,7 +88,8 @@ class Rollouts:
                     self._play(groups, group_id, task)
                 while True:
                     asked = time.monotonic()
-                    await self._buffer.slot()
+                    with self._progress.waiting("rollouts", on="conductor", what="a free slot", moves=False):
+                        await self._buffer.slot()
                     self._slot_wait_s += time.monotonic() - asked
                     task = self._tasks.source.next()
                     group_id = await self._buffer.admit(task, cursor=self._tasks.source.cursor)
@@ -103,7 +113,8 @@ class Rollouts:
 
     async def _one_group(self, group_id: int, task: Task, *, admitted: int) -> None:
         try:
-            group = await self._play_group(self._engine, group_id, task, kind="train")
+            with self._progress.waiting("rollouts", on="episodes", what="a group"):
+                group = await self._play_group(self._engine, group_id, task, kind="train")
         except InfraError as error:
             log.warning("group %d (task %s) failed: %s", group_id, task.id, error)
             await self._buffer.fail(group_id, str(error))

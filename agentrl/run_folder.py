@@ -18,7 +18,7 @@ from typing import Literal
 import msgspec
 
 from agentrl.config import Config
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, DiskError
 from agentrl.types import (
     Completion,
     FinishReason,
@@ -151,17 +151,33 @@ class RunFolder:
                 raise ConfigError(
                     f"{self.path} is being trained by process {file.read() or '(unknown)'}; stop that one first"
                 ) from error
-            file.truncate(0)
-            file.write(str(os.getpid()))
-            file.flush()
+            with self.writing(self.path / ".lock"):
+                file.truncate(0)
+                file.write(str(os.getpid()))
+                file.flush()
             yield
 
+    @contextmanager
+    def writing(self, path: Path) -> Iterator[None]:
+        """Around what writes a file of the run. Raises DiskError, with the mend, where the disk refuses."""
+        try:
+            yield
+        except OSError as error:
+            raise DiskError(
+                f"cannot write {path}: {error.strerror or error}. Free space on its disk (df -h {self.path}), then go "
+                f"on with agentrl train --resume {self.path}"
+            ) from error
+
     def write_trajectories(self, step: int, groups: Sequence[TrajectoryGroup], *, kind: Kind = "train") -> Path:
-        """Write all episodes of one step, whole or not at all; a second call for the step replaces the first."""
+        """Write all episodes of one step, whole or not at all; a second call for the step replaces the first.
+
+        Raises DiskError.
+        """
         encoder = msgspec.json.Encoder()
         lines = [encoder.encode(to_line(group, trajectory)) for group in groups for trajectory in group.trajectories]
         target = self._trajectories_file(step, kind)
-        write_atomically(target, gzip.compress(b"".join(line + b"\n" for line in lines), compresslevel=6, mtime=0))
+        with self.writing(target):
+            write_atomically(target, gzip.compress(b"".join(line + b"\n" for line in lines), compresslevel=6, mtime=0))
         return target
 
     def read_trajectories(self, step: int, *, kind: Kind = "train") -> list[TrajectoryGroup]:

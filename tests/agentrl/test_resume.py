@@ -122,6 +122,38 @@ async def test_tasks_go_on_where_they_were_and_what_was_in_flight_is_played_agai
     ]
 
 
+async def test_a_step_that_only_the_learner_survived_is_written_down(tmp_path: Path, tokenizer: TurnTokenizer) -> None:
+    config = make_config(tmp_path, steps=4, eval_every=0, max_lag=0)
+    seen: list[Batch] = []
+    async with running(config, tokenizer) as (_, url, _):
+        await obedient_learner(url, seen, dies_at=2)  # it has the batch; say it made the step, and kept it
+    folder = RunFolder.open(tmp_path / "t")
+    async with running(config, tokenizer, run=folder) as (run, url, _):
+        await obedient_learner(url, seen, version=3)
+        await run
+    assert [line.step for line in read(folder.metrics) if line.kind == "step"] == [1, 2, 3, 4]
+    assert folder.trajectory_steps() == [1, 2, 3, 4]
+    assert folder.read_trajectories(3) == list(seen[2].groups)
+    assert steps_of(folder) == dict.fromkeys(range(1, 5), 2)
+
+
+@pytest.mark.parametrize("version", [2, 3])
+async def test_a_crash_between_the_numbers_and_the_mark_of_a_step_writes_them_once(
+    tmp_path: Path, tokenizer: TurnTokenizer, version: int
+) -> None:
+    config = make_config(tmp_path, steps=4, eval_every=0, max_lag=0)
+    async with running(config, tokenizer) as (_, url, _):
+        await obedient_learner(url, [], dies_at=3)
+    folder = RunFolder.open(tmp_path / "t")
+    with closing(Journal(folder.journal)) as journal:
+        journal._db.execute("DELETE FROM steps WHERE step = 3")
+    async with running(config, tokenizer, run=folder) as (run, url, _):
+        await obedient_learner(url, [], version=version)
+        await run
+    assert [line.step for line in read(folder.metrics) if line.kind == "step"] == [1, 2, 3, 4]
+    assert folder.trajectory_steps() == [1, 2, 3, 4]
+
+
 async def test_batches_that_checkpoints_cover_are_forgotten(tmp_path: Path, tokenizer: TurnTokenizer) -> None:
     config = make_config(tmp_path, steps=6, eval_every=0)
     async with running(config, tokenizer) as (_, url, _):

@@ -19,6 +19,7 @@ from agentrl.env import Action, Env, Episode, StepResult
 from agentrl.metrics import MetricsLog
 from agentrl.orchestrator import Orchestrator, Summary
 from agentrl.player import Player
+from agentrl.progress import Progress
 from agentrl.renderer import TurnTokenizer
 from agentrl.run_folder import RunFolder
 from agentrl.source import TaskSource, held_out_tasks
@@ -101,6 +102,7 @@ async def orchestrating(
     make_env: Callable[[], Env] | None = None,
     canaries: Canaries | None = None,
     run: RunFolder | None = None,
+    progress: Progress | None = None,
 ) -> AsyncIterator[tuple[Orchestrator, str]]:
     """An orchestrator whose learner's side is served at the URL. `make_env`: default `env_class`; `run`: goes on."""
     run = run or RunFolder.create(config.out_dir, config.name, config=config)
@@ -116,6 +118,7 @@ async def orchestrating(
             metrics=metrics,
             observer=Quiet(),
             canaries=canaries,
+            progress=progress,
         )
         async with serving(create_app(orchestrator.learner_door, token=TOKEN), host="127.0.0.1", port=0) as url:
             yield orchestrator, url

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,7 +23,7 @@ from agentrl.cli_run import fail as _fail
 from agentrl.cli_run import guarded as _guarded
 from agentrl.cli_run import run as _run
 from agentrl.cli_status import status
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, DiskError
 
 if TYPE_CHECKING:
     from agentrl.config import Config
@@ -83,9 +84,11 @@ async def _train(config: Config, resumed: RunFolder | None) -> None:
         try:
             with console:
                 summary = await training.run(run)
-        finally:
-            report = write_report(run)
-        console.summary(summary, run.path, report)
+        except BaseException:
+            with suppress(DiskError):  # what ended the run says more
+                write_report(run)
+            raise
+        console.summary(summary, run.path, write_report(run))
 
 
 @app.command(name="eval")

@@ -135,6 +135,11 @@ class EnginePool:
             return completion
 
     @property
+    def url(self) -> str:
+        """Of all engines, for people."""
+        return ", ".join(seat.engine.url for seat in self._seats)
+
+    @property
     def wants_weights(self) -> bool:
         """Never: weights lie in a folder, from which an engine that returns takes them."""
         return False

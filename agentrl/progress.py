@@ -101,7 +101,7 @@ class Progress:
         self._edges: dict[tuple[str, str, str], _Edge] = {}
         self._num_waits = 0
         self._num_beats = 0
-        self._last_beat = "the start"
+        self._last_beat = "start"
         self._beat_at = self._phase_at = clock()
         self._turned_at: float | None = None
         self._phase = "starting"

@@ -158,7 +158,9 @@ class _Watchdog:
     def _tick(self, seconds: float) -> None:
         """Look once, `seconds` after the last time."""
         snapshot = self._progress.snapshot()
-        self._quiet_s = 0.0 if snapshot.num_beats != self._num_beats else self._quiet_s + seconds
+        # Under a deadline that is still to come its owner acts first, and has time to do so.
+        is_quiet = snapshot.num_beats == self._num_beats and not snapshot.has_open_deadline
+        self._quiet_s = self._quiet_s + seconds if is_quiet else 0.0
         self._num_beats = snapshot.num_beats
         self._loop_quiet_s = 0.0 if self._has_turned else self._loop_quiet_s + seconds
         if self.error is not None:
@@ -166,7 +168,7 @@ class _Watchdog:
         elif self._loop_quiet_s >= self._patience.loop_s:
             self._fail(snapshot, self._blocked())
             self._interrupt()
-        elif self._quiet_s >= self._patience.stall_s and not snapshot.has_open_deadline:
+        elif self._quiet_s >= self._patience.stall_s:
             self._fail(snapshot, stalled(snapshot, self._quiet_s))
         if self._has_turned:
             self._has_turned = False

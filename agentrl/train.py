@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,7 @@ from agentrl.overlap import refuse_overlap
 from agentrl.player import Player
 from agentrl.run_folder import RunFolder
 from agentrl.source import TaskSource, held_out_tasks
+from agentrl.watchdog import supervised
 from agentrl.wrappers import load_wrappers
 
 if TYPE_CHECKING:
@@ -51,15 +52,25 @@ class Training:
     async def run(self, folder: RunFolder) -> Summary:
         """Raises AgentRLError for whatever ended it; the folder keeps what was there by then."""
         self._run = folder
+        async with supervised(self._config.train, folder) as self._progress:
+            return await self._with_sandbox()
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        with self._console.phase(name), self._progress.phase(name):
+            yield
+
+    async def _with_sandbox(self) -> Summary:
         async with launch.sandbox_service(self._config, logs=self._run.logs, token=self._token) as (sandbox, parts):
-            with self._console.phase("starting the sandbox"):
+            with self._phase("starting the sandbox"):
                 await launch.sandbox_ready(sandbox, parts, max_restarts=self._config.sandbox.max_restarts)
             async with (
                 launch.watching(*parts),
                 opened(self._env_class, sandbox=sandbox, wrappers=self._wrappers) as make_env,
             ):
                 self._canaries = Canaries(self._env_class, make_env=make_env, sandbox=sandbox)
-                await self._canaries.check(when="at the start")
+                with self._progress.phase("checking the sandbox and the grader"):
+                    await self._canaries.check(when="at the start")
                 model_path = await self._model(sandbox)
                 return await self._with_engine(make_env, model_path)
 
@@ -68,14 +79,20 @@ class Training:
         model = self._config.model
         if model.warmstart is None or is_model_folder(Path(model.path)):
             return model.path
-        with self._console.progress("warm start: learning from demonstrations") as advance:
+        name = "warm start: learning from demonstrations"
+        with self._console.progress(name) as advance, self._progress.phase(name):
+
+            def on_progress(done: int, total: int) -> None:
+                self._progress.beat("warm start")
+                advance(done, total)
+
             async with launch.warmstart_process(
                 config_path=self._run.config,
                 out=Path(model.path),
                 sandbox_url=sandbox.url,
                 token=self._token,
                 logs=self._run.logs,
-                on_progress=advance,
+                on_progress=on_progress,
             ) as part:
                 await part.watch()
         return model.path
@@ -87,12 +104,14 @@ class Training:
             launch_engines.engine_servers(self._config, model_path=model_path, logs=self._run.logs) as servers,
             launch.watching(*launch_engines.parts_of(servers)),
         ):
-            with self._console.phase("starting the engine (vLLM)"):
+            with self._phase("starting the engine (vLLM)"):
                 turns = self._config.model
                 tokenizer = await asyncio.to_thread(
                     TurnTokenizer.load, model_path, renderer=turns.renderer, template_args=turns.chat_template_args
                 )
-                await launch_engines.engines_ready(servers, self._config.engine)
+                within_s = self._config.engine.start_timeout_s
+                with self._progress.waiting("run", on="engine", what="its start", within_s=within_s):
+                    await launch_engines.engines_ready(servers, self._config.engine)
             player = Player(self._config, make_env=make_env, tokenizer=tokenizer)
             async with launch_engines.engine_client(servers, self._config) as engine:
                 return await self._with_learner(engine, player)
@@ -110,6 +129,7 @@ class Training:
                 metrics=metrics,
                 observer=self._console,
                 canaries=self._canaries,
+                progress=self._progress,
             )
             async with (
                 serving(create_app(orchestrator.learner_door, token=self._token), host="127.0.0.1", port=0) as url,

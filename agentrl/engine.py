@@ -80,6 +80,7 @@ class VLLMEngine:
         parity_bound: largest allowed |engine - learner| logprob on the probe.
         parity_every: probe the first update and every n-th after it.
         num_starts: how often the server was started, for whoever started it.
+        on_tokens: called whenever some tokens of any answer came.
         token: what the server demands, where it demands one (vllm_guard.py).
 
     Raises on entering:
@@ -99,6 +100,7 @@ class VLLMEngine:
         parity_bound: float = 1e-3,
         parity_every: int = 1,
         num_starts: Callable[[], int] = lambda: 1,
+        on_tokens: Callable[[], None] = lambda: None,
         token: str | None = None,
     ) -> None:
         self._server = VLLMServer(url, timeout_s=request_timeout_s, token=token)
@@ -108,6 +110,7 @@ class VLLMEngine:
         self._logprobs_checked = False
         self._seeds_checked = False
         self._num_salvaged_tokens = 0
+        self._on_tokens = on_tokens
         self.control = VLLMControl(self._server)
         """The server's own verbs."""
         self._weights = WeightKeeper(
@@ -238,6 +241,7 @@ class VLLMEngine:
                         prompt_seen = _check_chunk(chunk, token_ids) or prompt_seen
                         for delta in chunk.choices:
                             stream.extend(delta)
+                            self._on_tokens()
                 if not prompt_seen:
                     raise ValueError("the answer does not repeat the prompt")
                 try:

@@ -8,11 +8,12 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from agentrl import engine_server
 from agentrl.config import Config, EngineConfig
@@ -87,18 +88,32 @@ async def _ready(server: Server, settings: EngineConfig) -> None:
         part.allow_restarts(settings.max_restarts)
 
 
-def engine_client(servers: Sequence[Server], config: Config, *, token: str | None = None) -> VLLMEngine | EnginePool:
-    """A client of servers that are ready: of the one, or of all as one."""
+def engine_client(
+    servers: Sequence[Server],
+    config: Config,
+    *,
+    token: str | None = None,
+    on_tokens: Callable[[], None] = lambda: None,
+) -> VLLMEngine | EnginePool:
+    """A client of servers that are ready: of the one, or of all as one. `on_tokens` is called when tokens come."""
     settings = config.engine
+    common: dict[str, Any] = {"token": token, "on_tokens": on_tokens}
     return_timeout_s = settings.start_timeout_s if settings.max_restarts else 0.0
     if len(servers) == 1:
-        return vllm_client(servers[0], config, return_timeout_s=return_timeout_s, token=token)
+        return vllm_client(servers[0], config, return_timeout_s=return_timeout_s, **common)
     # A pool does not wait for a server that is gone: it has others, and brings this one back itself.
-    clients = [vllm_client(server, config, return_timeout_s=0.0, token=token) for server in servers]
+    clients = [vllm_client(server, config, return_timeout_s=0.0, **common) for server in servers]
     return EnginePool(clients, order=settings.update_order, return_timeout_s=return_timeout_s)
 
 
-def vllm_client(server: Server, config: Config, *, return_timeout_s: float, token: str | None = None) -> VLLMEngine:
+def vllm_client(
+    server: Server,
+    config: Config,
+    *,
+    return_timeout_s: float,
+    token: str | None = None,
+    on_tokens: Callable[[], None] = lambda: None,
+) -> VLLMEngine:
     """A client of one of them; a server that was not started here names its model itself."""
     settings, part = config.engine, server.part
     bound = settings.parity_bound
@@ -113,6 +128,7 @@ def vllm_client(server: Server, config: Config, *, return_timeout_s: float, toke
         parity_bound=PARITY_BOUNDS[config.model.dtype] if bound == "auto" else bound,
         parity_every=settings.parity_every,
         num_starts=lambda: part.num_starts if part else 0,
+        on_tokens=on_tokens,
         token=token,
     )
 

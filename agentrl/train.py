@@ -6,6 +6,7 @@ import asyncio
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -113,7 +114,8 @@ class Training:
                 with self._progress.waiting("run", on="engine", what="its start", within_s=within_s):
                     await launch_engines.engines_ready(servers, self._config.engine)
             player = Player(self._config, make_env=make_env, tokenizer=tokenizer)
-            async with launch_engines.engine_client(servers, self._config) as engine:
+            on_tokens = partial(self._progress.beat, "engine")
+            async with launch_engines.engine_client(servers, self._config, on_tokens=on_tokens) as engine:
                 return await self._with_learner(engine, player)
 
     async def _with_learner(self, engine: TrainableEngine, player: Player) -> Summary:

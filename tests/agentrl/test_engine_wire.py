@@ -126,6 +126,12 @@ async def test_a_good_answer_becomes_a_completion(script: Script) -> None:
     assert completion.finish_reason is FinishReason.LENGTH
 
 
+async def test_tokens_are_heard_of_as_they_come(script: Script) -> None:
+    heard: list[float] = []
+    await generate(script, on_tokens=lambda: heard.append(time.monotonic()))
+    assert len(heard) == sum(len(event["choices"]) for event in GOOD)
+
+
 async def test_each_version_has_its_cache_salt(script: Script) -> None:
     script.label = "4"
     await generate(script)

@@ -34,17 +34,26 @@ def python_of(name: str, *, imports: str) -> Path:
 
 
 def _make(folder: Path, requirements: Path, imports: str) -> None:
-    install = ["-m", "pip", "install", "-q", "--no-deps", "--no-compile", "--disable-pip-version-check"]
-    commands: list[list[str]] = [
-        [sys.executable, "-m", "venv", "--clear", str(folder)],
-        [str(folder / "bin" / "python"), *install, "--only-binary", ":all:", "-r", str(requirements)],
-        [str(folder / "bin" / "python"), "-c", imports],
-    ]
+    """With uv, in seconds; where it fails with pip, which on some machines is told of other indexes than PyPI."""
+    wheels = ["--no-deps", "--only-binary", ":all:", "-r", str(requirements)]
+    python = str(folder / "bin" / "python")
+    uv = [sys.executable, "-m", "uv"]
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python]
+    try:
+        _run([*uv, "venv", "-q", "--clear", "--python", sys.executable, str(folder)])
+        _run([*uv, "pip", "install", "-q", "--python", python, *wheels])
+    except subprocess.SubprocessError:
+        _run([sys.executable, "-m", "venv", "--clear", "--without-pip", str(folder)], or_skip=folder.name)
+        _run([*pip, "install", "-q", "--no-compile", *wheels], or_skip=folder.name)
+    _run([python, "-c", imports], or_skip=folder.name)
+
+
+def _run(command: list[str], *, or_skip: str | None = None) -> None:
     compiling = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    for command in commands:
-        try:
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=MAKE_TIMEOUT_S, env=compiling)
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"{folder.name}: its virtual environment cannot be made: {error.stderr.strip()[-400:]}")
-        except (subprocess.TimeoutExpired, OSError) as error:
-            pytest.skip(f"{folder.name}: its virtual environment cannot be made: {error}")
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=MAKE_TIMEOUT_S, env=compiling)
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired, OSError) as error:
+        if or_skip is None:
+            raise
+        why = error.stderr.strip()[-400:] if isinstance(error, subprocess.CalledProcessError) else error
+        pytest.skip(f"{or_skip}: its virtual environment cannot be made: {why}")

@@ -59,10 +59,6 @@ class TaskSource:
         """Ask this task again before new ones."""
         self._returned.append(task)
 
-    def unread(self, task: Task) -> None:
-        """Undo `next`: this task was not asked after all, and is the very next one."""
-        self._returned.appendleft(task)
-
     def observe(self, task_id: str, rewards: Sequence[float]) -> None:
         """The rewards of a finished group, one an episode, whatever becomes of the group."""
         self._rates.observe(task_id, rewards)

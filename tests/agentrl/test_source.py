@@ -89,14 +89,6 @@ def test_a_task_given_back_comes_first() -> None:
     assert [source.next().id, source.next().id] == [first.id, "1"]
 
 
-def test_a_task_not_asked_after_all_is_the_very_next_one() -> None:
-    source = TaskSource(Generated, EnvConfig(target="x:X"), seed=0)
-    first = source.next()
-    source.give_back(Task(id="back", prompt="x"))
-    source.unread(first)
-    assert [source.next().id for _ in range(3)] == ["0", "back", "1"]
-
-
 def difficult(*, seed: int = 1) -> TaskSource:
     return TaskSource(Rows, EnvConfig(target="x:X", train_data="file"), seed=seed, choice="difficulty")
 

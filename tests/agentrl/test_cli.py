@@ -15,14 +15,14 @@ ROOT = Path(__file__).parent.parent.parent
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 
 
-def agentrl(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+def agentrl(*arguments: object, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "agentrl", *map(str, arguments)]
-    env = {**os.environ, "COLUMNS": "200"}
+    env = {**os.environ, "COLUMNS": "200", **env}
     return subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=cwd, env=env)
 
 
-def refused(*arguments: object, cwd: Path, saying: str) -> None:
-    done = agentrl(*arguments, cwd=cwd)
+def refused(*arguments: object, cwd: Path, saying: str, **env: str) -> None:
+    done = agentrl(*arguments, cwd=cwd, **env)
     assert done.returncode == 2, done.stdout + done.stderr
     assert saying in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
@@ -54,7 +54,8 @@ def test_a_missing_config_is_named(tmp_path: Path) -> None:
 
 
 def test_a_missing_model_says_how_to_get_one(tmp_path: Path) -> None:
-    refused("train", QUICKSTART, "model.warmstart=null", cwd=tmp_path, saying="model.warmstart")
+    # Offline: without a network the hub's client would try again for 20 s.
+    refused("train", QUICKSTART, "model.warmstart=null", cwd=tmp_path, saying="model.warmstart", HF_HUB_OFFLINE="1")
 
 
 def test_a_port_in_use_is_named_with_its_setting(tmp_path: Path) -> None:

@@ -15,11 +15,13 @@ from agentrl.env import Action, StepResult
 from agentrl.errors import LearnerError, RunStalled
 from agentrl.progress import Progress
 from agentrl.renderer import TurnTokenizer
+from agentrl.run_folder import RunFolder
+from agentrl.status import read_status
 from agentrl.types import Completion, Sampling
-from agentrl.watchdog import Patience, watched
+from agentrl.watchdog import Patience, supervised, watched
 from tests.agentrl.whole_run import SayYes, YesAndNo, make_config, orchestrating, run_with
 
-QUICK = Patience(stall_s=2.0, loop_s=30.0, tick_s=0.05)
+QUICK = Patience(stall_s=1.2, loop_s=30.0, tick_s=0.05)
 
 
 class Silent(YesAndNo):
@@ -46,11 +48,22 @@ async def ended_by_name(tmp_path: Path, tokenizer: TurnTokenizer, engine: YesAnd
     return caught.value
 
 
-async def test_an_engine_that_never_answers_is_named_with_its_address(tmp_path: Path, tokenizer: TurnTokenizer) -> None:
-    error = await ended_by_name(tmp_path, tokenizer, Silent(tokenizer, num_answers=0))
-    assert "evaluating version 0" in str(error)
-    assert "the conductor waits for the episodes (a held-out measurement," in str(error)
-    assert "the episodes wait for the engine at http://engine.example:8000 (4 x generate," in str(error)
+async def test_an_engine_that_never_answers_is_named_with_its_address_and_the_run_says_so_to_others(
+    tmp_path: Path, tokenizer: TurnTokenizer
+) -> None:
+    config = make_config(tmp_path)
+    limits = config.train.model_copy(update={"stall_timeout_s": 2.0})
+    run = RunFolder.create(tmp_path, "t", config=config)
+    with pytest.raises(RunStalled) as caught:
+        async with supervised(limits, run) as progress:
+            engine = Silent(tokenizer, num_answers=0)
+            await run_with(config, engine, tokenizer, parts={"progress": progress, "run": run})
+    assert "the conductor waits for the episodes (a held-out measurement," in str(caught.value)
+    assert "the episodes wait for the engine at http://engine.example:8000 (4 x generate," in str(caught.value)
+    assert str(run.logs / "stall.txt") in str(caught.value) and (run.logs / "stall.txt").is_file()
+    status = read_status(run.path)
+    assert (status.ending, status.progress.phase) == ("failed", "evaluating version 0")
+    assert status.why == f"RunStalled: {caught.value}"
 
 
 async def test_an_engine_that_falls_silent_in_training_is_named_down_the_whole_chain(

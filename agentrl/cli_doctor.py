@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Self
 
 import typer
 
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from agentrl.doctor import Finding
 
 WITHOUT_CONFIG = "model, template, ports, weight sync and logprob parity: give a CONFIG, e.g. configs/quickstart.yaml"
-WITHOUT_DEEP = "weight sync and logprob parity of engine and learner"
+WITHOUT_DEEP = "weight sync and logprob parity of engine and learner: --deep starts both (half a minute, or more)"
+AFTER_A_FAIL = "weight sync and logprob parity of engine and learner: mend what failed first"
 INTERRUPTED = "nothing was left running"
 STYLES = {"OK": "green", "WARN": "yellow", "FAIL": "bold red"}
 
@@ -33,18 +34,29 @@ def doctor(
         Path | None, typer.Argument(metavar="[CONFIG]", help="YAML file; without it only the machine is looked at.")
     ] = None,
     overrides: Overrides = None,
+    deep: Annotated[
+        bool, typer.Option("--deep", help="Start engine and learner, update weights, compare checksum and logprobs.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for programs.")] = False,
     debug: Debug = False,
 ) -> None:
     """Say what would keep a run from working here, and the mend. Exit code 1 where anything is a FAIL."""
     from rich.console import Console
 
+    if deep and config_path is None:
+        raise typer.BadParameter("--deep needs a CONFIG: it starts that config's engine and learner")
     console = Console(highlight=False, soft_wrap=True)
     with _quiet(debug):
         config, findings = _config(config_path, overrides or [])
-        findings += run(_examined(config, console, quiet=as_json), debug=debug, interrupted=INTERRUPTED)
-    failed = any(finding.status == "FAIL" for finding in findings)
-    left_out = [WITHOUT_DEEP if config else WITHOUT_CONFIG]
+        findings += run(_examined(config, _Waiting(console, quiet=as_json)), debug=debug, interrupted=INTERRUPTED)
+        left_out = [] if config else [WITHOUT_CONFIG]
+        if config and not deep:
+            left_out = [WITHOUT_DEEP]
+        elif config and _has_failed(findings):
+            left_out = [AFTER_A_FAIL]
+        elif config:
+            findings += run(_tried(config, _Waiting(console, quiet=as_json)), debug=debug, interrupted=INTERRUPTED)
+    failed = _has_failed(findings)
     if as_json:
         _print_json(findings, left_out, failed=failed)
     else:
@@ -77,23 +89,54 @@ def _config(path: Path | None, overrides: Sequence[str]) -> tuple[Config | None,
         return None, [fail("config", shortened(str(error)), "correct it; the machine alone is looked at")]
 
 
-async def _examined(config: Config | None, console: Console, *, quiet: bool) -> list[Finding]:
-    from rich.text import Text
+def _has_failed(findings: Sequence[Finding]) -> bool:
+    return any(one.status == "FAIL" for one in findings)
 
+
+class _Waiting:
+    """In a terminal, one line that says what is waited for."""
+
+    def __init__(self, console: Console, *, quiet: bool) -> None:
+        self._width = console.width
+        self._status = console.status("") if console.is_terminal and not quiet else None
+
+    def __enter__(self) -> Self:
+        if self._status:
+            self._status.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._status:
+            self._status.stop()
+
+    def say(self, text: str) -> None:
+        """Now for this."""
+        from rich.text import Text
+
+        if self._status:
+            self._status.update(Text(text[: self._width - 4]))
+
+
+async def _examined(config: Config | None, waiting: _Waiting) -> list[Finding]:
     from agentrl import doctor_plan
     from agentrl.doctor import examine
 
     checks = doctor_plan.checks(config)
-    waiting = [check.name for check in checks]
-    if quiet or not console.is_terminal:
-        return await examine(checks)
-    with console.status(Text("looking")) as status:
+    left = [check.name for check in checks]
 
-        def on_done(name: str) -> None:
-            waiting.remove(name)
-            status.update(Text(f"looking at {', '.join(waiting)}"[: console.width - 4]))
+    def on_done(name: str) -> None:
+        left.remove(name)
+        waiting.say(f"looking at {', '.join(left)}")
 
+    with waiting:
         return await examine(checks, on_done=on_done)
+
+
+async def _tried(config: Config, waiting: _Waiting) -> list[Finding]:
+    from agentrl.doctor_deep import engine_and_learner
+
+    with waiting:
+        return await engine_and_learner(config, say=waiting.say)
 
 
 def _print_json(findings: Sequence[Finding], left_out: Sequence[str], *, failed: bool) -> None:

@@ -69,6 +69,7 @@ def _of(config: Config) -> list[Check]:
         Check(name="model", ask=lambda: run.model(config), deadline_s=MODEL_DEADLINE_S),
         Check(name="chat template", ask=lambda: run.template(config), deadline_s=MODEL_DEADLINE_S),
         Check(name="engine", ask=lambda: run.engine_settings(config.engine)),
+        Check(name="learner", ask=lambda: run.learner_settings(config.learner)),
         Check(name="engine.url", ask=partial(run.engine_urls, config.engine), deadline_s=60.0),
         Check(name="ports", ask=lambda: run.ports(config.engine, config.sandbox)),
         _sandbox(config.sandbox),

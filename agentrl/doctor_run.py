@@ -9,8 +9,8 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from agentrl import engine_server
-from agentrl.config import Config, EngineConfig, SandboxConfig
+from agentrl import engine_server, launch_ranks
+from agentrl.config import Config, EngineConfig, LearnerConfig, SandboxConfig
 from agentrl.doctor import Finding, crashed, fail, ok, shortened, warn
 from agentrl.doctor_machine import GIB
 from agentrl.errors import ConfigError, EngineError
@@ -119,7 +119,20 @@ def engine_settings(settings: EngineConfig) -> Finding:
     """What the engine would be started with; a device or a way for weights that cannot be had is a FAIL."""
     if settings.urls:
         return ok("engine", f"servers that run already: {', '.join(settings.urls)}")
-    return ok("engine", engine_server.describe(settings).replace("\n", "; "))
+    try:
+        return ok("engine", engine_server.describe(settings).replace("\n", "; "))
+    except ConfigError as error:
+        return crashed("engine", error)
+
+
+def learner_settings(settings: LearnerConfig) -> Finding:
+    """Whether its ranks can be started: the hostfile, and what it needs."""
+    try:
+        hosts = launch_ranks.check_hosts(settings)
+    except ConfigError as error:
+        return crashed("learner", error)
+    where = f" on {', '.join(host.name for host in hosts)}" if hosts else ""
+    return ok("learner", f"DeepSpeed on {settings.num_ranks} rank(s){where}, ZeRO stage {settings.zero_stage}")
 
 
 async def engine_urls(settings: EngineConfig) -> list[Finding]:
@@ -182,7 +195,7 @@ def model(config: Config) -> Finding:
         return fail("model", f"{path} has a config.json and no weights", "copy the whole model folder")
     if size is None:
         return ok("model", f"{path} of the hub, not downloaded yet: its size is not counted")
-    return ok("model", f"{path}: {size.num_parameters / 1e6:.4g} M parameters, {size.num_bytes / 1e6:.4g} MB")
+    return ok("model", f"{path}: {size.num_parameters:,} parameters, {size.num_bytes / 1e6:,.1f} MB")
 
 
 def template(config: Config) -> Finding:

@@ -18,6 +18,7 @@ from agentrl.console import TrainConsole
 from agentrl.env import Env, load_env_class, opened
 from agentrl.errors import ConfigError
 from agentrl.metrics import MetricsLog
+from agentrl.noted_env import noted
 from agentrl.orchestrator import Orchestrator, Summary
 from agentrl.overlap import refuse_overlap
 from agentrl.player import Player
@@ -113,7 +114,7 @@ class Training:
                 within_s = self._config.engine.start_timeout_s
                 with self._progress.waiting("run", on="engine", what="its start", within_s=within_s):
                     await launch_engines.engines_ready(servers, self._config.engine)
-            player = Player(self._config, make_env=make_env, tokenizer=tokenizer)
+            player = Player(self._config, make_env=noted(make_env, self._progress), tokenizer=tokenizer)
             on_tokens = partial(self._progress.beat, "engine")
             async with launch_engines.engine_client(servers, self._config, on_tokens=on_tokens) as engine:
                 return await self._with_learner(engine, player)

@@ -7,12 +7,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from agentrl.env import Action, StepResult
+from agentrl.env import Action, Env, StepResult
 from agentrl.errors import LearnerError, RunStalled
+from agentrl.noted_env import noted
 from agentrl.progress import Progress
 from agentrl.renderer import TurnTokenizer
 from agentrl.run_folder import RunFolder
@@ -40,11 +40,14 @@ class Silent(YesAndNo):
         return await super().generate(token_ids, sampling, request_id=request_id)
 
 
-async def ended_by_name(tmp_path: Path, tokenizer: TurnTokenizer, engine: YesAndNo, **parts: Any) -> RunStalled:
+async def ended_by_name(
+    tmp_path: Path, tokenizer: TurnTokenizer, engine: YesAndNo, env_class: type[Env] = SayYes
+) -> RunStalled:
     progress = Progress()
+    parts = {"progress": progress, "env_class": env_class, "make_env": noted(env_class, progress)}
     with pytest.raises(RunStalled) as caught:
         async with watched(progress, QUICK, dump=tmp_path / "t" / "logs" / "stall.txt"):
-            await run_with(make_config(tmp_path), engine, tokenizer, parts={"progress": progress, **parts})
+            await run_with(make_config(tmp_path), engine, tokenizer, parts=parts)
     return caught.value
 
 
@@ -78,7 +81,7 @@ async def test_an_engine_that_falls_silent_in_training_is_named_down_the_whole_c
     assert re.search(r"ledger: issued \d+, in_flight [1-4], ready", text)
 
 
-async def test_an_environment_that_never_answers_is_where_the_chain_ends(
+async def test_an_environment_that_never_answers_is_named_with_what_it_was_asked(
     tmp_path: Path, tokenizer: TurnTokenizer
 ) -> None:
     class Stuck(SayYes):
@@ -86,8 +89,8 @@ async def test_an_environment_that_never_answers_is_where_the_chain_ends(
             await asyncio.Event().wait()
             raise AssertionError
 
-    error = await ended_by_name(tmp_path, tokenizer, YesAndNo(tokenizer), env_class=Stuck)
-    assert "the conductor waits for the episodes (a held-out measurement, " in str(error)
+    error = await ended_by_name(tmp_path, tokenizer, YesAndNo(tokenizer), Stuck)
+    assert "the episodes wait for the environment Stuck (4 x step, " in str(error)
     assert "generate" not in str(error)
     assert "in step\n" in (tmp_path / "t" / "logs" / "stall.txt").read_text()
 

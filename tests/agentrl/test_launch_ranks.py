@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import sys
 from pathlib import Path
 
 import pytest
 
-from agentrl.config import LearnerConfig
+from agentrl.config import LearnerConfig, load
+from agentrl.engine_server import transfer_of
 from agentrl.errors import ConfigError, MissingDependencyError
 from agentrl.launch_ranks import Host, check_hosts, launcher, read_hostfile, token_file
 
 HERE = socket.gethostname()
+ROOT = Path(__file__).parents[2]
+CLUSTER = ROOT / "configs" / "cluster"
 
 
 def settings(tmp_path: Path, text: str, *, num_ranks: int = 2) -> LearnerConfig:
@@ -83,3 +87,12 @@ def test_several_machines_need_pdsh_here(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(MissingDependencyError, match=r"names 2 machines.*apt-get install pdsh openssh-client"):
         check_hosts(settings(tmp_path, f"{HERE} slots=1\nnode-2 slots=1"))
+
+
+def test_the_shipped_cluster_files_fit_each_other() -> None:
+    config = load(CLUSTER / "aime.yaml")
+    hosts = read_hostfile(ROOT / (config.learner.hostfile or ""))
+    assert sum(host.num_ranks for host in hosts) == config.learner.num_ranks
+    assert len(config.engine.urls) > 1 and transfer_of(config.engine) == "safetensors"
+    # What stands in there stands in command lines.
+    assert not re.search("token|secret|key|password", (CLUSTER / "deepspeed_env").read_text(), re.IGNORECASE)

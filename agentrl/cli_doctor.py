@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Self
@@ -46,7 +48,7 @@ def doctor(
     if deep and config_path is None:
         raise typer.BadParameter("--deep needs a CONFIG: it starts that config's engine and learner")
     console = Console(highlight=False, soft_wrap=True)
-    with _quiet(debug):
+    with _quiet(debug), redirect_stdout(sys.stderr) if as_json else nullcontext():  # environments may print
         config, findings = _config(config_path, overrides or [])
         findings += run(_examined(config, _Waiting(console, quiet=as_json)), debug=debug, interrupted=INTERRUPTED)
         left_out = [] if config else [WITHOUT_CONFIG]
@@ -118,10 +120,17 @@ class _Waiting:
 
 
 async def _examined(config: Config | None, waiting: _Waiting) -> list[Finding]:
-    from agentrl import doctor_plan
-    from agentrl.doctor import examine
+    from agentrl import doctor_plan, tokens
+    from agentrl.doctor import crashed, examine
 
-    checks = doctor_plan.checks(config)
+    found: list[Finding] = []
+    secrets: dict[str, str | None] = {}
+    for key, name in (("engine_token", tokens.ENGINE), ("sandbox_token", tokens.SANDBOX)):
+        try:
+            secrets[key] = tokens.read(name, os.environ)
+        except ConfigError as error:
+            found.append(crashed(key.replace("_", " "), error))
+    checks = doctor_plan.checks(config, **secrets)
     left = [check.name for check in checks]
 
     def on_done(name: str) -> None:
@@ -129,7 +138,7 @@ async def _examined(config: Config | None, waiting: _Waiting) -> list[Finding]:
         waiting.say(f"looking at {', '.join(left)}")
 
     with waiting:
-        return await examine(checks, on_done=on_done)
+        return found + await examine(checks, on_done=on_done)
 
 
 async def _tried(config: Config, waiting: _Waiting) -> list[Finding]:

@@ -23,9 +23,19 @@ FREE_TEMP = "delete files there, or set TMPDIR to another disk"
 MIN_TEMP_BYTES = machine.GIB // 4  # the sandbox's folders, sockets, logs of a start
 
 
-def checks(config: Config | None) -> list[Check]:
-    """Everything that can be told without starting the engine. Without a config: of the machine alone."""
-    return [*_packages(config), *_machine(config), *(_of(config) if config else [_sandbox(SandboxConfig())])]
+def checks(config: Config | None, *, engine_token: str | None = None, sandbox_token: str | None = None) -> list[Check]:
+    """Everything that can be told without starting the engine. Without a config: of the machine alone.
+
+    The tokens are for servers that run already.
+    """
+    settings = config.sandbox if config else SandboxConfig()
+    ask_sandbox = partial(run.sandbox, settings, token=sandbox_token)
+    return [
+        *_packages(config),
+        *_machine(config),
+        *(_of(config, engine_token) if config else []),
+        Check(name="sandbox", ask=ask_sandbox, deadline_s=SANDBOX_DEADLINE_S),
+    ]
 
 
 def _packages(config: Config | None) -> list[Check]:
@@ -63,21 +73,16 @@ def _machine(config: Config | None) -> list[Check]:
     ]
 
 
-def _of(config: Config) -> list[Check]:
+def _of(config: Config, engine_token: str | None) -> list[Check]:
     return [
         Check(name="environment", ask=lambda: run.environment(config), deadline_s=60.0),
         Check(name="model", ask=lambda: run.model(config), deadline_s=MODEL_DEADLINE_S),
         Check(name="chat template", ask=lambda: run.template(config), deadline_s=MODEL_DEADLINE_S),
         Check(name="engine", ask=lambda: run.engine_settings(config.engine)),
         Check(name="learner", ask=lambda: run.learner_settings(config.learner)),
-        Check(name="engine.url", ask=partial(run.engine_urls, config.engine), deadline_s=60.0),
+        Check(name="engine.url", ask=partial(run.engine_urls, config.engine, token=engine_token), deadline_s=60.0),
         Check(name="ports", ask=lambda: run.ports(config.engine, config.sandbox)),
-        _sandbox(config.sandbox),
     ]
-
-
-def _sandbox(settings: SandboxConfig) -> Check:
-    return Check(name="sandbox", ask=partial(run.sandbox, settings), deadline_s=SANDBOX_DEADLINE_S)
 
 
 def _size(config: Config) -> run.ModelSize | None:

@@ -135,14 +135,14 @@ def learner_settings(settings: LearnerConfig) -> Finding:
     return ok("learner", f"DeepSpeed on {settings.num_ranks} rank(s){where}, ZeRO stage {settings.zero_stage}")
 
 
-async def engine_urls(settings: EngineConfig) -> list[Finding]:
+async def engine_urls(settings: EngineConfig, *, token: str | None = None) -> list[Finding]:
     """Whether each of `engine.url` answers and is in RL mode. Asks only, and changes nothing."""
     from agentrl.vllm_control import VLLMControl
     from agentrl.vllm_http import VLLMServer
 
     findings = []
     for url in settings.urls:
-        name, server = f"engine at {url}", VLLMServer(url, timeout_s=5.0)
+        name, server = f"engine at {url}", VLLMServer(url, timeout_s=5.0, token=token)
         try:
             control = VLLMControl(server)
             await control.health()
@@ -216,13 +216,13 @@ def template(config: Config) -> Finding:
     return ok("chat template", f"passes: turns by the {turns.strategy.name}, calls as {turns.format.name}")
 
 
-async def sandbox(settings: SandboxConfig) -> Finding:
+async def sandbox(settings: SandboxConfig, *, token: str | None = None) -> Finding:
     """Start one as a run would, or ask the one of `sandbox.url`, and see which walls are up."""
     from sandbox.client import SandboxClient, SandboxUnavailable
 
     try:
         if settings.url is not None:
-            async with SandboxClient(settings.url) as client:
+            async with SandboxClient(settings.url, token) as client:
                 health = await client.health()
         else:
             options: dict[str, int | str | bool] = {"memory_bytes": settings.memory_bytes}

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import Result
@@ -96,7 +97,11 @@ def only(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def leave(*names: str) -> None:
         whole = doctor_plan.checks
-        monkeypatch.setattr(doctor_plan, "checks", lambda config: [c for c in whole(config) if c.name in names])
+
+        def some(*arguments: Any, **tokens: Any) -> list[Check]:
+            return [check for check in whole(*arguments, **tokens) if check.name in names]
+
+        monkeypatch.setattr(doctor_plan, "checks", some)
 
     return leave
 
@@ -123,7 +128,7 @@ def test_a_model_without_template_is_a_fail_and_exit_code_1_in_json(tmp_path: Pa
 
 def test_warnings_alone_are_exit_code_0(monkeypatch: pytest.MonkeyPatch) -> None:
     checks = [Check(name="disk", ask=lambda: warn("disk", "nearly full", "delete"))]
-    monkeypatch.setattr(doctor_plan, "checks", lambda config: checks)
+    monkeypatch.setattr(doctor_plan, "checks", lambda config, **tokens: checks)
     done = doctor()
     assert done.exit_code == 0
     assert done.stdout.startswith("WARN disk: nearly full -> delete\n")
@@ -136,6 +141,20 @@ def test_a_config_that_is_wrong_is_a_line_and_the_machine_is_looked_at(only: Cal
     assert "did you mean 'learner'?" in done.stdout.splitlines()[0]
     assert "OK   Python" in done.stdout
     assert doctor("nowhere.yaml").stdout.startswith("FAIL config: cannot read config nowhere.yaml")
+
+
+def test_a_token_that_cannot_be_read_is_a_line(only: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    only("Python")
+    monkeypatch.setenv("AGENTRL_ENGINE_TOKEN_FILE", "/nowhere/token")
+    done = doctor()
+    assert done.exit_code == 1
+    assert done.stdout.startswith("FAIL engine token: AGENTRL_ENGINE_TOKEN_FILE: cannot read /nowhere/token")
+
+
+def test_deep_needs_a_config() -> None:
+    done = doctor("--deep")
+    assert done.exit_code == 2
+    assert "needs a CONFIG" in done.output
 
 
 def test_a_terminal_gets_a_table_no_wider_than_itself() -> None:

@@ -68,8 +68,8 @@ def test_a_sound_model_passes_and_leaves_nothing_behind(
     tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    whole = doctor_plan.checks
-    monkeypatch.setattr(doctor_plan, "checks", lambda config: [c for c in whole(config) if c.name == "chat template"])
+    (template,) = (one for one in doctor_plan.checks(config(tiny_model_dir)) if one.name == "chat template")
+    monkeypatch.setattr(doctor_plan, "checks", lambda config, **tokens: [template])
     overrides = [f"model.path={tiny_model_dir}", "engine.kv_cache_bytes=67108864", "engine.device=cpu"]
     done = CliRunner().invoke(app, ["doctor", str(QUICKSTART), *overrides, "--deep", "--json"])
     assert done.exit_code == 0, done.output

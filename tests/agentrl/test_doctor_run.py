@@ -7,10 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
 from safetensors.numpy import save_file
 
 from agentrl import doctor_run as run
 from agentrl import launch
+from agentrl.batch_server import serving
 from agentrl.config import Config, EngineConfig, LearnerConfig, SandboxConfig, parse
 from agentrl.doctor import Status
 from agentrl.doctor_machine import GIB
@@ -102,6 +105,27 @@ async def test_an_engine_that_does_not_answer_is_named() -> None:
     assert found.status is Status.FAIL
     assert f"127.0.0.1:{port}" in found.name
     assert "agentrl engine CONFIG" in found.mend
+
+
+async def test_an_engine_is_asked_with_its_token_and_may_be_paused() -> None:
+    app = FastAPI()
+    answers = {"v1/models": {"data": [{"id": "policy"}]}, "weight_info": {"weight_version": "3"}, "health": {}}
+
+    @app.get("/{path:path}")
+    async def answer(path: str, request: Request) -> Response:
+        if path != "health" and request.headers.get("authorization") != "Bearer secret":
+            return JSONResponse({"error": "no"}, status_code=401)
+        return JSONResponse(answers[path])
+
+    async with serving(app, host="127.0.0.1", port=0) as url:
+        for paused, token, status, saying in (
+            (False, "secret", "OK", "serves policy, weights 3"),
+            (True, "secret", "FAIL", "paused"),
+            (False, None, "FAIL", "AGENTRL_ENGINE_TOKEN"),
+        ):
+            answers["is_paused"] = {"is_paused": paused}
+            (found,) = await run.engine_urls(EngineConfig(url=url), token=token)
+            assert (found.status, saying in found.found) == (status, True), found
 
 
 async def test_a_sandbox_that_does_not_answer_is_named() -> None:

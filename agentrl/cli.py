@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,8 +21,9 @@ from agentrl.cli_run import ApiKeyEnv, ConfigPath, Data, Debug, Model, Overrides
 from agentrl.cli_run import fail as _fail
 from agentrl.cli_run import guarded as _guarded
 from agentrl.cli_run import run as _run
+from agentrl.cli_services import learner, orchestrator
 from agentrl.cli_status import status
-from agentrl.errors import ConfigError, DiskError
+from agentrl.errors import ConfigError
 
 if TYPE_CHECKING:
     from agentrl.config import Config
@@ -39,6 +39,8 @@ app = typer.Typer(
 app.add_typer(env_app, name="env")
 app.command(name="rollout")(rollout)
 app.command(name="status")(status)
+app.command(name="orchestrator")(orchestrator)
+app.command(name="learner")(learner)
 app.command(name="doctor")(doctor)
 
 
@@ -73,22 +75,13 @@ def _new_or_resumed(config: str | None, overrides: list[str], resume: Path | Non
 
 async def _train(config: Config, resumed: RunFolder | None) -> None:
     from agentrl.console import TrainConsole
-    from agentrl.report import write_report
     from agentrl.run_folder import RunFolder
-    from agentrl.train import Training
+    from agentrl.tokens import Tokens
+    from agentrl.train import Training, train
 
     console = TrainConsole(total_steps=config.train.steps)
-    training = Training(config, console)
-    run = resumed or RunFolder.create(config.out_dir, config.name, config=config)
-    with run.locked():
-        try:
-            with console:
-                summary = await training.run(run)
-        except BaseException:
-            with suppress(DiskError):  # what ended the run says more
-                write_report(run)
-            raise
-        console.summary(summary, run.path, write_report(run))
+    training = Training(config, console, tokens=Tokens.of(os.environ))
+    await train(training, resumed or RunFolder.create(config.out_dir, config.name, config=config), console)
 
 
 @app.command(name="eval")
@@ -131,6 +124,7 @@ def warmstart(
     overrides: Overrides = None,
     out: Annotated[Path | None, typer.Option(help="Folder to make; default model.path of the config.")] = None,
     sandbox_url: Annotated[str | None, typer.Option(help="A running sandbox; default: one is started.")] = None,
+    if_missing: Annotated[bool, typer.Option("--if-missing", help="Nothing to do is no error.")] = False,
     progress_json: Annotated[bool, typer.Option(hidden=True)] = False,
     debug: Debug = False,
 ) -> None:
@@ -139,7 +133,8 @@ def warmstart(
     from agentrl.warm import make_model
 
     config = configs.load(config_path, overrides or [])
-    _run(make_model(config, out=out, sandbox_url=sandbox_url, progress_json=progress_json), debug=debug)
+    making = make_model(config, out=out, sandbox_url=sandbox_url, progress_json=progress_json, if_missing=if_missing)
+    _run(making, debug=debug)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})

@@ -23,28 +23,38 @@ CHANGEABLE = (
 )
 
 
+class CannotGoOn(ConfigError):
+    """There is nothing left to do in the run, or it would become another run."""
+
+
 def reopen(path: Path, overrides: Sequence[str]) -> tuple[RunFolder, Config]:
     """The run's folder, and its config with `overrides`, which is saved in it.
 
-    Raises ConfigError: there is no run, an override changes what must stay, or the run is over.
+    Raises ConfigError where there is no run, CannotGoOn where an override changes what must stay or the run is over.
     """
     folder = RunFolder.open(path)
-    before, config = configs.load(folder.config), configs.load(folder.config, overrides)
+    config = configs.load(folder.config, overrides)
+    go_on(folder, config)
+    return folder, config
+
+
+def go_on(folder: RunFolder, config: Config) -> None:
+    """Let the run have this config from now on. Raises CannotGoOn as `reopen` does."""
+    before = configs.load(folder.config)
     changed = sorted(_changed(before.model_dump(), config.model_dump()))
     if refused := [key for key in changed if not key.startswith(CHANGEABLE)]:
-        raise ConfigError(
+        raise CannotGoOn(
             f"{refused[0]} cannot change in a run that goes on: what it has trained and what it has still to train "
             f"would not belong together. Leave it, or begin a new run from these weights "
             f"(model.path={folder.checkpoints}/final)"
         )
     _check_work_is_left(folder, config)
     write_atomically(folder.config, (config.model_dump_json(indent=2) + "\n").encode())
-    return folder, config
 
 
 def _check_work_is_left(folder: RunFolder, config: Config) -> None:
     if not folder.journal.exists():
-        raise ConfigError(f"{folder.path} has no journal.sqlite: the run never began; start it anew")
+        raise CannotGoOn(f"{folder.path} has no journal.sqlite: the run never began; start it anew")
     with closing(Journal(folder.journal)) as journal:
         step, train_s = journal.last_step(), journal.train_s()
         is_measured = step in journal.evaluations()
@@ -52,9 +62,9 @@ def _check_work_is_left(folder: RunFolder, config: Config) -> None:
         return
     limits = config.train
     if step >= limits.steps:
-        raise ConfigError(f"{folder.path} is over: {step} of {limits.steps} steps. To go on, give train.steps=N")
+        raise CannotGoOn(f"{folder.path} is over: {step} of {limits.steps} steps. To go on, give train.steps=N")
     if limits.max_minutes is not None and train_s >= 60 * limits.max_minutes:
-        raise ConfigError(
+        raise CannotGoOn(
             f"{folder.path} is over: the {limits.max_minutes:g} minutes of train.max_minutes were used up. To go on, "
             "give train.max_minutes=N, counted from the beginning of the run"
         )

@@ -6,8 +6,11 @@ Knows no wire. A listener that others can reach demands one; on loopback it may 
 from __future__ import annotations
 
 import ipaddress
+import secrets
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from agentrl.errors import ConfigError
 
@@ -15,6 +18,22 @@ RUN = "AGENTRL_TOKEN"
 """Between learner and orchestrator; and wherever the two below are not set."""
 SANDBOX = "AGENTRL_SANDBOX_TOKEN"
 ENGINE = "AGENTRL_ENGINE_TOKEN"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens:
+    """Those of one run."""
+
+    run: str
+    sandbox: str
+    engine: str | None
+    """None: engines demand none, and so listen on loopback only."""
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str]) -> Self:
+        """What the environment says; where it says nothing the run makes up its own. Raises ConfigError."""
+        run = read(RUN, environ) or secrets.token_urlsafe(16)
+        return cls(run=run, sandbox=read(SANDBOX, environ) or run, engine=read(ENGINE, environ))
 
 
 def read(name: str, environ: Mapping[str, str]) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -16,7 +15,7 @@ from agentrl.canary import Canaries
 from agentrl.config import Config
 from agentrl.console import TrainConsole
 from agentrl.env import Env, load_env_class, opened
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, DiskError
 from agentrl.metrics import MetricsLog
 from agentrl.noted_env import noted
 from agentrl.orchestrator import Orchestrator, Summary
@@ -24,6 +23,7 @@ from agentrl.overlap import refuse_overlap
 from agentrl.player import Player
 from agentrl.run_folder import RunFolder
 from agentrl.source import TaskSource, held_out_tasks
+from agentrl.tokens import Tokens
 from agentrl.watchdog import supervised
 from agentrl.wrappers import load_wrappers
 
@@ -36,14 +36,27 @@ LEARNER_EXIT_TIMEOUT_S = 10.0
 
 
 class Training:
-    """One run on this machine. Each method starts one part and runs the rest inside it: all stop in reverse order."""
+    """One run on this machine. Each method starts one part and runs the rest inside it: all stop in reverse order.
 
-    def __init__(self, config: Config, console: TrainConsole) -> None:
+    Args:
+        tokens: of the parts that are joined, and for those that are started here.
+        learner_at: (host, port) where a learner that others start finds the run; None starts one here.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        console: TrainConsole,
+        *,
+        tokens: Tokens | None = None,
+        learner_at: tuple[str, int] | None = None,
+    ) -> None:
         check_model(config)
         launch_ranks.check_hosts(config.learner)
         self._config = config
         self._console = console
-        self._token = secrets.token_urlsafe(16)
+        self._tokens = tokens or Tokens.of({})
+        self._learner_at = learner_at
         self._env_class = load_env_class(config.env.target, config.env.kwargs)
         self._wrappers = load_wrappers(config.env.wrappers)
         # Read before anything is made or started: a broken row should cost a second, not a minute.
@@ -63,7 +76,10 @@ class Training:
             yield
 
     async def _with_sandbox(self) -> Summary:
-        async with launch.sandbox_service(self._config, logs=self._run.logs, token=self._token) as (sandbox, parts):
+        async with launch.sandbox_service(self._config, logs=self._run.logs, token=self._tokens.sandbox) as (
+            sandbox,
+            parts,
+        ):
             with self._phase("starting the sandbox"):
                 await launch.sandbox_ready(sandbox, parts, max_restarts=self._config.sandbox.max_restarts)
             async with (
@@ -92,7 +108,7 @@ class Training:
                 config_path=self._run.config,
                 out=Path(model.path),
                 sandbox_url=sandbox.url,
-                token=self._token,
+                token=self._tokens.sandbox,
                 logs=self._run.logs,
                 on_progress=on_progress,
             ) as part:
@@ -103,7 +119,9 @@ class Training:
         from agentrl.renderer import TurnTokenizer
 
         async with (
-            launch_engines.engine_servers(self._config, model_path=model_path, logs=self._run.logs) as servers,
+            launch_engines.engine_servers(
+                self._config, model_path=model_path, logs=self._run.logs, token=self._tokens.engine
+            ) as servers,
             launch.watching(*launch_engines.parts_of(servers)),
         ):
             with self._phase("starting the engine (vLLM)"):
@@ -116,12 +134,13 @@ class Training:
                     await launch_engines.engines_ready(servers, self._config.engine)
             player = Player(self._config, make_env=noted(make_env, self._progress), tokenizer=tokenizer)
             on_tokens = partial(self._progress.beat, "engine")
-            async with launch_engines.engine_client(servers, self._config, on_tokens=on_tokens) as engine:
+            async with launch_engines.engine_client(
+                servers, self._config, token=self._tokens.engine, on_tokens=on_tokens
+            ) as engine:
                 return await self._with_learner(engine, player)
 
     async def _with_learner(self, engine: TrainableEngine, player: Player) -> Summary:
-        weights = launch.weights_folder(self._run.path, urls=self._config.engine.urls)
-        with MetricsLog(self._run) as metrics, weights as weights_dir:
+        with MetricsLog(self._run) as metrics:
             orchestrator = Orchestrator(
                 self._config,
                 engine=engine,
@@ -134,17 +153,21 @@ class Training:
                 canaries=self._canaries,
                 progress=self._progress,
             )
-            async with (
-                serving(create_app(orchestrator.learner_door, token=self._token), host="127.0.0.1", port=0) as url,
-                launch.learner_process(
-                    self._config,
-                    config_path=self._run.config,
-                    orchestrator_url=url,
-                    weights_dir=weights_dir,
-                    run_dir=self._run.path,
-                    token=self._token,
-                ) as learner,
-            ):
+            host, port = self._learner_at or ("127.0.0.1", 0)
+            door = create_app(orchestrator.learner_door, token=self._tokens.run)
+            async with serving(door, host=host, port=port) as url:
+                return await (orchestrator.run() if self._learner_at else self._with_own_learner(orchestrator, url))
+
+    async def _with_own_learner(self, orchestrator: Orchestrator, url: str) -> Summary:
+        with launch.weights_folder(self._run.path, urls=self._config.engine.urls) as weights_dir:
+            async with launch.learner_process(
+                self._config,
+                config_path=self._run.config,
+                orchestrator_url=url,
+                weights_dir=weights_dir,
+                run_dir=self._run.path,
+                token=self._tokens.run,
+            ) as learner:
                 return await self._watched(orchestrator, learner)
 
     async def _watched(self, orchestrator: Orchestrator, learner: Child) -> Summary:
@@ -162,6 +185,21 @@ class Training:
         """One that cannot even start is not started again: its first error is the one to read."""
         await orchestrator.learner_came()
         learner.allow_restarts(self._config.learner.max_restarts)
+
+
+async def train(training: Training, run: RunFolder, console: TrainConsole) -> None:
+    """The run, alone in its folder; the report, also of a run that was cut off; and the last word."""
+    from agentrl.report import write_report
+
+    with run.locked():
+        try:
+            with console:
+                summary = await training.run(run)
+        except BaseException:
+            with suppress(DiskError):  # what ended the run says more
+                write_report(run)
+            raise
+        console.summary(summary, run.path, write_report(run))
 
 
 def is_model_folder(path: Path) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -17,7 +18,10 @@ from agentrl import wire
 from agentrl.errors import AgentRLError, ConfigError, EngineError, LearnerReplaced, WeightsWanted
 from agentrl.types import Batch, StepOutput, TransferInit, WeightsRef
 
+log = logging.getLogger(__name__)
+
 MAX_BODY_BYTES = 64 * 1024**2
+DISCONNECT_S = 0.3  # the engine may hear of the learner's death a little earlier than we do
 
 
 class RunOver(AgentRLError):
@@ -41,6 +45,10 @@ class LearnerPort(Protocol):
 
     async def weights_published(self, ref: WeightsRef) -> None:
         """Returns once every engine holds the weights. Raises EngineError, WeightsWanted."""
+        ...
+
+    async def engine_failed(self, error: EngineError) -> None:
+        """One of these two failed, and not because the learner went away."""
         ...
 
     async def finished(self) -> None:
@@ -83,6 +91,8 @@ def create_app(door: Door, *, token: str) -> FastAPI:
             return Response(status_code=205)
         except RunOver:
             return Response(status_code=410)
+        except LearnerReplaced as error:
+            raise HTTPException(409, str(error)) from error
 
     @app.post(wire.STEP)
     async def step(request: Request) -> Response:
@@ -96,7 +106,7 @@ def create_app(door: Door, *, token: str) -> FastAPI:
         check(request)
         init = _decoded(await _body(request), TransferInit)
         port = await port_of(request)
-        with _refused_by_the_engine():
+        async with _told_of_failures(port, request):
             await port.transfer_opened(init)
         return Response(status_code=200)
 
@@ -106,7 +116,7 @@ def create_app(door: Door, *, token: str) -> FastAPI:
         ref = _decoded(await _body(request), WeightsRef)
         port = await port_of(request)
         try:
-            with _refused_by_the_engine():
+            async with _told_of_failures(port, request):
                 await port.weights_published(ref)
         except WeightsWanted:
             return Response(status_code=205)
@@ -121,12 +131,17 @@ def create_app(door: Door, *, token: str) -> FastAPI:
     return app
 
 
-@contextmanager
-def _refused_by_the_engine() -> Iterator[None]:
-    """The conductor has the error too, and ends the run with it; the learner only has to know that it is over."""
+@asynccontextmanager
+async def _told_of_failures(port: LearnerPort, request: Request) -> AsyncIterator[None]:
+    """A failure of the engine ends the run, unless the learner died in mid-transfer: then another takes its place."""
     try:
         yield
     except EngineError as error:
+        await asyncio.sleep(DISCONNECT_S)
+        if await request.is_disconnected():
+            log.warning("the learner went away while its weights travelled: %s", error)
+        else:
+            await port.engine_failed(error)
         raise HTTPException(503, str(error)) from error
 
 

@@ -23,6 +23,7 @@ class LearnerDoor:
         self._sitting: str | None = None
         self._waiting: str | None = None
         self._gone: set[str] = set()
+        self._is_shut = False
 
     async def open(self) -> LearnerSeat:
         """A new seat, for the learner that waits, or that comes."""
@@ -39,14 +40,22 @@ class LearnerDoor:
             await self._changed.wait_for(lambda: self._waiting is not None)
         raise LearnerReplaced("the learner was restarted")
 
+    async def shut(self) -> None:
+        """The run has ended: whoever waits is sent away."""
+        async with self._changed:
+            self._is_shut = True
+            self._changed.notify_all()
+        if self._seat is not None:
+            await self._seat.leave()
+
     async def seat_of(self, learner_id: str) -> LearnerSeat:
         """The seat of this process, once it is its own. Raises LearnerReplaced for one whose time is over."""
         async with self._changed:
-            while learner_id not in self._gone:
+            while learner_id not in self._gone and not self._is_shut:
                 if self._seat is not None and self._sitting in (None, learner_id):
                     self._sitting, self._waiting = learner_id, None
                     return self._seat
                 self._waiting = learner_id
                 self._changed.notify_all()
                 await self._changed.wait()
-        raise LearnerReplaced("another learner has taken over this run")
+        raise LearnerReplaced("the run has ended" if self._is_shut else "another learner has taken over this run")

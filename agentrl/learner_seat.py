@@ -12,7 +12,7 @@ from collections.abc import Awaitable
 from typing import TypeVar
 
 from agentrl.batch_server import RunOver
-from agentrl.errors import EngineError, LearnerError, WeightsWanted
+from agentrl.errors import EngineError, LearnerError, LearnerReplaced, WeightsWanted
 from agentrl.meter import MeteredEngine
 from agentrl.types import Batch, StepOutput, TransferInit, WeightsRef
 from agentrl.weight_keeper import WeightUpdate
@@ -32,6 +32,7 @@ class LearnerSeat:
         self._published_version = -1
         self._over = False
         self._finished = asyncio.Event()
+        self._has_left = False
         self._handed_out: tuple[float, float] | None = None  # clock, engine-busy seconds
         self._work_s = 0.0
         self._overlap_s = 0.0
@@ -67,6 +68,11 @@ class LearnerSeat:
         """Wait until the learner, told that it is over, has exported its weights. Raises LearnerError."""
         await _within(self._finished.wait(), within_s, "its last export")
 
+    async def leave(self) -> None:
+        """The run has ended, however: a learner that waits is told so, and exports nothing."""
+        self._has_left = True
+        await self.finish()
+
     @property
     def overlap(self) -> float:
         """Share of the learner's working time during which the engine generated."""
@@ -75,7 +81,7 @@ class LearnerSeat:
     # The learner's side: see batch_server.LearnerPort.
 
     async def next_batch(self, policy_version: int) -> Batch:
-        """Wait for the batch to consume at `policy_version`. Raises RunOver, WeightsWanted."""
+        """Wait for the batch to consume at `policy_version`. Raises RunOver, WeightsWanted, LearnerReplaced."""
         if self._engine.wants_weights:
             raise WeightsWanted
         async with self._changed:
@@ -83,6 +89,8 @@ class LearnerSeat:
                 await self._changed.wait_for(
                     lambda: self._over or (self._batch is not None and self._batch.policy_version == policy_version)
                 )
+            if self._has_left:
+                raise LearnerReplaced("the run has ended")
             if self._over or self._batch is None:
                 raise RunOver
             self._handed_out = self._handed_out or (time.monotonic(), self._engine.busy.seconds)
@@ -101,29 +109,22 @@ class LearnerSeat:
         self._outputs.put_nowait(output)
 
     async def transfer_opened(self, init: TransferInit) -> None:
-        """Let the engine join the learner's group. A failure ends the run."""
-        try:
-            await self._engine.init_transfer(init)
-        except EngineError as error:
-            self._refs.put_nowait(error)
-            raise
+        """Let the engine join the learner's group. Raises EngineError."""
+        await self._engine.init_transfer(init)
 
     async def weights_published(self, ref: WeightsRef) -> None:
-        """Put the weights into the engine. A failure ends the run: it reaches the conductor as it is.
-
-        Raises EngineError; WeightsWanted where the engine was restarted meanwhile.
-        """
+        """Put the weights into the engine. Raises EngineError; WeightsWanted where it was restarted meanwhile."""
         is_new = ref.policy_version > self._published_version
         if not is_new and not self._engine.wants_weights:
             return
-        try:
-            self.last_update = await self._engine.update_weights(ref)
-        except EngineError as error:
-            self._refs.put_nowait(error)
-            raise
+        self.last_update = await self._engine.update_weights(ref)
         if is_new:
             self._published_version = ref.policy_version
             self._refs.put_nowait(ref)
+
+    async def engine_failed(self, error: EngineError) -> None:
+        """It did not take the weights: that ends the run, and reaches the conductor as it is."""
+        self._refs.put_nowait(error)
 
     async def finished(self) -> None:
         """The final weights lie in the run's folder."""

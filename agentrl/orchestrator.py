@@ -136,6 +136,7 @@ class Orchestrator:
                         raise_first(errors)
                     log.warning("the learner was restarted: the run goes on from the journal")
         finally:
+            await self._door.shut()
             self._journal.close()
 
     async def _train(self, seat: LearnerSeat) -> Summary:

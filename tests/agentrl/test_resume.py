@@ -13,22 +13,23 @@ import pytest
 
 from agentrl import wire
 from agentrl.config import Config
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, WeightSyncError
 from agentrl.journal import Journal
 from agentrl.metrics import read
 from agentrl.orchestrator import Orchestrator, Summary
 from agentrl.renderer import TurnTokenizer
 from agentrl.resume import reopen
 from agentrl.run_folder import RunFolder
-from agentrl.types import Batch
+from agentrl.types import Batch, WeightsRef
+from agentrl.weight_keeper import WeightUpdate
 from tests.agentrl.whole_run import TOKEN, YesAndNo, make_config, obedient_learner, orchestrating
 
 
 @asynccontextmanager
 async def running(
-    config: Config, tokenizer: TurnTokenizer, *, run: RunFolder | None = None
+    config: Config, tokenizer: TurnTokenizer, *, run: RunFolder | None = None, engine: YesAndNo | None = None
 ) -> AsyncIterator[tuple[asyncio.Task[Summary], str, Orchestrator]]:
-    engine = YesAndNo(tokenizer, latency_s=0.003)
+    engine = engine or YesAndNo(tokenizer, latency_s=0.003)
     async with orchestrating(config, engine, tokenizer, run=run) as (orchestrator, url), asyncio.timeout(60):
         task = asyncio.create_task(orchestrator.run())
         try:
@@ -77,6 +78,29 @@ async def test_the_process_that_was_replaced_is_turned_away(tmp_path: Path, toke
         assert reply.status_code == 409
         await second
         await run
+
+
+async def test_a_learner_that_dies_while_its_weights_travel_is_waited_for(
+    tmp_path: Path, tokenizer: TurnTokenizer
+) -> None:
+    class Broken(YesAndNo):
+        """Its connection to the learner breaks when that dies, as with gloo and NCCL."""
+
+        died = asyncio.Event()
+
+        async def update_weights(self, ref: WeightsRef) -> WeightUpdate:
+            if ref.policy_version == 2 and not self.died.is_set():
+                learner.cancel()
+                self.died.set()
+                raise WeightSyncError("the learner is gone")
+            return await super().update_weights(ref)
+
+    engine = Broken(tokenizer, latency_s=0.003)
+    async with running(make_config(tmp_path), tokenizer, engine=engine) as (run, url, _):
+        learner = asyncio.create_task(obedient_learner(url, [], name="first"))
+        await asyncio.wait({learner})
+        await obedient_learner(url, [], name="second", version=1)
+        assert (await run).num_steps == 4
 
 
 @pytest.mark.parametrize("max_lag", [0, 2])

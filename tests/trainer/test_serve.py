@@ -20,7 +20,7 @@ from agentrl import launch
 from agentrl.batch_server import RunOver, create_app, serving
 from agentrl.checksum import checksum_of
 from agentrl.config import Config, save
-from agentrl.errors import LearnerError, WeightsWanted
+from agentrl.errors import EngineError, LearnerError, WeightsWanted
 from agentrl.launch import port_of
 from agentrl.supervise import Child, child
 from agentrl.types import Batch, StepOutput, TransferInit, WeightsRef
@@ -59,6 +59,9 @@ class Recorder:
 
     async def transfer_opened(self, init: TransferInit) -> None:
         raise AssertionError("a folder needs no connection")
+
+    async def engine_failed(self, error: EngineError) -> None:
+        raise AssertionError("there is no engine here")
 
     async def finished(self) -> None:
         self.is_finished = True
@@ -195,20 +198,6 @@ def as_agentrl_train_does(url: str, folder: Path, settings: Config) -> tuple[int
     )
 
 
-def test_the_present_version_is_published_again_for_a_restarted_engine(
-    tiny_model_dir: Path, tiny_model: Any, tmp_path: Path
-) -> None:
-    settings = config(tiny_model_dir, learner={"lr": 1e-3})
-    save(settings, tmp_path / "config.json")
-    recorder = Forgetful(mixed_groups(tiny_model), num_steps=2)
-    with server(recorder) as url:
-        code, text = as_agentrl_train_does(url, tmp_path, settings)
-    assert code == 0, text
-    assert [ref.policy_version for ref in recorder.refs] == [0, 1, 1, 1, 2]
-    assert recorder.refs[1] == recorder.refs[2] == recorder.refs[3]
-    assert [output.policy_version for output in recorder.outputs] == [1, 2]
-
-
 def folders(path: Path) -> list[str]:
     return sorted(folder.name for folder in path.iterdir())
 
@@ -243,6 +232,7 @@ def test_two_ranks_under_torchrun_go_on_under_deepspeed_as_if_never_stopped(
         assert code == 0, text
     assert "resumed at version 2" in text and "rho_base is being learned, 2 steps seen" in text
     assert [ref.policy_version for ref in recorder.refs] == [0, 1, 1, 1, 2, 3, 2, 3]
+    assert recorder.refs[1] == recorder.refs[2] == recorder.refs[3]
     assert [output.policy_version for output in recorder.outputs] == [1, 2, 3, 3]
     assert recorder.outputs[2].ess_ratio == recorder.outputs[3].ess_ratio
     expected, found = final_weights(whole / "run"), final_weights(again / "run")

@@ -228,7 +228,7 @@ class _Watchdog:
         try:
             yield
         finally:
-            signal.signal(lookout.INTERRUPT, before)
+            signal.signal(lookout.INTERRUPT, signal.SIG_DFL if before is None else before)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.error is not None and self._has_turned:

@@ -146,7 +146,7 @@ class SandboxClient:
                 failure = SandboxGone if isinstance(error, aiohttp.ClientConnectorError) else SandboxUnavailable
             else:
                 failure = SandboxUnavailable
-                if not (reason := _infra_failure(response.status, body)):
+                if not (reason := _infra_failure(self.url, response.status, body)):
                     return body
                 problem = reason
                 wait_s = float(response.headers.get("retry-after", 0))
@@ -168,7 +168,7 @@ class SandboxClient:
         return self._http
 
 
-def _infra_failure(status: int, body: bytes) -> str:
+def _infra_failure(url: str, status: int, body: bytes) -> str:
     """Why to try again, or "" when the answer counts. Raises what no retry mends."""
     text = body[:500].decode("utf-8", "replace") if status != 200 else ""
     match status:
@@ -179,7 +179,7 @@ def _infra_failure(status: int, body: bytes) -> str:
         case 429 | 503:
             return text
         case 401:
-            raise SandboxUnavailable("the sandbox service refused the token")
+            raise SandboxUnavailable(f"the sandbox service at {url} refused the token")
         case code if code >= 500:
             return f"HTTP {code}: {text}"
         case code:

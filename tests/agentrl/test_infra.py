@@ -33,9 +33,13 @@ from agentrl.types import Message, StopReason, Task, Trajectory
 from envs.aime import Aime, AimePython
 from envs.grading import final_answer
 from envs.math_python import Math
-from sandbox.client import SandboxClient
+from sandbox.client import SandboxClient, SessionLost
+from tests.agentrl.troubles import Trouble
 from tests.agentrl.whole_run import make_config, run_with
 
+LOST = Trouble("the sandbox service no longer knows this session")
+BROKEN_SERVICE = Trouble("POST ...: HTTP 500: ...")
+CANARY = Trouble("canary ...: ... Rewards since the last good check cannot be trusted")
 KINDS: tuple[Kind, ...] = ("train", "eval")
 HALF = "\\frac{1}{2}"
 
@@ -170,9 +174,12 @@ async def test_a_sandbox_that_is_killed_is_started_again_and_its_episodes_are_pl
 ) -> None:
     config = config_for(tmp_path, steps=6, max_retries=2)
     async with supervised_sandbox(config, tmp_path) as (client, part):
-        killing = partial(kill_service, part)
+        killing, session = partial(kill_service, part), await client.session()
         assert await outcome(config, tokenizer, Known, killing, make_env=partial(make, Known, sandbox=client)) is None
         assert part.num_starts == 2
+        with pytest.raises(SessionLost) as found:
+            await session.exec("print(1)")
+    assert LOST.is_in(found.value)
     assert sum(trajectory.info.get("retries", 0) for trajectory in recorded(config)) >= 1
     assert_every_reward_is_earned(config)
 
@@ -247,7 +254,7 @@ async def test_a_sandbox_that_answers_500_ends_the_run(tmp_path: Path, tokenizer
         error = await outcome(config, tokenizer, Known, sick.set, make_env=partial(make, Known, sandbox=client))
     assert isinstance(error, ErrorRateExceeded)
     assert "tool python: SandboxUnavailable" in str(error)
-    assert "HTTP 500: out of disk" in str(error)
+    assert BROKEN_SERVICE.is_in(error) and "HTTP 500: out of disk" in str(error)
     assert_every_reward_is_earned(config)
 
 
@@ -385,5 +392,5 @@ async def test_a_grader_that_begins_to_lie_is_found_by_its_canaries(tmp_path: Pa
     canaries = Canaries(Lies, make_env=Lies, sandbox=None)
     await canaries.check(when="at the start")
     error = await outcome(config, tokenizer, Lies, partial(setattr, Lies, "is_broken", True), canaries=canaries)
-    assert isinstance(error, CanaryFailed)
+    assert isinstance(error, CanaryFailed) and CANARY.is_in(error)
     assert "the grader gave 0 instead of 1 to '\\\\boxed{033}'" in str(error)

@@ -10,6 +10,9 @@ import pytest
 
 from agentrl.errors import ConfigError
 from agentrl.launch import WEIGHTS_PREFIX, _progress_or_log, port_of, weights_folder
+from tests.agentrl.troubles import Trouble
+
+TAKEN = Trouble("...: cannot listen on ...: Address already in use. Choose another, or 0 for any free port")
 
 
 def test_a_taken_port_is_named_with_its_setting() -> None:
@@ -17,8 +20,9 @@ def test_a_taken_port_is_named_with_its_setting() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"engine\.port: cannot listen on 127\.0\.0\.1:{port}"):
+        with pytest.raises(ConfigError, match=rf"engine\.port: cannot listen on 127\.0\.0\.1:{port}") as found:
             port_of("127.0.0.1", port, key="engine.port")
+    assert TAKEN.is_in(found.value)
 
 
 def test_the_weights_folder_goes_with_the_run_and_sweeps_what_dead_runs_left(tmp_path: Path) -> None:

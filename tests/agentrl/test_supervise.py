@@ -16,6 +16,11 @@ from agentrl import supervise
 from agentrl.backoff import RestartBudget
 from agentrl.errors import InfraError
 from agentrl.supervise import ChildDied, child
+from tests.agentrl.troubles import Trouble
+
+AGAIN = Trouble("the ... process ended with exit code ...; it is started again in ... s (... more times at most)")
+GIVEN_UP = Trouble("the ... process ended with exit code ... (started ... times)... The end of ...")
+NO_START = Trouble("the ... process could not be started: ...")
 
 STUBBORN = """
 import os, signal, subprocess, sys, time
@@ -65,12 +70,18 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("quick")
-async def test_a_part_that_dies_at_once_three_times_in_a_row_is_given_up_by_name(tmp_path: Path) -> None:
+async def test_a_part_that_dies_at_once_three_times_in_a_row_is_given_up_by_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     log = tmp_path / "log"
     async with child("engine", DIES, log_path=log) as part:
         part.allow_restarts(3)
-        with pytest.raises(ChildDied, match=r"(?s)engine .* exit code 3 \(started 4 times\)\. The end of .*on"):
+        with pytest.raises(
+            ChildDied, match=r"(?s)engine .* exit code 3 \(started 4 times\)\. The end of .*on"
+        ) as found:
             await part.watch()
+    assert GIVEN_UP.is_in(found.value)
+    assert [AGAIN.is_in(record.getMessage()) for record in caplog.records] == [True] * 3
     assert log.read_text().count("on") == 4
 
 
@@ -115,8 +126,9 @@ async def test_a_restart_that_cannot_be_made_is_named(tmp_path: Path) -> None:
         await part.wait()
         shutil.rmtree(log.parent)
         part.allow_restarts(1)
-        with pytest.raises(InfraError, match=r"the engine process could not be started: .*No such file"):
+        with pytest.raises(InfraError, match="No such file") as found:
             await part.watch()
+    assert NO_START.is_in(found.value)
 
 
 async def test_a_service_that_leaves_politely_is_missed_too(tmp_path: Path) -> None:

@@ -25,16 +25,25 @@ from tests.agentrl.troubles import Trouble
 from tests.agentrl.vllm_double import Chunks, VLLMDouble, vllm_double
 from tests.agentrl.whole_run import YesAndNo, make_config, run_with
 
-NAN = Trouble("a token's logprob is positive or not finite: are the model's logits NaN or infinite?")
-IDS = Trouble("the logprobs are not those of the tokens")
-GARBLED = Trouble("answered what this client does not understand: ...")
-LENGTH = Trouble("version spans end at ..., completion has ... tokens")
+NAN = Trouble(
+    "engine at ...: ValueError: a token's logprob is positive or not finite: are the model's logits NaN or infinite?"
+)
+IDS = Trouble("engine at ...: ValueError: the logprobs are not those of the tokens")
+GARBLED = Trouble("engine at ... answered what this client does not understand: ...")
+LENGTH = Trouble("engine at ...: ValueError: version spans end at ..., completion has ... tokens")
 SLOW = Trouble("engine at ... was not answered within ... s; see the engine's log")
 BREAKER = Trouble("... of the last ... groups failed for infrastructure reasons (...)")
 NOT_READY = Trouble("the engine at ... was not ready within ... s; raise engine.start_timeout_s or see its log.")
-NO_LISTENER = Trouble("engine at ...: nothing listens there; is the engine running?")
+NO_LISTENER = Trouble("engine at ...: POST ...: nothing listens there; is the engine running?")
 RESTORED = Trouble("weights of version ... for the engine at ...: ... It goes on with version ...")
-UNKNOWN = Trouble("weights of version ... the weights of before could not be restored either: ...")
+UNKNOWN = Trouble("weights of version ...; the weights of before could not be restored either: ...")
+TOKEN = Trouble(
+    "engine at ... failed with status 401: ...; set AGENTRL_ENGINE_TOKEN to the token that the server was started with"
+)
+PARITY = Trouble(
+    "it does not hold the learner's weights: its logprobs of the probe text differ by ..., "
+    "allowed is ... (engine.parity_bound)"
+)
 
 
 def spoilt(change: Callable[[dict[str, Any]], object]) -> Callable[[Chunks], object]:
@@ -165,11 +174,35 @@ async def test_an_engine_that_is_not_there_is_named_with_its_setting() -> None:
     assert NOT_READY.is_in(found.value)
 
 
-async def test_a_client_without_a_server_says_so_at_once() -> None:
-    with pytest.raises(EngineError) as found:
-        async with VLLMEngine(f"http://127.0.0.1:{port_of('127.0.0.1', 0, key='port')}", model="policy"):
-            pass
+async def test_an_engine_that_is_gone_ends_the_run(tmp_path: Path, tokenizer: TurnTokenizer) -> None:
+    config = config_for(tmp_path)
+    script = YesAndNo(tokenizer)
+    async with vllm_double(script) as double, Versioned(double.url) as engine:
+        engine.script = script
+        run = asyncio.create_task(run_with(config, engine, tokenizer))
+        while double.label < 2:
+            await asyncio.sleep(0.01)
+        await double.stop()
+        with pytest.raises(AgentRLError) as found:
+            await run
     assert NO_LISTENER.is_in(found.value)
+    assert_every_reward_is_earned(config)
+
+
+async def test_an_engine_that_wants_another_token_is_named(tokenizer: TurnTokenizer) -> None:
+    async with vllm_double(YesAndNo(tokenizer)) as double:
+        double.token = "right"
+        with pytest.raises(EngineError) as found:
+            async with VLLMEngine(double.url, token="wrong"):
+                pass
+    assert TOKEN.is_in(found.value)
+
+
+async def test_an_engine_that_computes_something_else_ends_the_run(tmp_path: Path, tokenizer: TurnTokenizer) -> None:
+    config = config_for(tmp_path)
+    error = await outcome(config, tokenizer, lambda d: setattr(d, "skew", -0.5), parity_bound=0.1)
+    assert isinstance(error, WeightSyncError) and PARITY.is_in(error)
+    assert_every_reward_is_earned(config)
 
 
 async def test_an_update_that_the_only_engine_refuses_ends_the_run_and_the_old_weights_are_proven(

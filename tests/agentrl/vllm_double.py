@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -34,6 +34,12 @@ class VLLMDouble:
         """Routes that answer 500, after they have done their work."""
         self.asked: Counter[str] = Counter()
         """How often each route was asked."""
+        self.stop: Callable[[], Awaitable[None]]
+        """From then on nothing listens there."""
+        self.token = ""
+        """Asked of everybody, where there is one."""
+        self.skew = 0.0
+        """Added to what it scores: it computes something else than the learner does."""
         self.held = self.label = 0
         self.lies: list[str] = []
         """Answers that name other weights than those that made them."""
@@ -45,9 +51,11 @@ class VLLMDouble:
         path, text = request.path.strip("/"), await request.text()
         body = json.loads(text) if text else {}
         self.asked[path] += 1
+        if self.token and request.headers.get("authorization") != f"Bearer {self.token}":
+            return web.json_response({"error": {"message": "who are you?"}}, status=401)
         if path == "inference/v1/generate":
             if "prompt_logprobs" in body["sampling_params"]:
-                return web.json_response(_scored(body["token_ids"], -1.0 - self.held))
+                return web.json_response(_scored(body["token_ids"], -1.0 - self.held + self.skew))
             return await self._generate(body)
         reply = self._control(path, body)
         if self.refuses(path):
@@ -114,6 +122,7 @@ async def vllm_double(engine: ScriptedEngine) -> AsyncIterator[VLLMDouble]:
     app.router.add_route("*", "/{path:.*}", double.answer)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
+    double.stop = runner.cleanup
     try:
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()

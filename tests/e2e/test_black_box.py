@@ -6,9 +6,11 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import pytest
 
 from agentrl.metrics import read
@@ -46,8 +48,23 @@ def write_config(folder: Path, env: str, model: Path | str, **sections: Any) -> 
     return path
 
 
-def test_somebody_elses_loop_is_trained(tmp_path: Path, tiny_model_dir: Path) -> None:
-    done = agentrl("train", write_config(tmp_path, "Even", tiny_model_dir))
+@pytest.fixture
+def shared(vllm_server: VLLMServer, tiny_model_dir: Path) -> Iterator[VLLMServer]:
+    """The session's server; it holds its first weights again afterwards."""
+    yield vllm_server
+    with httpx.Client(base_url=vllm_server.url, timeout=60) as http:
+        http.post("/pause", params={"mode": "keep", "clear_cache": True}).raise_for_status()
+        for path, body in (
+            ("/start_weight_update", {}),
+            ("/update_weights", {"update_info": {"path": str(tiny_model_dir)}}),
+            ("/finish_weight_update", {"weight_version": "0"}),
+            ("/resume", {}),
+        ):
+            http.post(path, json=body).raise_for_status()
+
+
+def test_somebody_elses_loop_is_trained(tmp_path: Path, tiny_model_dir: Path, shared: VLLMServer) -> None:
+    done = agentrl("train", write_config(tmp_path, "Even", tiny_model_dir, engine={"url": shared.url}))
     assert done.returncode == 0, done.stdout + done.stderr
     run = RunFolder.open(tmp_path / "runs" / "black-box")
     steps = [line for line in read(run.metrics) if line.kind == "step"]

@@ -1,0 +1,176 @@
+"""Whether a finished run lost, doubled or bent anything: read from what its folder holds. Knows no processes.
+
+Each `check_*` returns sentences that say what is wrong; none where all is well.
+"""
+
+from __future__ import annotations
+
+import math
+import sqlite3
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agentrl.config import Config
+from agentrl.journal import GroupState
+from agentrl.metrics import MetricsLine, read
+from agentrl.run_folder import RunFolder
+
+ENDED = frozenset(
+    {
+        GroupState.TRAINED,
+        GroupState.READY,  # finished, and the run's steps were used up
+        GroupState.CANCELLED,
+        GroupState.DROPPED_STALE,
+        GroupState.DROPPED_ZERO_VARIANCE,
+        GroupState.FAILED,
+    }
+)
+MAX_Z = 4.0  # a difference of means so many standard errors wide is no chance
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fate:
+    """A group's row in the journal."""
+
+    group_id: int
+    task_id: str
+    state: GroupState
+    step: int | None
+    reason: str | None = None
+
+
+def fates(journal: Path) -> list[Fate]:
+    """Of every group, by id."""
+    with closing(sqlite3.connect(journal)) as db:
+        rows = db.execute("SELECT group_id, task_id, state, step, reason FROM groups ORDER BY group_id").fetchall()
+    return [
+        Fate(group_id=i, task_id=task, state=GroupState(state), step=step, reason=reason)
+        for i, task, state, step, reason in rows
+    ]
+
+
+def judge(path: Path, config: Config) -> list[str]:
+    """All checks of a run that came to its end."""
+    folder = RunFolder.open(path)
+    found = fates(folder.journal)
+    steps, per_step = config.train.steps, config.rollout.groups_per_step
+    return [
+        *check_fates(found, num_steps=steps, groups_per_step=per_step),
+        *check_metrics(read_steps(folder), found, num_steps=steps),
+        *check_trajectories(folder, found, num_steps=steps, config=config),
+        *check_final_weights(folder, step=steps),
+    ]
+
+
+def check_fates(found: Sequence[Fate], *, num_steps: int, groups_per_step: int) -> Iterator[str]:
+    """Nothing lost, nothing twice: every group in one final state, every step full, every task asked once."""
+    if [fate.group_id for fate in found] != list(range(len(found))):
+        yield f"group ids are not 0..{len(found) - 1}: {[fate.group_id for fate in found]}"
+    for fate in found:
+        if fate.state not in ENDED:
+            yield f"group {fate.group_id} has not ended: {fate.state}"
+        if (fate.state is GroupState.TRAINED) != (fate.step is not None):
+            yield f"group {fate.group_id} is {fate.state} and has step {fate.step}"
+    per_step = Counter(fate.step for fate in found if fate.step is not None)
+    if per_step != dict.fromkeys(range(1, num_steps + 1), groups_per_step):
+        yield f"groups by step: {dict(per_step)}"
+    if twice := [task for task, number in Counter(fate.task_id for fate in found).items() if number > 1]:
+        yield f"tasks asked more than once: {twice}"
+    rows = {f"train-{i}" for i in range(len(found))}
+    if missing := rows - {fate.task_id for fate in found}:
+        yield f"rows passed over: {sorted(missing)}"
+
+
+def read_steps(folder: RunFolder) -> list[MetricsLine]:
+    """The lines of metrics.jsonl that are steps."""
+    return [line for line in read(folder.metrics) if line.kind == "step"]
+
+
+def check_metrics(steps: Sequence[MetricsLine], found: Sequence[Fate], *, num_steps: int) -> Iterator[str]:
+    """Each step once and in order, the ledger balanced in all, and at the end that of the journal."""
+    if [line.step for line in steps] != list(range(1, num_steps + 1)):
+        yield f"metrics.jsonl has the steps {[line.step for line in steps]}"
+    for line in steps:
+        ledger = {name.removeprefix("ledger/"): n for name, n in line.values.items() if name.startswith("ledger/")}
+        if not ledger or ledger.pop("issued") != sum(ledger.values()):
+            yield f"the ledger of step {line.step} does not balance: {ledger}"
+    trained = sum(fate.state is GroupState.TRAINED for fate in found)
+    if steps and steps[-1].values["ledger/trained"] != trained:
+        yield f"the ledger says {steps[-1].values['ledger/trained']:g} groups were trained, the journal {trained}"
+
+
+def check_trajectories(folder: RunFolder, found: Sequence[Fate], *, num_steps: int, config: Config) -> Iterator[str]:
+    """What was trained is what the journal says, whole, and never older than allowed."""
+    if folder.trajectory_steps() != list(range(1, num_steps + 1)):
+        yield f"trajectories/ has the steps {folder.trajectory_steps()}"
+        return
+    for step in range(1, num_steps + 1):
+        groups = folder.read_trajectories(step)
+        expected = [(fate.group_id, fate.task_id) for fate in found if fate.step == step]
+        if [(group.group_id, group.task.id) for group in groups] != expected:
+            yield f"step {step} trained {[group.group_id for group in groups]}, the journal says {expected}"
+        for group in groups:
+            if len(group.trajectories) != config.rollout.group_size:
+                yield f"group {group.group_id} has {len(group.trajectories)} trajectories"
+            lags = {step - 1 - trajectory.policy_version for trajectory in group.trajectories}
+            if not lags <= set(range(config.rollout.max_lag + 1)):
+                yield f"group {group.group_id} of step {step} has lags {sorted(lags)}"
+
+
+def check_final_weights(folder: RunFolder, *, step: int) -> Iterator[str]:
+    """The exported model is the learner's last checkpoint, to the bit."""
+    import torch
+
+    exported = tensors(folder.checkpoints / "final")
+    state: dict[str, Any] = torch.load(
+        folder.states / f"v{step}" / "deepspeed" / "mp_rank_00_model_states.pt", weights_only=False
+    )["module"]
+    state = {name: tensor for name, tensor in state.items() if name in exported}  # a tied head is there twice
+    if exported.keys() != state.keys():
+        yield f"checkpoints/final and v{step} have other tensors: {sorted(exported.keys() ^ state.keys())}"
+    for name in exported.keys() & state.keys():
+        if not torch.equal(exported[name], state[name]):
+            yield f"checkpoints/final is not v{step}: {name} differs"
+
+
+def different_weights(first: RunFolder, second: RunFolder) -> list[str]:
+    """Names of the final tensors that are not equal to the bit."""
+    import torch
+
+    ours, theirs = tensors(first.checkpoints / "final"), tensors(second.checkpoints / "final")
+    assert ours.keys() == theirs.keys()
+    return [name for name in ours if not torch.equal(ours[name], theirs[name])]
+
+
+def tensors(model: Path) -> dict[str, Any]:
+    """Of a folder in Hugging Face layout."""
+    from safetensors.torch import load_file
+
+    return load_file(model / "model.safetensors")
+
+
+def trained_lengths(folder: RunFolder) -> dict[int, float]:
+    """Mean action tokens an episode of each trained group, by group id."""
+    return {
+        group.group_id: sum(t.num_action_tokens for t in group.trajectories) / len(group.trajectories)
+        for step in folder.trajectory_steps()
+        for group in folder.read_trajectories(step)
+    }
+
+
+def standard_errors_apart(first: Sequence[float], second: Sequence[float]) -> float:
+    """(mean of `first` - mean of `second`) / its standard error: Welch's t. Beyond MAX_Z it is a bias."""
+    return (_mean(first) - _mean(second)) / math.sqrt(_variance(first) / len(first) + _variance(second) / len(second))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _variance(values: Sequence[float]) -> float:
+    mean = _mean(values)
+    return sum((value - mean) ** 2 for value in values) / (len(values) - 1)

@@ -43,11 +43,11 @@ def run(work: Coroutine[Any, Any, T], *, debug: bool, interrupted: str = RUN_INT
 
 
 class _Interrupted(Exception):
-    """SIGINT or SIGTERM arrived, and the work has cleaned up."""
+    """A signal to end arrived, and the work has cleaned up."""
 
 
 async def _interruptible(work: Coroutine[Any, Any, T]) -> T:
-    """Ctrl-C, and SIGTERM (a container being stopped), cancel the work: parts stopped, report written.
+    """Ctrl-C, SIGTERM (a container being stopped) and SIGHUP (a terminal closed) cancel the work: all is cleaned up.
 
     Handled here and not by Python's default, which is missing where a shell started us in the background.
     """
@@ -59,7 +59,8 @@ async def _interruptible(work: Coroutine[Any, Any, T]) -> T:
         interrupted = True
         task.cancel()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    is_kept = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # nohup
+    for number in (signal.SIGINT, signal.SIGTERM, *(() if is_kept else (signal.SIGHUP,))):
         asyncio.get_running_loop().add_signal_handler(number, stop)
     try:
         return await task

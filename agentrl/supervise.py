@@ -100,7 +100,9 @@ class Child:
         what = f"the {self.name} process ended with exit code {code}"
         with suppress(ValueError):  # of the guard itself, or as the guard tells it
             what += f" ({signal.Signals(-code if code < 0 else code - 128).name})"
-        return what + (": the system ran out of memory" if code and _oom_kills() > self._oom_kills else "")
+        if code and (num_ended := _oom_kills() - self._oom_kills):
+            what += f"; while it ran, the kernel ended {num_ended} process(es) for want of memory"
+        return what
 
     def log_tail(self, num_lines: int = 12, max_bytes: int = 16_384) -> str:
         """The last lines it wrote."""

@@ -29,7 +29,7 @@ JOURNAL_FULL = Trouble(
 )
 DISK_FULL = Trouble("cannot write ...: No space left on device. Free space on its disk (df -h ...)")
 NO_OUTPUT = Trouble("standard output cannot be written any more (...): the work goes on without")
-NO_MEMORY = Trouble("the ... process ended with exit code ...: the system ran out of memory")
+NO_MEMORY = Trouble("the ... process ended with exit code ...; while it ran, the kernel ended ... for want of memory")
 ALONE = [sys.executable, "-m", "tests.agentrl.whole_run_alone"]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "1000"}
 
@@ -74,6 +74,31 @@ def test_a_run_outlives_its_standard_output(tmp_path: Path, tokenizer_dir: Path)
     assert done.returncode == 0, done.stderr
     assert NO_OUTPUT.is_in(done.stderr)
     assert [line.step for line in read(tmp_path / "t/metrics.jsonl") if line.kind == "step"] == [1, 2, 3, 4, 5, 6]
+
+
+HANGS_UP = """
+import asyncio, os, signal
+from agentrl.cli_run import run
+async def work():
+    try:
+        os.kill(os.getpid(), signal.SIGHUP)
+        await asyncio.sleep(0.3)
+        print("went on")
+    finally:
+        print("cleaned up")
+run(work(), debug=False)
+"""
+
+
+@pytest.mark.parametrize(
+    ("nohup", "code", "said"), [([], 130, "cleaned up\n"), (["nohup"], 0, "went on\ncleaned up\n")]
+)
+def test_a_terminal_that_closes_ends_the_work_politely_unless_told_otherwise(
+    nohup: list[str], code: int, said: str
+) -> None:
+    command = [*nohup, sys.executable, "-c", HANGS_UP]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=ENVIRONMENT)
+    assert (done.returncode, done.stdout) == (code, said)
 
 
 def test_a_log_on_a_full_disk_is_given_up_once(

@@ -103,6 +103,9 @@ class TrajectoryBuffer:
         # A run in which no group carries signal would otherwise wait for ever (or spin) without a word.
         self._recent_useless: deque[float] = deque(maxlen=8 * self.num_slots)
         self._dropped_lengths: list[int] = []
+        # The learner may have made the step whose end nobody lived to commit.
+        for group_id in list(self._ready):
+            self._drop_if_stale(group_id)
 
     async def caught_up(self) -> dict[int, Task]:
         """Wait until the batches of before are trained again; then the groups in flight, to be played again."""
@@ -110,20 +113,20 @@ class TrajectoryBuffer:
             await self._changed.wait_for(lambda: self._version >= self._goes_on_at)
             return {group_id: entry.task for group_id, entry in self._in_flight.items()}
 
-    async def slot(self) -> None:
-        """Wait until a slot is free. A task that is chosen only then is chosen with all that is known."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._outstanding() < self.num_slots)
+    async def admit(self, draw: Callable[[], tuple[Task, int]]) -> tuple[int, Task]:
+        """Wait for a free slot, take it for the task that is drawn then; the new group's id, and the task.
 
-    async def admit(self, task: Task, *, cursor: int = 0) -> int:
-        """Wait for a free slot, take it for `task`, and return the new group's id. `cursor`: see the journal."""
+        `draw` gives a task and the source's cursor (see the journal). It is called when nothing can be waited for any
+        more before the task is in the journal: nobody who is cancelled takes a drawn task with him.
+        """
         async with self._changed:
             await self._changed.wait_for(lambda: self._outstanding() < self.num_slots)
+            task, cursor = draw()
             group_id = self._num_issued
             self._num_issued += 1
             self._in_flight[group_id] = _InFlight(task, self._version)
             self._journal.issued(group_id, task, version=self._version, cursor=cursor)
-            return group_id
+            return group_id, task
 
     async def finish(self, group: TrajectoryGroup) -> None:
         """A group's episodes are done: offer it to the learner, or free its slot if it carries no gradient."""
@@ -248,11 +251,12 @@ class TrajectoryBuffer:
         if self._version - self._ready[group_id].version <= self._max_lag:
             return
         group = self._ready.pop(group_id).group
-        self._close(group_id, GroupState.DROPPED_STALE)
+        again = group.task if self._on_stale == "requeue" else None
+        self._counts[GroupState.DROPPED_STALE] += 1
+        self._journal.stale(group_id, again=again)
         self._dropped_lengths.extend(trajectory.num_action_tokens for trajectory in group.trajectories)
-        if self._on_stale == "requeue":
-            self._journal.returned(group.task)
-            self._requeue(group.task)
+        if again is not None:
+            self._requeue(again)
 
     def _close(self, group_id: int, state: GroupState, reason: str | None = None) -> None:
         self._counts[state] += 1

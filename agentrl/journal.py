@@ -162,9 +162,14 @@ class Journal:
             "UPDATE groups SET state = ?, reason = ?, payload = NULL WHERE group_id = ?", (state, reason, group_id)
         )
 
-    def returned(self, task: Task) -> None:
-        """A task is to be asked again."""
-        self._execute("INSERT INTO returned (task_id, task) VALUES (?, ?)", (task.id, wire.encode(task)))
+    def stale(self, group_id: int, *, again: Task | None) -> None:
+        """A group got too old; `again`: its task, where it is to be asked once more."""
+        with self._transaction():
+            self._db.execute(
+                "UPDATE groups SET state = ?, payload = NULL WHERE group_id = ?", (GroupState.DROPPED_STALE, group_id)
+            )
+            if again is not None:
+                self._db.execute("INSERT INTO returned (task_id, task) VALUES (?, ?)", (again.id, wire.encode(again)))
 
     # What else a run must remember.
 

@@ -43,6 +43,11 @@ class Tasks:
         for task in history.returned:
             source.give_back(task)
 
+    def draw(self) -> tuple[Task, int]:
+        """The next task, and the rows drawn by then."""
+        task = self.source.next()
+        return task, self.source.cursor
+
     def finished(self, group: TrajectoryGroup, *, admitted: int) -> None:
         """A group is done that was admitted at this version."""
         rewards = tuple(group.episode_rewards)
@@ -89,10 +94,8 @@ class Rollouts:
                 while True:
                     asked = time.monotonic()
                     with self._progress.waiting("rollouts", on="conductor", what="a free slot", moves=False):
-                        await self._buffer.slot()
+                        group_id, task = await self._buffer.admit(self._tasks.draw)
                     self._slot_wait_s += time.monotonic() - asked
-                    task = self._tasks.source.next()
-                    group_id = await self._buffer.admit(task, cursor=self._tasks.source.cursor)
                     self._play(groups, group_id, task)
         except BaseExceptionGroup as errors:
             raise_first(errors)

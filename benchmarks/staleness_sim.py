@@ -114,7 +114,8 @@ class OurStore:
 
     async def admit(self) -> int:
         """See Store."""
-        return await self._buffer.admit(self._task)
+        group_id, _ = await self._buffer.admit(lambda: (self._task, 0))
+        return group_id
 
     async def finish(self, group_id: int, *, version: int, is_useless: bool) -> None:
         """See Store."""

@@ -84,6 +84,25 @@ async def test_an_agents_episode_is_a_trajectory(play: Play) -> None:
     assert {"calls": 2, "segments": 1, "turns": 2}.items() <= first.info.items()
 
 
+class Seeds(ScriptedEngine):
+    """Keeps the seeds in the order of the calls."""
+
+    seen: list[int | None]
+
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling, *, request_id: str) -> Completion:
+        self.seen.append(sampling.seed)
+        return await super().generate(token_ids, sampling, request_id=request_id)
+
+
+async def test_an_agents_calls_have_seeds_that_a_second_play_repeats(play: Play, tokenizer: TurnTokenizer) -> None:
+    engine = Seeds(tokenizer=tokenizer, script=("5", "7"))
+    engine.seen = []
+    for _ in range(2):
+        await play(Asking, engine=engine, request_seeds=True)
+    first, second = engine.seen[:2], engine.seen[2:]
+    assert first == second and len({*first, None}) == 3
+
+
 class Forking(Asking):
     async def run(self, *, task: Task, endpoint: Endpoint) -> None:
         async with AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as client:

@@ -25,18 +25,18 @@ from tests.e2e.kill_judge import (
 from tests.e2e.kill_model import make_model_folder
 from tests.e2e.kill_run import KillRun, Part
 
-ASYNCHRONOUS: dict[str, Any] = {"rollout.max_lag": 2, "train.steps": 15}
+ASYNCHRONOUS: dict[str, Any] = {"rollout.max_lag": 2, "train.steps": 39}
 SYNCHRONOUS: dict[str, Any] = {
     "rollout.max_lag": 0,
     "engine.request_seeds": True,
     "engine.max_num_seqs": 1,
-    "train.steps": 9,
+    "train.steps": 24,
 }
 SETTINGS = {"async": ASYNCHRONOUS, "sync": SYNCHRONOUS}
 KINDS = tuple(SETTINGS)
 MIN_LENGTHS = 30
-MAX_KILLS_A_RUN = 6
-PARTS = (*[Part.LEARNER] * 3, *[Part.ENGINE] * 2, *[Part.SANDBOX] * 2, *[Part.TRAIN] * 2)
+MAX_KILLS_A_RUN = 10
+PARTS = (*[Part.LEARNER] * 4, *[Part.ENGINE] * 2, *[Part.SANDBOX] * 3, *[Part.TRAIN] * 2)
 """A restart of everything takes longest, and the learner's is the hardest."""
 
 

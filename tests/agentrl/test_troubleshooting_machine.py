@@ -77,7 +77,8 @@ def test_a_run_outlives_its_standard_output(tmp_path: Path, tokenizer_dir: Path)
 
 
 HANGS_UP = """
-import asyncio, os, signal
+import asyncio, os, signal, sys, typer
+signal.signal(signal.SIGHUP, getattr(signal, sys.argv[1]))
 from agentrl.cli_run import run
 async def work():
     try:
@@ -86,17 +87,18 @@ async def work():
         print("went on")
     finally:
         print("cleaned up")
-run(work(), debug=False)
+try:
+    run(work(), debug=False)
+except typer.Exit as ended:
+    sys.exit(ended.exit_code)
 """
 
 
 @pytest.mark.parametrize(
-    ("nohup", "code", "said"), [([], 130, "cleaned up\n"), (["nohup"], 0, "went on\ncleaned up\n")]
+    ("before", "code", "said"), [("SIG_DFL", 130, "cleaned up\n"), ("SIG_IGN", 0, "went on\ncleaned up\n")]
 )
-def test_a_terminal_that_closes_ends_the_work_politely_unless_told_otherwise(
-    nohup: list[str], code: int, said: str
-) -> None:
-    command = [*nohup, sys.executable, "-c", HANGS_UP]
+def test_a_terminal_that_closes_ends_the_work_politely_but_not_under_nohup(before: str, code: int, said: str) -> None:
+    command = [sys.executable, "-c", HANGS_UP, before]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=ENVIRONMENT)
     assert (done.returncode, done.stdout) == (code, said)
 

@@ -115,7 +115,7 @@ def _rows(found: Status) -> list[tuple[str, str]]:
             ("version", f"{at.version} in the engines, {at.learner_version} at the learner"),
             ("lag", f"{at.lag} in the last batch, at most {at.max_lag}"),
         ]
-    if found.tokens_per_s is not None:
+    if found.tokens_per_s is not None and at.num_tokens:
         rows.append(("generating", f"{found.tokens_per_s:.0f} tokens/s"))
     if at.ledger:
         rows.append(("ledger", ", ".join(f"{name} {count}" for name, count in at.ledger.items() if count) or "empty"))

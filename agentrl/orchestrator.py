@@ -32,7 +32,7 @@ from agentrl.learner_door import LearnerDoor
 from agentrl.learner_seat import LearnerSeat
 from agentrl.meter import MeteredEngine
 from agentrl.metrics import MetricsLog, rollout_metrics
-from agentrl.progress import Progress
+from agentrl.progress import Gauges, Progress
 from agentrl.rollouts import PlayGroup, Rollouts, Tasks
 from agentrl.run_folder import RunFolder
 from agentrl.source import TaskSource
@@ -146,6 +146,7 @@ class Orchestrator:
         with self._progress.phase("starting the learner"), starting:
             first = await seat.weights(within_s=within_s)
         self._learner_came.set()
+        self._progress.measure(lambda: self._gauges_at(first.policy_version))
         resumed = self._journal.resume_at(first.policy_version)
         self._metrics.rewind(self._journal.last_step())
         await self._record_lost_step(resumed)
@@ -176,6 +177,17 @@ class Orchestrator:
             train_s=train_s,
             overlap=seat.overlap,
             note=note,
+        )
+
+    def _gauges_at(self, version: int) -> Gauges:
+        """Where the run stands before its first step of this attempt."""
+        return Gauges(
+            step=version,
+            num_steps=self._config.train.steps,
+            version=version,
+            learner_version=version,
+            max_lag=self._config.rollout.max_lag,
+            num_tokens=self._engine.num_tokens,
         )
 
     async def _exported(self, seat: LearnerSeat) -> None:

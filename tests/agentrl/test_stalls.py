@@ -67,6 +67,7 @@ async def test_an_engine_that_never_answers_is_named_with_its_address_and_the_ru
     status = read_status(run.path)
     assert (status.ending, status.progress.phase) == ("failed", "evaluating version 0")
     assert status.why == f"RunStalled: {caught.value}"
+    assert (status.progress.gauges.step, status.progress.gauges.num_steps) == (0, 4)
 
 
 async def test_an_engine_that_falls_silent_in_training_is_named_down_the_whole_chain(

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from agentrl import tokens
 from agentrl.config import LearnerConfig
 from agentrl.errors import ConfigError, MissingDependencyError
 
@@ -40,7 +41,10 @@ def launcher(learner: LearnerConfig, *, token_file: Path | None) -> list[str]:
     Raises ConfigError, MissingDependencyError.
     """
     if learner.hostfile is not None:
-        start = [*_deepspeed(learner.hostfile, check_hosts(learner)), "trainer"]
+        hosts = check_hosts(learner)
+        if len(hosts) > 1 and token_file is None:
+            raise ConfigError(f"{tokens.RUN}_FILE: ssh passes no token on: name a file that holds it on all machines")
+        start = [*_deepspeed(learner.hostfile, hosts), "trainer"]
         return start if token_file is None else [*start, "--token-file", str(token_file)]
     if learner.num_ranks == 1:
         return [sys.executable, "-m", "trainer"]

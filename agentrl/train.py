@@ -52,7 +52,8 @@ class Training:
         learner_at: tuple[str, int] | None = None,
     ) -> None:
         check_model(config)
-        launch_ranks.check_hosts(config.learner)
+        if learner_at is None:
+            launch_ranks.check_hosts(config.learner)
         self._config = config
         self._console = console
         self._tokens = tokens or Tokens.of({})

@@ -89,6 +89,14 @@ def test_several_machines_need_pdsh_here(tmp_path: Path, monkeypatch: pytest.Mon
         check_hosts(settings(tmp_path, f"{HERE} slots=1\nnode-2 slots=1"))
 
 
+def test_several_machines_need_the_token_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("pdsh", "ssh"):
+        (tmp_path / name).touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="AGENTRL_TOKEN_FILE: ssh passes no token on"):
+        launcher(settings(tmp_path, f"{HERE} slots=1\nnode-2 slots=1"), token_file=None)
+
+
 def test_the_shipped_cluster_files_fit_each_other() -> None:
     config = load(CLUSTER / "aime.yaml")
     hosts = read_hostfile(ROOT / (config.learner.hostfile or ""))

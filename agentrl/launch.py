@@ -23,7 +23,7 @@ from agentrl import engine_server, launch_ranks
 from agentrl.config import Config
 from agentrl.errors import ConfigError, SandboxError, raise_first
 from agentrl.run_folder import RunFolder
-from agentrl.supervise import Child, child
+from agentrl.supervise import Child, child, never
 
 if TYPE_CHECKING:
     from sandbox.client import SandboxClient
@@ -81,7 +81,7 @@ async def sandbox_service(
     env = {TOKEN_VARIABLE: token}
     patience_s = SANDBOX_RETURN_TIMEOUT_S if settings.max_restarts else 0.0
     async with (
-        child("sandbox", command, log_path=logs / "sandbox.log", env=env, is_service=True) as part,
+        child("sandbox", command, log_path=logs / "sandbox.log", env=env, may_end=never) as part,
         SandboxClient(f"http://{settings.host}:{port}", token=token, return_timeout_s=patience_s) as client,
     ):
         yield client, [part]
@@ -112,9 +112,16 @@ async def sandbox_ready(client: SandboxClient, parts: Sequence[Child], *, max_re
 
 @asynccontextmanager
 async def learner_process(
-    config: Config, *, config_path: Path, orchestrator_url: str, weights_dir: Path, run_dir: Path, token: str
+    config: Config,
+    *,
+    config_path: Path,
+    orchestrator_url: str,
+    weights_dir: Path,
+    run_dir: Path,
+    token: str,
+    may_end: Callable[[], bool] = lambda: True,
 ) -> AsyncIterator[Child]:
-    """The learner, on one rank or several. Raises ConfigError, MissingDependencyError."""
+    """The learner, on one rank or several; see `child` for `may_end`. Raises ConfigError, MissingDependencyError."""
     many = config.learner.hostfile is not None
     with launch_ranks.token_file(run_dir, token) if many else nullcontext() as token_file:
         start = partial(
@@ -127,7 +134,8 @@ async def learner_process(
             token_file=token_file,
         )
         env = {TOKEN_VARIABLE: token, "OMP_NUM_THREADS": str(config.learner.num_threads)}
-        async with child("learner", start, log_path=run_dir / "logs" / "learner.log", env=env) as part:
+        log_path = run_dir / "logs" / "learner.log"
+        async with child("learner", start, log_path=log_path, env=env, may_end=may_end) as part:
             yield part
 
 

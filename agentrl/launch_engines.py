@@ -21,7 +21,7 @@ from agentrl.engine import VLLMEngine
 from agentrl.engine_pool import EnginePool
 from agentrl.errors import ConfigError, raise_first
 from agentrl.launch import port_of
-from agentrl.supervise import Child, child
+from agentrl.supervise import Child, child, never
 
 SERVED_NAME = "policy"
 PARITY_BOUNDS = {"float32": 1e-4, "bfloat16": 0.5}
@@ -57,7 +57,7 @@ async def engine_servers(
             url, command, env = _command(config, model_path, index, token)
             name = "engine" if settings.replicas == 1 else f"engine-{index}"
             part = await stack.enter_async_context(
-                child(name, command, log_path=logs / f"{name}.log", env=env, is_service=True)
+                child(name, command, log_path=logs / f"{name}.log", env=env, may_end=never)
             )
             servers.append(Server(url=url, part=part))
         yield servers

@@ -25,6 +25,11 @@ class LearnerDoor:
         self._gone: set[str] = set()
         self._is_shut = False
 
+    @property
+    def is_done(self) -> bool:
+        """Whether the learner has nothing left to do: before that, its end is a death."""
+        return self._seat is not None and self._seat.is_done
+
     async def open(self) -> LearnerSeat:
         """A new seat, for the learner that waits, or that comes."""
         async with self._changed:

@@ -64,6 +64,11 @@ class LearnerSeat:
             self._over = True
             self._changed.notify_all()
 
+    @property
+    def is_done(self) -> bool:
+        """Whether the learner has nothing left to do."""
+        return self._finished.is_set()
+
     async def exported(self, *, within_s: float) -> None:
         """Wait until the learner, told that it is over, has exported its weights. Raises LearnerError."""
         await _within(self._finished.wait(), within_s, "its last export")

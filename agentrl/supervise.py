@@ -33,17 +33,27 @@ class ChildDied(InfraError):
     """A part of the run ended on its own."""
 
 
+def never() -> bool:
+    """For `may_end` of a service."""
+    return False
+
+
 class Child:
     """A running part: its name, its log, and whether it still lives."""
 
     def __init__(
-        self, name: str, log_path: Path, start: Callable[[str], Coroutine[Any, Any, Process]], *, is_service: bool
+        self,
+        name: str,
+        log_path: Path,
+        start: Callable[[str], Coroutine[Any, Any, Process]],
+        *,
+        may_end: Callable[[], bool],
     ) -> None:
         self.name = name
         self.log_path = log_path
         self.process: Process
         self._start = start
-        self._is_service = is_service
+        self._may_end = may_end
         self._mark = uuid.uuid4().hex
         self._restarts = RestartBudget(0)
         self._started = 0.0
@@ -80,12 +90,12 @@ class Child:
         return await self.process.wait()
 
     async def watch(self) -> None:
-        """Return when it ended with code 0, unless it is a service, which should not end at all.
+        """Return when it ended with code 0 and was allowed to.
 
         Otherwise start it again, after a pause that doubles. Raises ChildDied with the end of its log once it may not
         be started again; InfraError when it cannot be.
         """
-        while (code := await self.process.wait()) or self._is_service:
+        while (code := await self.process.wait()) or not self._may_end():
             self.end_left_over()
             what = self._how_it_ended(code)
             if (used := self._restarts.take(time.monotonic() - self._started)) is None:
@@ -123,7 +133,7 @@ async def child(
     log_path: Path,
     env: Mapping[str, str] | None = None,
     on_line: Callable[[str], None] | None = None,
-    is_service: bool = False,
+    may_end: Callable[[], bool] = lambda: True,
 ) -> AsyncIterator[Child]:
     """Run `command` for the length of the block; its whole process group is gone when the block is left.
 
@@ -131,7 +141,7 @@ async def child(
         command: the arguments, or what makes them anew for each start: a restart may be told to resume.
         env: variables added to this process's own.
         on_line: called with each line of standard output, which then does not go to the log.
-        is_service: it should run until the block is left; an end with exit code 0 is a death like any other.
+        may_end: asked when it ended with exit code 0; where it should not have, that is a death like any other.
 
     Raises:
         InfraError: the command could not be started.
@@ -154,7 +164,7 @@ async def child(
         readers.append(asyncio.create_task(_read_lines(process, on_line), name=f"output of {name}"))
         return process
 
-    part = Child(name, log_path, start, is_service=is_service)
+    part = Child(name, log_path, start, may_end=may_end)
     await part.start()
     try:
         yield part

@@ -168,6 +168,7 @@ class Training:
                 weights_dir=weights_dir,
                 run_dir=self._run.path,
                 token=self._tokens.run,
+                may_end=lambda: orchestrator.learner_door.is_done,
             ) as learner:
                 return await self._watched(orchestrator, learner)
 

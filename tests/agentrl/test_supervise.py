@@ -15,7 +15,7 @@ import pytest
 from agentrl import supervise
 from agentrl.backoff import RestartBudget
 from agentrl.errors import InfraError
-from agentrl.supervise import ChildDied, child
+from agentrl.supervise import ChildDied, child, never
 from tests.agentrl.troubles import Trouble
 
 AGAIN = Trouble("the ... process ended with exit code ...; it is started again in ... s (... more times at most)")
@@ -132,7 +132,7 @@ async def test_a_restart_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 
 
 async def test_a_service_that_leaves_politely_is_missed_too(tmp_path: Path) -> None:
-    async with child("sandbox", [sys.executable, "-c", ""], log_path=tmp_path / "log", is_service=True) as part:
+    async with child("sandbox", [sys.executable, "-c", ""], log_path=tmp_path / "log", may_end=never) as part:
         with pytest.raises(ChildDied, match="the sandbox process ended with exit code 0"):
             await part.watch()
 
@@ -146,6 +146,17 @@ async def test_a_killed_guard_leaves_nothing_behind(tmp_path: Path) -> None:
             await part.watch()
         await asyncio.sleep(0.1)
         assert not any(alive(pid) for pid in pids)
+
+
+@pytest.mark.usefixtures("quick")
+async def test_a_part_may_end_once_it_is_done(tmp_path: Path) -> None:
+    answers = iter([False, True])
+    async with child(
+        "learner", [sys.executable, "-c", ""], log_path=tmp_path / "l", may_end=lambda: next(answers)
+    ) as part:
+        part.allow_restarts(2)
+        await part.watch()
+    assert part.num_starts == 2
 
 
 async def test_a_clean_exit_is_no_error(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from secrets import token_urlsafe
 from tempfile import TemporaryDirectory
 
 from agentrl import launch, launch_engines
@@ -24,6 +23,7 @@ from agentrl.openai_engine import OpenAIEngine
 from agentrl.player import Player
 from agentrl.proxy import ChatProxy
 from agentrl.source import held_out_tasks
+from agentrl.tokens import Tokens
 from agentrl.train import check_model
 from agentrl.wrappers import load_wrappers
 
@@ -41,6 +41,7 @@ class Request:
     api_key_env: str
     tokenizer: str
     num_tasks: int
+    tokens: Tokens
 
     @classmethod
     def from_options(
@@ -87,6 +88,7 @@ class Request:
             api_key_env=key_name,
             tokenizer=tokenizer or laid_over.model.path,
             num_tasks=limit or default_tasks,
+            tokens=Tokens.of(environ or {}),
         )
 
 
@@ -116,7 +118,7 @@ async def playing(request: Request, env_class: type[Env], console: EvalConsole) 
     wrappers = load_wrappers(config.env.wrappers)
     through = _by_tokens if request.served_model is None else _by_messages
     with TemporaryDirectory(prefix="agentrl-eval-") as logs:
-        async with launch.sandbox_service(config, logs=Path(logs), token=token_urlsafe(16)) as (sandbox, parts):
+        async with launch.sandbox_service(config, logs=Path(logs), token=request.tokens.sandbox) as (sandbox, parts):
             with console.phase("starting the sandbox"):
                 await launch.sandbox_ready(sandbox, parts, max_restarts=config.sandbox.max_restarts)
             async with launch.watching(*parts), opened(env_class, sandbox=sandbox, wrappers=wrappers) as make_env:
@@ -176,14 +178,17 @@ async def _engine(request: Request, logs: Path, console: EvalConsole) -> AsyncIt
     """A server started for the model folder, or the running one."""
     config = request.config
     if request.url is not None:
-        async with OpenAIEngine(request.url, request_timeout_s=config.engine.request_timeout_s) as running:
+        timeout_s, token = config.engine.request_timeout_s, request.tokens.engine
+        async with OpenAIEngine(request.url, request_timeout_s=timeout_s, token=token) as running:
             yield running
         return
-    async with launch_engines.engine_servers(config, model_path=config.model.path, logs=logs) as servers:
+    async with launch_engines.engine_servers(
+        config, model_path=config.model.path, logs=logs, token=request.tokens.engine
+    ) as servers:
         with console.phase("starting the engine (vLLM)"):
             await launch_engines.engines_ready(servers, config.engine)
         async with (
             launch.watching(*launch_engines.parts_of(servers)),
-            launch_engines.engine_client(servers, config) as engine,
+            launch_engines.engine_client(servers, config, token=request.tokens.engine) as engine,
         ):
             yield engine

@@ -26,10 +26,13 @@ class OpenAIEngine:
         url: base URL, without /v1.
         model: served name; None asks the server.
         request_timeout_s: deadline of a generation.
+        token: what the server demands, where it demands one.
     """
 
-    def __init__(self, url: str, *, model: str | None = None, request_timeout_s: float = 120.0) -> None:
-        self._server = VLLMServer(url, timeout_s=request_timeout_s)
+    def __init__(
+        self, url: str, *, model: str | None = None, request_timeout_s: float = 120.0, token: str | None = None
+    ) -> None:
+        self._server = VLLMServer(url, timeout_s=request_timeout_s, token=token)
         self._model = model or ""
 
     async def __aenter__(self) -> Self:

@@ -43,10 +43,12 @@ PROVOKED_ELSEWHERE = {
     "no engine is left": "test_engine_pool.py::test_an_update_that_no_engine_takes_is_an_error",
     "the learner did not deliver": "test_stalls.py::test_a_learner_that_never_comes_is_ended_by_its_own_deadline",
     "nothing moved for": "test_stalls.py::test_an_engine_that_falls_silent_in_training_is_named_down_the_whole_chain",
+    "no thread of this process": "test_watchdog.py::test_code_that_lets_no_thread_run_is_interrupted_too",
+    "...; the run was told so": "test_watchdog.py::test_a_loop_that_cannot_be_interrupted_ends_the_process",
     "the event loop stood": "test_watchdog.py::test_a_blocked_loop_is_interrupted_and_the_code_that_blocks_it_is_named",
 }
 FOREIGN = re.compile(
-    r"\b(401|500|POST|writing|ValueError|OperationalError: database or disk is full)\b|"
+    r"\b(401|500|POST|writing the run's|LearnerError|ValueError|OperationalError: database or disk is full)\b|"
     + "|".join(map(os.strerror, (errno.ENOSPC, errno.EADDRINUSE)))
 )
 """Words in the headings that are filled in, or said by the system or a library."""

@@ -28,6 +28,7 @@ WITHOUT_CONFIG = "model, template, ports, weight sync and logprob parity: give a
 WITHOUT_DEEP = "weight sync and logprob parity of engine and learner: --deep starts both (half a minute, or more)"
 AFTER_A_FAIL = "weight sync and logprob parity of engine and learner: mend what failed first"
 INTERRUPTED = "nothing was left running"
+NAME_WIDTH = 15  # so that what --deep finds stands under the rest
 STYLES = {"OK": "green", "WARN": "yellow", "FAIL": "bold red"}
 
 
@@ -51,19 +52,31 @@ def doctor(
     with _quiet(debug), redirect_stdout(sys.stderr) if as_json else nullcontext():  # environments may print
         config, findings = _config(config_path, overrides or [])
         findings += run(_examined(config, _Waiting(console, quiet=as_json)), debug=debug, interrupted=INTERRUPTED)
-        left_out = [] if config else [WITHOUT_CONFIG]
-        if config and not deep:
-            left_out = [WITHOUT_DEEP]
-        elif config and _has_failed(findings):
-            left_out = [AFTER_A_FAIL]
-        elif config:
-            findings += run(_tried(config, _Waiting(console, quiet=as_json)), debug=debug, interrupted=INTERRUPTED)
+    if not as_json:
+        _print_findings(console, findings)
+    left_out = _left_out(config, findings, deep=deep)
+    if config and not left_out:
+        with _quiet(debug):
+            tried = run(_tried(config, _Waiting(console, quiet=as_json)), debug=debug, interrupted=INTERRUPTED)
+        findings += tried
+        if not as_json:
+            _print_findings(console, tried)
     failed = _has_failed(findings)
     if as_json:
-        _print_json(findings, left_out, failed=failed)
+        report = {"ok": not failed, "findings": [asdict(one) for one in findings], "not_checked": left_out}
+        typer.echo(json.dumps(report, indent=2, ensure_ascii=False))
     else:
-        _print(console, findings, left_out)
+        _print_sums(console, findings, left_out)
     raise typer.Exit(int(failed))
+
+
+def _left_out(config: Config | None, findings: Sequence[Finding], *, deep: bool) -> list[str]:
+    """What is not checked, and why; nothing where engine and learner are to be tried now."""
+    if config is None:
+        return [WITHOUT_CONFIG]
+    if not deep:
+        return [WITHOUT_DEEP]
+    return [AFTER_A_FAIL] if _has_failed(findings) else []
 
 
 @contextmanager
@@ -148,32 +161,32 @@ async def _tried(config: Config, waiting: _Waiting) -> list[Finding]:
         return await engine_and_learner(config, say=waiting.say)
 
 
-def _print_json(findings: Sequence[Finding], left_out: Sequence[str], *, failed: bool) -> None:
-    report = {"ok": not failed, "findings": [asdict(one) for one in findings], "not_checked": list(left_out)}
-    typer.echo(json.dumps(report, indent=2, ensure_ascii=False))
-
-
-def _print(console: Console, findings: Sequence[Finding], left_out: Sequence[str]) -> None:
+def _print_findings(console: Console, findings: Sequence[Finding]) -> None:
     """A table in a terminal; elsewhere one line a finding."""
     from rich.table import Table
     from rich.text import Text
 
-    from agentrl.doctor import Status
-
-    if console.is_terminal:
-        table = Table(show_header=False, box=None, padding=(0, 1, 0, 0))
-        table.add_column(no_wrap=True)
-        table.add_column(no_wrap=True)
-        table.add_column(overflow="fold")
-        for one in findings:
-            said = Text(one.found)
-            if one.mend:
-                said.append(f"\n→ {one.mend}", style=STYLES[one.status])
-            table.add_row(Text(one.status, style=STYLES[one.status]), Text(one.name), said)
-        console.print(table, soft_wrap=False)
-    else:
+    if not console.is_terminal:
         for one in findings:
             console.print(Text(f"{one.status:<5}{one.name}: {one.found}" + (f" -> {one.mend}" if one.mend else "")))
+        return
+    table = Table(show_header=False, box=None, padding=(0, 1, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True, min_width=NAME_WIDTH)
+    table.add_column(overflow="fold")
+    for one in findings:
+        said = Text(one.found)
+        if one.mend:
+            said.append(f"\n→ {one.mend}", style=STYLES[one.status])
+        table.add_row(Text(one.status, style=STYLES[one.status]), Text(one.name), said)
+    console.print(table, soft_wrap=False)
+
+
+def _print_sums(console: Console, findings: Sequence[Finding], left_out: Sequence[str]) -> None:
+    from rich.text import Text
+
+    from agentrl.doctor import Status
+
     counts = Counter(one.status for one in findings)
     console.print(Text("\n" + ", ".join(f"{counts[status]} {status}" for status in Status)))
     for text in left_out:

@@ -15,6 +15,7 @@ from enum import StrEnum
 from agentrl.errors import AgentRLError
 from agentrl.threads import in_thread
 
+DEADLINE_S = 60.0  # a second on an idle machine; a busy one is no failure
 MAX_CHARACTERS = 500  # of a reason: a library's error may be a page
 
 
@@ -67,7 +68,7 @@ class Check:
 
     name: str
     ask: Callable[[], Findings] | Callable[[], Awaitable[Findings]]
-    deadline_s: float = 10.0
+    deadline_s: float = DEADLINE_S
 
 
 async def examine(checks: Sequence[Check], *, on_done: Callable[[str], None] = lambda name: None) -> list[Finding]:

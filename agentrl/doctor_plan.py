@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
+from threading import Lock
+from typing import TypeVar
 
 from agentrl import doctor_machine as machine
 from agentrl import doctor_packages as packages
 from agentrl import doctor_run as run
 from agentrl.config import Config, SandboxConfig
 from agentrl.doctor import Check, Finding, ok
+
+T = TypeVar("T")
 
 SANDBOX_DEADLINE_S = 120.0
 TORCH_DEADLINE_S = 120.0  # a first import from a cold disk
@@ -39,28 +43,28 @@ def checks(config: Config | None, *, engine_token: str | None = None, sandbox_to
 
 
 def _packages(config: Config | None) -> list[Check]:
-    @cache
-    def pins() -> packages.Pins:
-        return packages.read_pins()
+    return [
+        Check(name="Python", ask=lambda: packages.python(packages.read_pins())),
+        Check(name="packages", ask=partial(_installed, config)),
+    ]
 
-    installed = cache(packages.installed_packages)
-    needed = config is not None
 
-    def single(name: str) -> list[Finding]:
-        found = installed().get(name)
-        return [packages.package(name, found, pins(), needed=needed, part=NEEDED_BY[name])]
-
+def _installed(config: Config | None) -> list[Finding]:
+    """One check and not one a package: all of them read the same folders."""
+    pins, installed = packages.read_pins(), packages.installed_packages()
     starts_engine = config is not None and not config.engine.urls
     return [
-        Check(name="Python", ask=lambda: packages.python(pins())),
-        *(Check(name=name, ask=partial(single, name)) for name in packages.SINGLE),
-        Check(name="vLLM", ask=lambda: packages.engine(installed(), pins(), needed=starts_engine)),
-        Check(name="other packages", ask=lambda: packages.others(installed(), pins())),
+        *(
+            packages.package(name, installed.get(name), pins, needed=config is not None, part=NEEDED_BY[name])
+            for name in packages.SINGLE
+        ),
+        packages.engine(installed, pins, needed=starts_engine),
+        packages.others(installed, pins),
     ]
 
 
 def _machine(config: Config | None) -> list[Check]:
-    needs = cache(lambda: run.needs(config, _size(config)) if config else run.Needs())
+    needs = _once(lambda: run.needs(config, _size(config)) if config else run.Needs())
     return [
         Check(name="GPU", ask=lambda: _gpus(config, needs), deadline_s=TORCH_DEADLINE_S),
         Check(name="memory", ask=lambda: machine.memory(needed_bytes=needs().memory_bytes)),
@@ -75,14 +79,25 @@ def _machine(config: Config | None) -> list[Check]:
 
 def _of(config: Config, engine_token: str | None) -> list[Check]:
     return [
-        Check(name="environment", ask=lambda: run.environment(config), deadline_s=60.0),
+        Check(name="environment", ask=lambda: run.environment(config)),
         Check(name="model", ask=lambda: run.model(config), deadline_s=MODEL_DEADLINE_S),
         Check(name="chat template", ask=lambda: run.template(config), deadline_s=MODEL_DEADLINE_S),
         Check(name="engine", ask=lambda: run.engine_settings(config.engine)),
         Check(name="learner", ask=lambda: run.learner_settings(config.learner)),
-        Check(name="engine.url", ask=partial(run.engine_urls, config.engine, token=engine_token), deadline_s=60.0),
+        Check(name="engine.url", ask=partial(run.engine_urls, config.engine, token=engine_token)),
         Check(name="ports", ask=lambda: run.ports(config.engine, config.sandbox)),
     ]
+
+
+def _once(work: Callable[[], T]) -> Callable[[], T]:
+    """`work`, done by whichever thread asks first; the others wait for it."""
+    lock, kept = Lock(), cache(work)
+
+    def ask() -> T:
+        with lock:
+            return kept()
+
+    return ask
 
 
 def _size(config: Config) -> run.ModelSize | None:

@@ -3,10 +3,11 @@
 import asyncio
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,12 @@ def test_the_machine_alone_has_no_fail_here_and_the_exit_code_says_so(tmp_path: 
 
 
 @pytest.fixture
+def taken_port() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+@pytest.fixture
 def only(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Leaves only the checks of these names, as they are."""
 
@@ -151,6 +158,15 @@ def test_a_token_that_cannot_be_read_is_a_line(only: Callable[..., None], monkey
     assert done.stdout.startswith("FAIL engine token: AGENTRL_ENGINE_TOKEN_FILE: cannot read /nowhere/token")
 
 
+def test_deep_waits_until_what_failed_is_mended(only: Callable[..., None], taken_port: int) -> None:
+    only("ports")
+    done = doctor(QUICKSTART, f"engine.port={taken_port}", "--deep")
+    assert done.exit_code == 1
+    assert "FAIL engine.port" in done.stdout
+    assert "mend what failed first" in done.stdout
+    assert "engine start" not in done.stdout
+
+
 def test_deep_needs_a_config() -> None:
     done = doctor("--deep")
     assert done.exit_code == 2
@@ -164,7 +180,8 @@ def test_a_terminal_gets_a_table_no_wider_than_itself() -> None:
 
     findings = [ok("Python", "3.11.7"), fail("run folder", "0.1 GiB free " + "in a folder " * 10, "delete " * 20)]
     console = Console(force_terminal=True, width=80, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
-    cli_doctor._print(console, findings, ["weight sync"])
+    cli_doctor._print_findings(console, findings)
+    cli_doctor._print_sums(console, findings, ["weight sync"])
     shown = console.export_text()
     assert max(map(len, shown.splitlines())) <= 80
     assert "→ delete" in shown

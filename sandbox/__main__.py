@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from sandbox.backends.base import BackendError, BackendSettings
 from sandbox.backends.probe import BACKENDS, start_backend
@@ -30,9 +31,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT. Returns the exit code: 2 when the settings cannot be served, with one line why."""
     options = _parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    tokens = [token for token in os.environ.get(options.token_env or "", "").split(",") if token]
+    try:
+        tokens = _tokens(options.token_env)
+    except OSError as error:
+        return _refuse(f"{options.token_env}_FILE: cannot read {error.filename}: {error.strerror}")
     if options.token_env and not tokens:
-        return _refuse(f"the environment variable {options.token_env} holds no token")
+        return _refuse(
+            f"the environment variable {options.token_env} holds no token, nor does {options.token_env}_FILE"
+        )
     if not tokens and not _is_loopback(options.host):
         return _refuse(f"{options.host} can be reached by others: give a token with --token-env NAME")
     try:
@@ -68,11 +74,25 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--image", default="agentrl-sandbox", help="of the docker backend's containers")
     parser.add_argument("--strict", action="store_true", help="do not start when anything is weaker than it should be")
-    parser.add_argument("--token-env", metavar="NAME", help="variable with the bearer tokens, one a tenant, by comma")
+    parser.add_argument(
+        "--token-env",
+        metavar="NAME",
+        help="variable with the bearer tokens, one a tenant, by comma; NAME_FILE: path of a file with them",
+    )
     parser.add_argument("--allow-unsafe", action="store_true", help="permit the backend that isolates nothing")
     parser.add_argument("--ready-fd", type=int, help="write {port, backend} as a JSON line here when serving")
     parser.add_argument("--alive-fd", type=int, help="stop when this descriptor is closed at its other end")
     return parser
+
+
+def _tokens(name: str | None) -> list[str]:
+    """Those of the variable `name`, else of the file that `name`_FILE names. Raises OSError."""
+    if name is None:
+        return []
+    text = os.environ.get(name, "")
+    if not text and (path := os.environ.get(f"{name}_FILE")):
+        text = Path(path).read_text()
+    return [token for token in text.strip().split(",") if token]
 
 
 def _refuse(message: str) -> int:

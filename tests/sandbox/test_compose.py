@@ -1,4 +1,7 @@
-"""`docker compose up` for real: the sandbox answers on this machine, and reaches nothing from where it runs."""
+"""`docker compose up sandbox-port` for real: it answers on this machine, and reaches nothing from where it runs.
+
+The other services have tests/test_compose_run.py.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,14 @@ import os
 import socket
 import subprocess
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
 import pytest
 
 from sandbox.client import SandboxClient
+from tests.docker_engine import IMAGE
 
 pytestmark = pytest.mark.docker
 
@@ -62,7 +66,7 @@ def project(docker_environment: dict[str, str]) -> Iterator[Project]:
     }
     project = Project(environment=environment, name=f"agentrl-test-{os.getpid()}", url=f"http://127.0.0.1:{port}")
     try:
-        project.compose("up", "--detach", "--wait")
+        project.compose("up", "--detach", "--wait", "sandbox-port")
         yield project
     finally:
         project.compose("down", "--volumes")
@@ -122,14 +126,33 @@ def test_its_container_is_hardened(project: Project) -> None:
         host = details["HostConfig"]
         assert (host["ReadonlyRootfs"], host["Privileged"], host["CapDrop"]) == (True, False, ["ALL"])
         assert {name.removeprefix("CAP_") for name in host["CapAdd"] or []} == added
-        assert details["Mounts"] == []  # nothing of the host, docker.sock least of all
+        mounts = [(mount["Type"], mount["Destination"], mount["RW"]) for mount in details["Mounts"]]
+        # nothing of the host, docker.sock least of all
+        assert mounts == ([("volume", "/run/tokens/sandbox", False)] if service == "sandbox" else [])
         assert host["PidsLimit"] > 0 and host["Memory"] > 0
         assert "no-new-privileges:true" in host["SecurityOpt"]
 
 
-def test_a_token_must_be_given(project: Project) -> None:
-    environment = {key: value for key, value in project.environment.items() if key != "AGENTRL_SANDBOX_TOKEN"}
-    done = subprocess.run(
-        ["docker", "compose", "config"], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode != 0 and "set it to a secret of your own" in done.stderr
+def test_a_token_is_made_where_none_is_given_and_stays(project: Project) -> None:
+    read = ("exec", project.container("sandbox"), "cat", "/run/tokens/sandbox/token")
+    assert project.docker(*read) == "token-of-compose"
+    project.environment["AGENTRL_SANDBOX_TOKEN"] = ""
+    project.compose("run", "--rm", "setup")
+    assert project.docker(*read) == "token-of-compose"  # whoever runs already goes on with it
+    project.docker("exec", project.container("sandbox"), "true")
+    elsewhere = replace(project, name=f"{project.name}-2")
+    try:
+        elsewhere.compose("run", "--rm", "setup")
+        made = elsewhere.docker(
+            "run",
+            "--rm",
+            "--entrypoint",
+            "cat",
+            "--volume",
+            f"{elsewhere.name}_sandbox-token:/token:ro",
+            IMAGE,
+            "/token/token",
+        )
+        assert len(made) >= 32
+    finally:
+        elsewhere.compose("down", "--volumes")

@@ -26,11 +26,13 @@ import psutil
 from agentrl import config as configs
 from agentrl.config import Config
 from agentrl.run_folder import RunFolder
+from tests.e2e.kill_engine import OutsideEngine
 from tests.e2e.kill_judge import Fate, fates
 
 ENV_FILE = Path(__file__).parent / "kill_env.py"
-PROGRESS_TIMEOUT_S = 300.0
-RUN_TIMEOUT_S = 900.0
+START_TIMEOUT_S = 600.0  # on a machine that does much else besides
+PROGRESS_TIMEOUT_S = 900.0
+RUN_TIMEOUT_S = 1800.0
 MARK = "AGENTRL_TEST_MARK"
 
 
@@ -63,12 +65,16 @@ class KillRun:
 
     Args:
         settings: dotted overrides of the config below.
+        engine: a server beside the run, started again here when it is killed; None: the run has its own.
+        max_delay_s: longest wait before a kill, once there was progress.
     """
 
     folder: Path
     model: Path
     seed: int
     settings: dict[str, Any] = field(default_factory=dict)
+    engine: OutsideEngine | None = None
+    max_delay_s: float = 4.0
     kills: list[Kill] = field(default_factory=list)
     num_resumes: int = 0
     seconds: float = 0.0
@@ -79,8 +85,9 @@ class KillRun:
         self._mark = uuid.uuid4().hex
         self._log = self.folder / "out.log"
         self._config = self.folder / "config.yaml"
-        self._config.write_text(json.dumps(_base(self.folder, self.model)))
-        self._overrides = [f"{key}={json.dumps(value)}" for key, value in self.settings.items()]
+        self._config.write_text(json.dumps(base_config(self.folder, self.model)))
+        settings = self.settings | ({"engine.url": self.engine.url} if self.engine else {})
+        self._overrides = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
         self._started = time.monotonic()
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -131,7 +138,7 @@ class KillRun:
         since = time.time()
         if self._rng.random() < 0.75:
             self._wait_for(lambda: self._code() is not None or self._moved(since), PROGRESS_TIMEOUT_S, "progress")
-        time.sleep(self._rng.uniform(0, 4))
+        time.sleep(self._rng.uniform(0, self.max_delay_s))
         victims: list[psutil.Process] = []
 
         def found() -> bool:
@@ -152,6 +159,9 @@ class KillRun:
         self.kills.append(kill)
         if part is Part.TRAIN:
             self._resume()
+        if part is Part.ENGINE and self.engine is not None:
+            self.engine.stop()
+            self.engine.start()
         return True
 
     def _resume(self) -> None:
@@ -198,7 +208,8 @@ class KillRun:
             train = psutil.Process(self._process.pid)
             if part is Part.TRAIN:
                 return [train]
-            return [child for child in train.children(recursive=True) if _is_of(child, part)]
+            outside = self.engine.processes() if part is Part.ENGINE and self.engine is not None else []
+            return [child for child in (*train.children(recursive=True), *outside) if _is_of(child, part)]
         return []
 
     def _left_over(self) -> list[psutil.Process]:
@@ -211,7 +222,8 @@ class KillRun:
             time.sleep(0.05)
 
 
-def _base(folder: Path, model: Path) -> dict[str, Any]:
+def base_config(folder: Path, model: Path) -> dict[str, Any]:
+    """Small steps of small groups, on parts that may be started again and again."""
     return {
         "name": "kill",
         "out_dir": str(folder / "runs"),
@@ -225,9 +237,14 @@ def _base(folder: Path, model: Path) -> dict[str, Any]:
             "max_retries": 8,
             "max_infra_error_rate": 1.0,
         },
-        "engine": {"max_num_seqs": 16, "kv_cache_bytes": 67_108_864, "max_restarts": 100},
+        "engine": {
+            "max_num_seqs": 16,
+            "kv_cache_bytes": 67_108_864,
+            "max_restarts": 100,
+            "start_timeout_s": START_TIMEOUT_S,
+        },
         "sandbox": {"max_restarts": 100, "slots": 2},
-        "learner": {"lr": 1e-4, "checkpoint_every": 3, "max_restarts": 100, "save_every": 0},
+        "learner": {"lr": 1e-4, "checkpoint_every": 3, "max_restarts": 100, "start_timeout_s": START_TIMEOUT_S},
         "eval": {"num_tasks": 2, "samples_per_task": 2, "every": 0},
         "train": {"steps": 9},
     }

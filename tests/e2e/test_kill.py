@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,19 +16,24 @@ from agentrl.journal import GroupState, Journal, StepState
 from agentrl.metrics import MetricsLog
 from agentrl.run_folder import RunFolder
 from agentrl.types import Completion, FinishReason, StopReason, Task, Trajectory, TrajectoryGroup, Turn, VersionSpan
+from tests.e2e.kill_engine import OutsideEngine
 from tests.e2e.kill_judge import (
     MAX_Z,
     Fate,
     check_fates,
     check_metrics,
     check_trajectories,
+    different_weights,
     fates,
     judge,
     read_steps,
     standard_errors_apart,
 )
 from tests.e2e.kill_model import make_model_folder
-from tests.e2e.kill_run import KillRun, Part
+from tests.e2e.kill_run import KillRun, Part, base_config
+from tests.e2e.kill_soak import SYNCHRONOUS, soak
+
+SETTINGS = SYNCHRONOUS | {"train.steps": 12}
 
 STEPS, PER_STEP, SIZE, LAG = 3, 2, 2, 1
 
@@ -152,22 +158,41 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model_folder(tmp_path_factory.mktemp("kill") / "model")
 
 
+@pytest.fixture
+def engine(tmp_path: Path, model: Path) -> Iterator[OutsideEngine]:
+    """One for both runs: a start costs half a minute."""
+    config = tmp_path / "engine.json"
+    config.write_text(json.dumps(base_config(tmp_path, model)))
+    engine = OutsideEngine(tmp_path, config, [f"{key}={json.dumps(value)}" for key, value in SETTINGS.items()])
+    try:
+        engine.wait()
+        yield engine
+    finally:
+        engine.stop()
+
+
 @pytest.mark.e2e
 @pytest.mark.engine
 @pytest.mark.timeout(400)
-def test_one_kill_of_each_part_loses_nothing(tmp_path: Path, model: Path) -> None:
-    killed = KillRun(folder=tmp_path / "run", model=model, seed=7, settings={"train.steps": 6})
+def test_a_kill_of_each_part_loses_nothing_and_changes_no_bit(
+    tmp_path: Path, model: Path, engine: OutsideEngine
+) -> None:
+    peace, killed = (
+        KillRun(folder=tmp_path / name, model=model, seed=7, settings=SETTINGS, engine=engine, max_delay_s=1.5)
+        for name in ("peace", "killed")
+    )
+    peace.go()
     killed.go([Part.LEARNER, Part.SANDBOX, Part.ENGINE, Part.TRAIN])
     assert {kill.part for kill in killed.kills} == set(Part), killed.report("the run was over before the last kill")
-    assert judge(killed.run.path, killed.config) == [], killed.report("wrong")
+    for run in (peace, killed):
+        assert judge(run.run.path, run.config) == [], run.report("wrong")
+    assert different_weights(peace.run, killed.run) == [], killed.report("not the weights of the run in peace")
 
 
 @pytest.mark.soak
 @pytest.mark.engine
 @pytest.mark.timeout(7200)
 def test_fifty_kills_lose_nothing_and_change_no_bit(tmp_path: Path, model: Path) -> None:
-    from tests.e2e.kill_soak import soak
-
     seed = int(os.environ.get("AGENTRL_KILL_SEED", "0")) or random.randrange(10**6)
     result = soak(tmp_path, model, seed=seed, num_kills=50)
     assert result.complaints == [], f"{result.table}\nseed {seed}"

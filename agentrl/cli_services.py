@@ -115,6 +115,7 @@ def _learn(config_path: Path, orchestrator_url: str, weights_dir: Path | None) -
         orchestrator_url=orchestrator_url,
         weights_dir=weights_dir or run_dir / "weights",
         run_dir=run_dir,
+        token_file=Path(path) if (path := os.environ.get(f"{tokens.RUN}_FILE")) else None,
     )
     added = {tokens.RUN: token, "OMP_NUM_THREADS": str(config.learner.num_threads)}
     os.execvpe(command[0], command, {**os.environ, **added})

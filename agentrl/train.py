@@ -62,7 +62,7 @@ class Training:
         self._wrappers = load_wrappers(config.env.wrappers)
         # Read before anything is made or started: a broken row should cost a second, not a minute.
         self._held_out = held_out_tasks(self._env_class, config.env, num_tasks=config.eval.num_tasks)
-        self._source = TaskSource(self._env_class, config.env, seed=config.seed)
+        self._source = TaskSource(self._env_class, config.env, seed=config.seed, choice=config.rollout.task_choice)
         refuse_overlap(self._env_class, config.env)
 
     async def run(self, folder: RunFolder) -> Summary:

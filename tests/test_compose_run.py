@@ -31,6 +31,7 @@ ROOT = Path(__file__).parents[1]
 OWNER = 1234
 """Of the folder that the run is started from. Nobody has that id, neither here nor in the image."""
 PARTS = ("warmstart", "engine", "orchestrator", "learner")
+IMAGE = "agentrl-mounted"
 ENDLESS = 100_000
 STOP_WITHIN_S = 25.0
 ENV = """
@@ -177,7 +178,6 @@ def project(docker: dict[str, str], tmp_path_factory: pytest.TempPathFactory) ->
         yield project
     finally:
         project.compose("down", "--volumes", "--timeout", "5")
-    project.run("docker", "image", "rm", "agentrl")  # it has no packages
     label = f"label=com.docker.compose.project={project.name}"
     assert project.run("docker", "ps", "--all", "--quiet", "--filter", label) == ""
     assert project.run("docker", "volume", "ls", "--quiet", "--filter", label) == ""
@@ -197,7 +197,7 @@ def _overrides(folder: Path) -> dict[str, Any]:
     }
     for name in PARTS:
         services[name]["volumes"].append(packages)
-        services[name]["build"] = {"args": {"PACKAGES": "mounted"}}
+        services[name] |= {"image": IMAGE, "build": {"args": {"PACKAGES": "mounted"}}}
     return services
 
 

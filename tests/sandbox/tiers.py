@@ -47,7 +47,7 @@ TIERS = {
         Tier(name="docker", backend="docker", num_visible_pids=2, processes_are_ours=False, take_every=12),
         Tier(name="landlock", backend="landlock", uid=0, has_own_folders=False, take_every=2),
         Tier(name="landlock-plain", backend="landlock", uid=PLAIN_UID, has_own_folders=False, take_every=4),
-        Tier(name="unsafe", backend="unsafe", is_isolated=False, has_own_folders=False),
+        Tier(name="unsafe", backend="unsafe", is_isolated=False, has_own_folders=False, take_every=3),
     )
 }
 

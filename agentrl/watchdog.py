@@ -77,7 +77,9 @@ class AwakeClock:
 async def watched(
     progress: Progress, patience: Patience, *, dump: Path, last_words: Callable[[str], None] = lambda why: None
 ) -> AsyncIterator[None]:
-    """Raise RunStalled in place of the block when nothing moves in it; the stacks are in `dump` then.
+    """Raise RunStalled in place of the block when nothing moves in it, or when it is cancelled and does not end.
+
+    The stacks are in `dump` then.
 
     An event loop that stands still is interrupted, if it is the main thread's. Where that does not help, or the block
     does not end when it is cancelled, the process ends with EXIT_CODE; `last_words` gets the reason first.
@@ -117,6 +119,7 @@ class _Watchdog:
         self._dump = dump
         self._last_words = last_words
         self._loop = asyncio.get_running_loop()
+        self._task = asyncio.current_task()
         self._loop_thread = threading.get_ident()
         self._verdict: asyncio.Future[None] = self._loop.create_future()
         # Where the block ends first nobody asks for the verdict, and asyncio would print it.
@@ -129,6 +132,8 @@ class _Watchdog:
         self._quiet_s = 0.0
         self._has_turned = True
         self._loop_quiet_s = 0.0
+        self._is_cancelled = False
+        self._cancelled_s = 0.0
         self._is_ending = False
         self._ending_s = 0.0
         self._deaf_s = 0.0
@@ -161,6 +166,7 @@ class _Watchdog:
         # Under a deadline that is still to come its owner acts first, and has time to do so.
         is_quiet = snapshot.num_beats == self._num_beats and not snapshot.has_open_deadline
         self._quiet_s = self._quiet_s + seconds if is_quiet else 0.0
+        self._cancelled_s = self._cancelled_s + seconds if is_quiet and self._is_cancelled else 0.0
         self._num_beats = snapshot.num_beats
         self._loop_quiet_s = 0.0 if self._has_turned else self._loop_quiet_s + seconds
         if self.error is not None:
@@ -170,6 +176,9 @@ class _Watchdog:
             self._interrupt()
         elif self._quiet_s >= self._patience.stall_s:
             self._fail(snapshot, stalled(snapshot, self._quiet_s))
+        elif self._cancelled_s >= self._patience.end_s:
+            chain = "; ".join(map(str, snapshot.chain())) or "nobody says what he waits for"
+            self._fail(snapshot, f"the run was told to stop {self._cancelled_s:.0f} s ago and has not ended: {chain}")
         if self._has_turned:
             self._has_turned = False
             with suppress(RuntimeError):  # the loop is closed
@@ -177,6 +186,7 @@ class _Watchdog:
 
     def _turned(self) -> None:
         self._has_turned = True
+        self._is_cancelled = self._task is not None and self._task.cancelling() > 0
         self._progress.turned()
 
     def _blocked(self) -> str:

@@ -10,7 +10,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,23 @@ async def test_a_cancellation_from_outside_is_a_cancellation(tmp_path: Path) -> 
     await asyncio.sleep(0.05)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_a_block_that_swallows_its_cancellation_is_cancelled_again(tmp_path: Path) -> None:
+    progress = Progress()
+
+    async def run() -> None:
+        async with watched(progress, replace(QUICK, stall_s=60.0, end_s=0.3), dump=tmp_path / "stall.txt"):
+            with suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+            with progress.waiting("run", on="engine", what="its end"):
+                await asyncio.Event().wait()
+
+    task = asyncio.create_task(run())
+    await asyncio.sleep(0.05)
+    task.cancel()
+    with pytest.raises(RunStalled, match=r"was told to stop .* the run waits for the engine \(its end"):
         await task
 
 

@@ -16,6 +16,7 @@ from fastapi import FastAPI, HTTPException, Request, Response
 
 from agentrl import wire
 from agentrl.errors import AgentRLError, ConfigError, EngineError, LearnerReplaced, WeightsWanted
+from agentrl.http_body import BodyTooLarge, read_body
 from agentrl.types import Batch, StepOutput, TransferInit, WeightsRef
 
 log = logging.getLogger(__name__)
@@ -65,11 +66,14 @@ class Door(Protocol):
 
 
 def create_app(door: Door, *, token: str) -> FastAPI:
-    """The app; every route wants `Authorization: Bearer TOKEN`."""
+    """The app; every route wants `Authorization: Bearer TOKEN`. Raises ConfigError for an empty token."""
+    if not token:
+        raise ConfigError("the token between learner and orchestrator is empty: set AGENTRL_TOKEN")
     app = FastAPI(title="agentrl orchestrator", openapi_url=None)
 
     def check(request: Request) -> None:
-        if not hmac.compare_digest(request.headers.get("authorization", ""), f"Bearer {token}"):
+        given = request.headers.get("authorization", "")
+        if not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
             raise HTTPException(401, "wrong or missing token: learner and orchestrator need the same AGENTRL_TOKEN")
 
     async def port_of(request: Request) -> LearnerPort:
@@ -146,9 +150,10 @@ async def _told_of_failures(port: LearnerPort, request: Request) -> AsyncIterato
 
 
 async def _body(request: Request) -> bytes:
-    if int(request.headers.get("content-length", 0)) > MAX_BODY_BYTES:
-        raise HTTPException(413, f"bodies are limited to {MAX_BODY_BYTES} bytes")
-    return await request.body()
+    try:
+        return await read_body(request, limit_bytes=MAX_BODY_BYTES)
+    except BodyTooLarge as error:
+        raise HTTPException(413, str(error)) from error
 
 
 def _packed(record: object) -> Response:
@@ -158,7 +163,7 @@ def _packed(record: object) -> Response:
 def _decoded(body: bytes, record_type: type[wire.T]) -> wire.T:
     try:
         return wire.decode(body, record_type)
-    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+    except (msgspec.ValidationError, msgspec.DecodeError, RecursionError) as error:
         raise HTTPException(422, str(error)) from error
 
 
@@ -188,6 +193,7 @@ async def serving(app: FastAPI, *, host: str, port: int) -> AsyncIterator[str]:
     finally:
         server.should_exit = True
         try:
-            await asyncio.wait_for(task, 10)
+            async with asyncio.timeout(10):
+                await task
         finally:
             sock.close()

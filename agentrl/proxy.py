@@ -23,6 +23,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from agentrl.agent_env import Endpoint
 from agentrl.batch_server import serving
 from agentrl.chat_wire import ApiError, ChatAnswer, ChatRequest, answer_body, answer_events, models_body, read_request
+from agentrl.http_body import BodyTooLarge, read_body
 
 log = logging.getLogger(__name__)
 
@@ -140,9 +141,10 @@ class ChatProxy:
 
 
 async def _body(request: Request) -> bytes:
-    if int(request.headers.get("content-length", 0)) > MAX_BODY_BYTES:
-        raise ApiError(413, f"bodies are limited to {MAX_BODY_BYTES} bytes")
-    return await request.body()
+    try:
+        return await read_body(request, limit_bytes=MAX_BODY_BYTES)
+    except BodyTooLarge as error:
+        raise ApiError(413, str(error)) from error
 
 
 async def _unless_client_gone(

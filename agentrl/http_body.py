@@ -1,0 +1,25 @@
+"""Bodies of requests, never more of one than was allowed. Knows no route and no token."""
+
+from __future__ import annotations
+
+from fastapi import Request
+
+
+class BodyTooLarge(ValueError):
+    """More was sent, or announced, than is taken."""
+
+
+async def read_body(request: Request, *, limit_bytes: int) -> bytes:
+    """The whole body. Raises BodyTooLarge at once where its length is announced, else with the byte that is too many.
+
+    A body sent in chunks announces nothing: the length's header alone would let it grow until the memory is full.
+    """
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced) > limit_bytes:
+        raise BodyTooLarge(f"bodies are limited to {limit_bytes} bytes")
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > limit_bytes:
+            raise BodyTooLarge(f"bodies are limited to {limit_bytes} bytes")
+    return bytes(body)

@@ -168,9 +168,14 @@ class WeightKeeper:
         Raises WeightsWanted after a restart where the weights do not lie in a folder.
         """
         try:
+            starts = self._num_starts()
             try:
                 return await self._take(ref)
-            except EngineGone as error:
+            except EngineError as error:
+                # A server whose engine process died may hold a call up to its deadline before it ends itself.
+                is_gone = isinstance(error, EngineGone) or starts != self._num_starts() or await self._is_gone()
+                if isinstance(error, WeightSyncError) or not is_gone:
+                    raise
                 await self._wait_until_back(error)
                 self.num_restarts += await self._control.label() == INITIAL_LABEL
                 if ref.path is None:

@@ -62,6 +62,8 @@ class Script:
         self.seen: list[tuple[str, Any]] = []
         self.url = ""
         self.results: list[str] = []
+        self.special: Callable[[str], Any] = lambda path: None
+        self.health: list[int] = []
 
     def app(self) -> FastAPI:
         app = FastAPI()
@@ -71,7 +73,9 @@ class Script:
             body = await request.body()
             self.seen.append((path, await request.json() if body else None))
             await asyncio.sleep(self.delay_s)
-            if path in ("inference/v1/generate", "v1/completions"):
+            if (special := self.special(path)) is not None:
+                reply = special
+            elif path in ("inference/v1/generate", "v1/completions"):
                 reply = self.generate()
                 reply = events(reply) if isinstance(reply, list) else reply
             elif path == "update_weight_version":
@@ -323,6 +327,25 @@ async def test_an_engine_left_paused_is_refused_on_entering(script: Script) -> N
     script.paused = True
     with pytest.raises(EngineError, match=r"is paused.*restart it"):
         await generate(script)
+
+
+async def test_an_update_held_up_by_a_server_whose_engine_died_is_made_once_it_is_back(script: Script) -> None:
+    def dies_and_comes_back(path: str) -> Any:
+        if path == "pause" and not script.health:
+            script.health = [503, 503, 200, 200, 200]
+            return JSONResponse({"error": {"message": "held up"}}, status_code=500)
+        if path == "health" and script.health:
+            return Response(status_code=script.health.pop(0) if len(script.health) > 1 else 200)
+        if path == "finish_weight_update":
+            script.label = script.seen[-1][1]["weight_version"]
+        return None
+
+    script.health, script.special = [], dies_and_comes_back
+    script.generate = lambda: {"usage": {"prompt_tokens": 2}, "prompt_logprobs": [None, {"6": {"logprob": -1.0}}]}
+    async with VLLMEngine(script.url, return_timeout_s=5) as engine:
+        await engine.update_weights(REF)
+        assert await engine.version() == 1
+    assert [path for path, _ in script.seen].count("pause") == 2
 
 
 async def test_an_engine_that_reports_another_version_is_a_sync_error_and_trusted_no_more(script: Script) -> None:

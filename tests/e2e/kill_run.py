@@ -108,7 +108,7 @@ class KillRun:
             for part in parts:
                 if not self._kill(part):
                     break
-            self._wait_for(lambda: self._code() is not None, RUN_TIMEOUT_S, "the end of the run")
+            self._wait_for(self._is_over, RUN_TIMEOUT_S, "the end of the run")
             assert self._code() == 0, self.report("it ended by itself")
         finally:
             self.stop()
@@ -128,6 +128,7 @@ class KillRun:
         return f"{what}; seed {self.seed}, folder {self.folder}, killed:\n{kills}\n{tails}"
 
     def _start(self, arguments: list[str]) -> None:
+        self._is_hurt, self._last_start = False, time.time()
         command = [sys.executable, "-m", "agentrl", "train", *arguments]
         with self._log.open("ab") as log:
             environment = {**os.environ, MARK: self._mark}
@@ -137,16 +138,16 @@ class KillRun:
         """Whether the run was still there to be hurt. The moment: mostly soon after some progress, sometimes any."""
         since = time.time()
         if self._rng.random() < 0.75:
-            self._wait_for(lambda: self._code() is not None or self._moved(since), PROGRESS_TIMEOUT_S, "progress")
+            self._wait_for(lambda: self._is_over() or self._moved(since), PROGRESS_TIMEOUT_S, "progress")
         time.sleep(self._rng.uniform(0, self.max_delay_s))
         victims: list[psutil.Process] = []
 
         def found() -> bool:
             victims[:] = self._processes(part)
-            return bool(victims) or self._code() is not None
+            return bool(victims) or self._is_over()
 
         self._wait_for(found, PROGRESS_TIMEOUT_S, f"the {part}")
-        if self._code() is not None:
+        if self._is_over():
             return False
         kill = Kill(
             part=part,
@@ -157,6 +158,7 @@ class KillRun:
         with suppress(psutil.NoSuchProcess):
             self._rng.choice(victims).send_signal(signal.SIGKILL)
         self.kills.append(kill)
+        self._is_hurt = True
         if part is Part.TRAIN:
             self._resume()
         if part is Part.ENGINE and self.engine is not None:
@@ -175,6 +177,12 @@ class KillRun:
         else:  # killed before there was anything to go on with
             _move_away(self.run.path)
             self._start([str(self._config), *self._overrides])
+
+    def _is_over(self) -> bool:
+        """A run that lost a part before it was up ends by name, which is right, and is resumed here."""
+        if self._code() and self._is_hurt and not self._moved(self._last_start):
+            self._resume()
+        return self._code() is not None
 
     def last_step(self) -> int:
         """0 before the first."""

@@ -33,7 +33,7 @@ from tests.e2e.kill_model import make_model_folder
 from tests.e2e.kill_run import KillRun, Part, base_config
 from tests.e2e.kill_soak import SYNCHRONOUS, soak
 
-SETTINGS = SYNCHRONOUS | {"train.steps": 12}
+SETTINGS = SYNCHRONOUS | {"train.steps": 9}
 
 STEPS, PER_STEP, SIZE, LAG = 3, 2, 2, 1
 
@@ -178,7 +178,7 @@ def test_a_kill_of_each_part_loses_nothing_and_changes_no_bit(
     tmp_path: Path, model: Path, engine: OutsideEngine
 ) -> None:
     peace, killed = (
-        KillRun(folder=tmp_path / name, model=model, seed=7, settings=SETTINGS, engine=engine, max_delay_s=1.5)
+        KillRun(folder=tmp_path / name, model=model, seed=7, settings=SETTINGS, engine=engine, max_delay_s=0.5)
         for name in ("peace", "killed")
     )
     peace.go()

@@ -138,6 +138,7 @@ class LearnerSeat:
 
 async def _within(waiting: Awaitable[T], seconds: float, what: str) -> T:
     try:
-        return await asyncio.wait_for(waiting, seconds)
+        async with asyncio.timeout(seconds):  # asyncio.wait_for can swallow a cancellation
+            return await waiting
     except TimeoutError as error:
         raise LearnerError(f"the learner did not deliver {what} within {seconds:g} s; see logs/learner.log") from error

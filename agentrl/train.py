@@ -180,7 +180,8 @@ class Training:
             finally:
                 restarts.cancel()
             with suppress(TimeoutError):  # it has said that it is done; the block that it lives in ends it
-                await asyncio.wait_for(learner.wait(), LEARNER_EXIT_TIMEOUT_S)
+                async with asyncio.timeout(LEARNER_EXIT_TIMEOUT_S):
+                    await learner.wait()
             return summary
 
     async def _restartable(self, orchestrator: Orchestrator, learner: Child) -> None:

@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from trainer_builders import plain_logprobs
 from transformers import AutoModelForCausalLM
 
+import trainer.transfer
 from agentrl.batch_server import RunOver, create_app, serving
 from agentrl.checksum import checksum_of
 from agentrl.config import EngineConfig
@@ -45,6 +46,7 @@ class Engines:
         self.engine = engine
         self.refs: list[WeightsRef] = []
         self.failures: list[EngineError] = []
+        self.blamed: list[EngineError] = []  # those that would end a run
 
     async def next_batch(self, policy_version: int) -> Batch:
         raise RunOver
@@ -65,6 +67,9 @@ class Engines:
         except EngineError as error:
             self.failures.append(error)
             raise
+
+    async def engine_failed(self, error: EngineError) -> None:
+        self.blamed.append(error)
 
 
 def start_server(model_dir: Path, log_path: Path, backend: str, port: int = 0) -> tuple[subprocess.Popen[bytes], str]:
@@ -213,6 +218,7 @@ async def test_a_learner_killed_while_it_sends_leaves_the_old_weights_serving(
         while not engines.failures:
             assert time.monotonic() - killed_s < 10
             await asyncio.sleep(0.05)
+    assert engines.blamed == []  # a run waits for the next learner
     assert await distance(engines.engine, old) < 1e-4
     async with learner(engines, tmp_path / "new", tmp_path) as process:
         errors = await said(process)
@@ -387,7 +393,8 @@ class Refusing(Silent):
         raise LearnerError("the orchestrator answered 503: paused by others")
 
 
-def test_a_refusal_ends_a_broadcast_that_nobody_receives() -> None:
+def test_a_refusal_ends_a_broadcast_that_nobody_receives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer.transfer, "GRACE_S", 0.5)
     large = torch.nn.Linear(4096, 4096)  # more than the connection's own buffers hold
     sender = publisher(
         transfer("gloo", timeout_s=100),
@@ -456,7 +463,8 @@ def test_ipc_needs_no_group() -> None:
     assert (info.backend, info.packed, info.is_sender) == ("ipc", False, False)
 
 
-def test_an_action_that_never_ends_is_left_alone() -> None:
+def test_an_action_that_never_ends_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer.transfer, "GRACE_S", 0.5)
     with pytest.raises(TimeoutError, match=r"0\.1 s"):
         within(lambda: time.sleep(20), 0.1, over=Event())
 

@@ -44,7 +44,9 @@ class Fate:
 
 
 def fates(journal: Path) -> list[Fate]:
-    """Of every group, by id."""
+    """Of every group, by id; none where the run never began."""
+    if not journal.exists():
+        return []
     with closing(sqlite3.connect(journal)) as db:
         rows = db.execute("SELECT group_id, task_id, state, step, reason FROM groups ORDER BY group_id").fetchall()
     return [

@@ -200,8 +200,8 @@ class KillRun:
 
     def _fates(self) -> list[Fate]:
         with suppress(sqlite3.Error):
-            return fates(self.run.journal) if self.run.journal.exists() else []
-        return []
+            return fates(self.run.journal)
+        return []  # its tables are being made
 
     def _code(self) -> int | None:
         assert self._process is not None

@@ -78,7 +78,7 @@ class Estimator:
         algorithm: AlgorithmConfig,
         *,
         pack_tokens: int = DEFAULT_PACK_TOKENS,
-        gather: Callable[[list[Any]], list[Any]] = lambda records: records,
+        gather: Callable[[list[Any], Any], list[Any]] = lambda records, kind: records,
     ) -> None:
         self._device: torch.device = model.device
         self._objective = Objective(algorithm)
@@ -148,7 +148,7 @@ class Estimator:
         """A pass a pack. Where ZeRO-3 divides weights among ranks, as many as the rank with the most packs makes."""
         is_divided = any(hasattr(parameter, "ds_shape") for parameter in self.parameters)
         # Asked before the first pass: in a pass every rank waits for the others' weights.
-        num_passes = max(self._gather([len(packs)])) if is_divided else len(packs)
+        num_passes = max(self._gather([len(packs)], int)) if is_divided else len(packs)
         for runs in packs:
             make_pass(runs)
         for _ in range(num_passes - len(packs)):
@@ -194,7 +194,7 @@ class Estimator:
     def _weigh_batch(self, runs: Sequence[Run]) -> None:
         """Weights that depend on every trajectory of the step, of all ranks: each rank computes all of them alike."""
         mine = [((run.group_id, run.index), _member(run)) for run in runs]
-        everyone = sorted(self._gather(mine), key=lambda pair: pair[0])
+        everyone = sorted(self._gather(mine, tuple[tuple[int, int], Member]), key=lambda pair: pair[0])
         weights = self._objective.batch_weights([member for _, member in everyone])
         found = {key: one for (key, _), one in zip(everyone, weights, strict=True)}
         for run in runs:

@@ -86,7 +86,7 @@ class Learner:
         if (every := self.config.algorithm.variance_every) and self.policy_version % every == 0:
             metrics |= self._split_variance.measure(batch.groups, policy_version=self.policy_version)
         rho = _rho(groups)
-        broken = _refusals(groups) or ranks.gather(_overflow(self._estimator.sums.total))
+        broken = _refusals(groups) or ranks.gather(_overflow(self._estimator.sums.total), str)
         self._end_if_broken_for_good(broken)
         reasons = broken or _too_few(rho, self.config.algorithm.refuse_below)
         if reasons or rho is None:
@@ -166,7 +166,8 @@ class Learner:
                 _own_share(batch.groups),
                 policy_version=self.policy_version,
                 num_episodes=batch.num_episodes,
-            )
+            ),
+            GroupTerms,
         )
 
     def _say_what_exactness_costs(self) -> None:

@@ -1,4 +1,7 @@
-"""The learner's processes among themselves: joining, and gathering small records. Knows nothing of training."""
+"""The learner's processes among themselves: joining, and passing small records on. Knows nothing of training.
+
+Records travel as msgpack that is decoded into the type which is asked for. torch's own calls for objects pickle them.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from collections.abc import MutableMapping
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import msgspec
 import torch
 from torch import Tensor, distributed
 
@@ -47,13 +51,56 @@ def _private_store() -> Any:
     return distributed.HashStore()  # type: ignore[attr-defined]
 
 
-def gather(records: list[T]) -> list[T]:
-    """All ranks' records on every rank, rank by rank."""
+def gather(records: list[T], kind: type[T]) -> list[T]:
+    """All ranks' records, each a `kind`, on every rank, rank by rank."""
     if distributed.get_world_size() == 1:
         return records
-    everyone: list[list[T] | None] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(everyone, records)
-    return [record for part in everyone for record in part or []]
+    return [record for part in _all_bytes(_encoded(records)) for record in _decoded(part, list[kind])]  # type: ignore[valid-type]
+
+
+def of_first(record: T, kind: Any) -> T:
+    """Rank 0's record, a `kind`, on every rank."""
+    if distributed.get_world_size() == 1:
+        return record
+    is_first = distributed.get_rank() == 0
+    first: T = _decoded(_all_bytes(_encoded(record) if is_first else b"")[0], kind)
+    return first
+
+
+def _all_bytes(mine: bytes) -> list[bytes]:
+    """Every rank's bytes on every rank."""
+    device = torch.device("cuda", torch.cuda.current_device()) if distributed.get_backend() == "nccl" else None
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(distributed.get_world_size())]
+    distributed.all_gather(sizes, torch.tensor([len(mine)], device=device))
+    longest = max(1, *(int(size) for size in sizes))
+    padded = torch.frombuffer(bytearray(mine.ljust(longest, b"\0")), dtype=torch.uint8).to(device or "cpu")
+    parts = [torch.empty_like(padded) for _ in sizes]
+    distributed.all_gather(parts, padded)
+    return [part.cpu().numpy().tobytes()[: int(size)] for part, size in zip(parts, sizes, strict=True)]
+
+
+def _encoded(record: object) -> bytes:
+    return msgspec.msgpack.encode(record, enc_hook=_from_tensor)
+
+
+def _decoded(data: bytes, kind: Any) -> Any:
+    return msgspec.msgpack.decode(data, type=kind, dec_hook=_to_tensor)
+
+
+def _from_tensor(value: object) -> tuple[str, list[int], bytes]:
+    if not isinstance(value, Tensor):
+        raise NotImplementedError(f"{type(value).__name__} is nothing that ranks pass on")
+    tensor = value.detach().cpu().contiguous()
+    return str(tensor.dtype).removeprefix("torch."), list(tensor.shape), tensor.numpy().tobytes()
+
+
+def _to_tensor(kind: type, value: tuple[str, list[int], bytes]) -> Tensor:
+    dtype, shape, data = value
+    if kind is not Tensor or dtype not in ("float32", "float64", "int64"):
+        raise ValueError(f"a {kind.__name__} of {dtype} is nothing that ranks pass on")
+    if not data:
+        return torch.empty(shape, dtype=getattr(torch, dtype))
+    return torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype)).reshape(shape)
 
 
 def add_up(tensor: Tensor) -> None:

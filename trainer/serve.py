@@ -26,7 +26,7 @@ from agentrl.config import Config
 from agentrl.errors import LearnerError, WeightsWanted, boundary
 from agentrl.run_folder import RunFolder
 from agentrl.types import Batch, Probe, StepOutput, TransferInit, WeightsRef
-from trainer import checkpoint, weights
+from trainer import checkpoint, ranks, weights
 from trainer.learner import Learner
 from trainer.transfer import Publisher, Transfer, publisher
 from trainer.weight_source import WeightSource
@@ -208,7 +208,7 @@ def _publish(learner: Learner, sender: Publisher, probe_ids: list[int]) -> dict[
     """Publish the present version, again for an engine that was restarted meanwhile; what it took, as metrics."""
     with _clock() as publish_s:
         probe = Probe(token_ids=tuple(probe_ids), logprobs=tuple(learner.logprobs(probe_ids)))
-        while (num_bytes := _agreed(lambda: _sent(sender, learner.policy_version, probe))) is None:
+        while (num_bytes := _agreed(lambda: _sent(sender, learner.policy_version, probe), int | None)) is None:
             log.warning("an engine was restarted while it took version %d: publishing again", learner.policy_version)
             sender.reopen()
     return {"learner/publish_s": publish_s[0], "learner/publish_bytes_per_s": num_bytes / publish_s[0]}
@@ -225,7 +225,9 @@ def _next_batch(learner: Learner, orchestrator: Orchestrator, sender: Publisher,
     """The batch to consume now; None when the run is over. Restarted engines are given the present version."""
     is_first_rank = distributed.get_rank() == 0
     while True:
-        answer = _agreed(lambda: orchestrator.poll(learner.policy_version) if is_first_rank else Verdict.NOT_YET)
+        answer: Batch | Verdict = _agreed(
+            lambda: orchestrator.poll(learner.policy_version) if is_first_rank else Verdict.NOT_YET, Batch | Verdict
+        )
         if answer is Verdict.OVER:
             return None
         if answer is Verdict.PUBLISH_AGAIN:
@@ -236,12 +238,9 @@ def _next_batch(learner: Learner, orchestrator: Orchestrator, sender: Publisher,
             return answer
 
 
-def _agreed(action: Callable[[], T]) -> T:
-    """Every rank acts; rank 0's result counts on all of them, since all must do the same next."""
-    result = [action()]
-    if distributed.get_world_size() > 1:
-        distributed.broadcast_object_list(result, src=0)
-    return result[0]
+def _agreed(action: Callable[[], T], kind: Any) -> T:
+    """Every rank acts; rank 0's result, a `kind`, counts on all of them, since all must do the same next."""
+    return ranks.of_first(action(), kind)
 
 
 def _is_due(step: int, every: int) -> bool:

@@ -48,7 +48,7 @@ class SplitVariance:
         *,
         pack_tokens: int,
         share: Callable[[Sequence[TrajectoryGroup]], list[TrajectoryGroup]],
-        gather: Callable[[list[Any]], list[Any]],
+        gather: Callable[[list[Any], Any], list[Any]],
         reduce: Callable[[Tensor], None],
     ) -> None:
         self._model = model

@@ -34,7 +34,7 @@ def measurer(model: Any, algorithm: AlgorithmConfig) -> SplitVariance:
         algorithm,
         pack_tokens=512,
         share=lambda groups: groups,
-        gather=lambda records: records,
+        gather=lambda records, kind: records,
         reduce=lambda tensor: None,
     )
 

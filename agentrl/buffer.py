@@ -11,10 +11,10 @@ under the bound that it was admitted with.
 from __future__ import annotations
 
 import asyncio
+from bisect import insort
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from heapq import nsmallest
 from typing import Literal
 
 from agentrl.errors import NoLearningSignal, StaleTrajectoryError
@@ -97,6 +97,10 @@ class TrajectoryBuffer:
         self._goes_on_at = resumed.version + len(resumed.batches)  # before it nothing is played
         self._in_flight = {group_id: _InFlight(task, self._goes_on_at) for group_id, task in resumed.in_flight}
         self._ready = {group.group_id: _Ready(group, group.policy_version) for group in resumed.ready}
+        self._ready_ids = sorted(self._ready)
+        # How many there are of each version, for the "wait" rule: it is asked again whenever a group ends.
+        self._num_flying = Counter(entry.version for entry in self._in_flight.values())
+        self._num_ready = Counter(ready.version for ready in self._ready.values())
         self._training: dict[int, TrajectoryGroup] = {}
         self._counts = Counter(resumed.counts)
         self._num_issued = resumed.num_issued
@@ -125,13 +129,14 @@ class TrajectoryBuffer:
             group_id = self._num_issued
             self._num_issued += 1
             self._in_flight[group_id] = _InFlight(task, self._version)
+            self._num_flying[self._version] += 1
             self._journal.issued(group_id, task, version=self._version, cursor=cursor)
             return group_id, task
 
     async def finish(self, group: TrajectoryGroup) -> None:
         """A group's episodes are done: offer it to the learner, or free its slot if it carries no gradient."""
         async with self._changed:
-            del self._in_flight[group.group_id]
+            self._land(group.group_id)
             rewards_G = group.rewards_G
             if self._drop_zero_variance and min(rewards_G) == max(rewards_G):
                 self._recent_useless.append(rewards_G[0])
@@ -140,14 +145,14 @@ class TrajectoryBuffer:
             else:
                 self._recent_useless.clear()
                 self._journal.ready(group)
-                self._ready[group.group_id] = _Ready(group, group.policy_version)
+                self._offer(group)
                 self._drop_if_stale(group.group_id)
             self._changed.notify_all()
 
     async def fail(self, group_id: int, reason: str, *, state: GroupState = GroupState.FAILED) -> None:
         """A group could not be finished, for a reason that is not the model's."""
         async with self._changed:
-            del self._in_flight[group_id]
+            self._land(group_id)
             self._close(group_id, state, reason)
             self._changed.notify_all()
 
@@ -173,6 +178,7 @@ class TrajectoryBuffer:
             self._journal.trained(list(self._training))
             self._counts[GroupState.TRAINED] += len(self._training)
             self._training = {}
+            self._num_flying, self._num_ready = +self._num_flying, +self._num_ready  # versions that are over go
             for group_id in list(self._ready):
                 self._drop_if_stale(group_id)
             self._changed.notify_all()
@@ -209,11 +215,22 @@ class TrajectoryBuffer:
             cancelled=self._counts[GroupState.CANCELLED],
         )
 
-    def _oldest_ids(self) -> list[int]:
-        return nsmallest(self._groups_per_step, self._ready)
+    def _land(self, group_id: int) -> None:
+        self._num_flying[self._in_flight.pop(group_id).version] -= 1
+
+    def _offer(self, group: TrajectoryGroup) -> None:
+        self._ready[group.group_id] = _Ready(group, group.policy_version)
+        insort(self._ready_ids, group.group_id)
+        self._num_ready[group.policy_version] += 1
+
+    def _withdraw(self, group_id: int) -> _Ready:
+        self._ready_ids.remove(group_id)
+        ready = self._ready.pop(group_id)
+        self._num_ready[ready.version] -= 1
+        return ready
 
     def _oldest(self) -> tuple[TrajectoryGroup, ...]:
-        chosen = [self._ready.pop(group_id) for group_id in self._oldest_ids()]
+        chosen = [self._withdraw(group_id) for group_id in self._ready_ids[: self._groups_per_step]]
         for ready in chosen:
             if (lag := self._version - ready.version) > self._max_lag:
                 raise StaleTrajectoryError(f"group {ready.group.group_id} has lag {lag}, allowed is {self._max_lag}")
@@ -236,13 +253,12 @@ class TrajectoryBuffer:
         A group of version v must be taken at v + max_lag or before: max_lag + v - version batches are left for it and
         all older ones.
         """
-        flying = Counter(entry.version for entry in self._in_flight.values())
-        waiting = Counter(ready.version for ready in self._ready.values())
-        waiting.subtract(self._ready[group_id].version for group_id in self._oldest_ids())
+        left = self._num_flying + self._num_ready
+        left.subtract(self._ready[group_id].version for group_id in self._ready_ids[: self._groups_per_step])
         num_flying = num_left = 0
-        for version in sorted(flying.keys() | waiting.keys()):
-            num_flying += flying[version]
-            num_left += flying[version] + waiting[version]
+        for version in sorted(left):
+            num_flying += self._num_flying[version]
+            num_left += left[version]
             if num_flying and num_left > self._groups_per_step * (version + self._max_lag - self._version):
                 return True
         return False
@@ -250,7 +266,7 @@ class TrajectoryBuffer:
     def _drop_if_stale(self, group_id: int) -> None:
         if self._version - self._ready[group_id].version <= self._max_lag:
             return
-        group = self._ready.pop(group_id).group
+        group = self._withdraw(group_id).group
         again = group.task if self._on_stale == "requeue" else None
         self._counts[GroupState.DROPPED_STALE] += 1
         self._journal.stale(group_id, again=again)

@@ -218,7 +218,7 @@ class BufferMachine(RuleBasedStateMachine):
             assert self.model.num_outstanding() <= (self.max_lag + 1) * self.n
         if self.asking:
             assert self.model.num_outstanding() >= (self.lag + 1) * self.n, "a slot is free and a task waits"
-        if self.taking and len(self.model.members[GroupState.READY]) >= self.n:
+        if self.taking and self.has_batch:
             assert self.on_stale == "wait" and self.in_flight, "a batch is ready and the learner waits"
         elif self.taking:
             assert self.num_useless < self.patience, "nothing can be learned and the learner waits"
@@ -263,6 +263,10 @@ class BufferMachine(RuleBasedStateMachine):
     @property
     def is_caught_up(self) -> bool:
         return self.version >= self.goes_on_at
+
+    @property
+    def has_batch(self) -> bool:
+        return len(self.model.members[GroupState.READY]) >= self.n
 
     @property
     def patience(self) -> int:
@@ -341,8 +345,8 @@ class BufferMachine(RuleBasedStateMachine):
             rows = db.execute("SELECT group_id, state FROM groups").fetchall()
         for group_id, state in rows:
             after = self.model.states.get(group_id)
-            on_the_way = state == GroupState.READY and after == GroupState.DROPPED_STALE
-            assert state in (before.get(group_id), after) or on_the_way
+            way = {before.get(group_id), after} | ({GroupState.READY} if after is GroupState.DROPPED_STALE else set())
+            assert state in way
             self.model.move(group_id, GroupState(state))
 
     def cancel_waiting(self) -> None:
@@ -378,7 +382,7 @@ class BufferMachine(RuleBasedStateMachine):
                 return
             if self.training is not None:
                 self.commit(False)
-            elif self.taking is None and self.num_useless < self.patience:
+            elif self.taking is None and (self.num_useless < self.patience or self.has_batch):
                 self.take()
             else:
                 if self.asking is None:

@@ -14,6 +14,7 @@ import subprocess
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,7 +26,7 @@ from agentrl.metrics import read
 from sandbox.client import SandboxClient
 from tests.docker_engine import NoEngine, docker_engine
 
-pytestmark = [pytest.mark.docker, pytest.mark.e2e, pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.docker, pytest.mark.e2e, pytest.mark.engine, pytest.mark.timeout(1000)]
 
 ROOT = Path(__file__).parents[1]
 OWNER = 1234
@@ -60,13 +61,17 @@ CONFIG: dict[str, Any] = {
 }
 REACHED = """
 import socket, sys
-for address in sys.argv[1:]:
+from concurrent.futures import ThreadPoolExecutor
+
+def reached(address):
     host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host, int(port)), 2)
+        socket.create_connection((host, int(port)), 3)
+        return address
     except OSError:
-        continue
-    print(address)
+        return None
+
+print(*filter(None, ThreadPoolExecutor(len(sys.argv)).map(reached, sys.argv[1:])))
 """
 CALL = """
 import sys, urllib.error, urllib.request
@@ -89,7 +94,7 @@ class Project:
     name: str
     port: int
 
-    def compose(self, *arguments: str, steps: int = ENDLESS, timeout_s: float = 400) -> str:
+    def compose(self, *arguments: str, steps: int = ENDLESS, timeout_s: float = 900) -> str:
         files = [ROOT / "docker-compose.yml", self.folder / "override.json"]
         command = ["docker", "compose", "--project-name", self.name]
         command += [word for file in files for word in ("--file", str(file))]
@@ -106,7 +111,9 @@ class Project:
 
     def containers(self, service: str) -> list[dict[str, Any]]:
         """What Docker knows of each."""
-        ids = self.compose("ps", "--all", "--quiet", service).split()
+        label = "label=com.docker.compose"
+        filters = ("--filter", f"{label}.project={self.name}", "--filter", f"{label}.service={service}")
+        ids = self.run("docker", "ps", "--all", "--quiet", *filters).split()
         return list(json.loads(self.run("docker", "inspect", *ids))) if ids else []
 
     def container(self, service: str) -> dict[str, Any]:
@@ -126,6 +133,20 @@ class Project:
     def address(self, service: str, network: str = "wires") -> str:
         networks = self.container(service)["NetworkSettings"]["Networks"]
         return str(networks[f"{self.name}_{network}"]["IPAddress"])
+
+    @property
+    def events(self) -> Path:
+        return self.folder / "events"
+
+    def first_healthy(self, service: str) -> datetime:
+        """When one of its containers first was."""
+        events = [json.loads(line) for line in self.events.read_text().splitlines()]
+        return min(
+            datetime.fromtimestamp(event["timeNano"] / 1e9, UTC)
+            for event in events
+            if event["Action"] == "health_status: healthy"
+            and event["Actor"]["Attributes"]["com.docker.compose.service"] == service
+        )
 
     @property
     def latest(self) -> Path:
@@ -175,7 +196,9 @@ def project(docker: dict[str, str], tmp_path_factory: pytest.TempPathFactory) ->
     }
     project = Project(folder=folder, environment=environment, name=f"agentrl-run-{os.getpid()}", port=port)
     try:
-        yield project
+        with _events(project):
+            project.compose("up", "--build", "--detach", "--scale", "sandbox=2")
+            yield project
     finally:
         project.compose("down", "--volumes", "--timeout", "5")
     label = f"label=com.docker.compose.project={project.name}"
@@ -225,36 +248,25 @@ def test_a_plain_up_takes_the_cpu_and_the_gpu_profile_gpus_by_nccl(docker: dict[
         assert "engine.weight_transfer=nccl" in services[f"{part}-gpu"]["command"]
 
 
-@pytest.fixture(scope="module")
-def health(project: Project) -> Iterator[Callable[[str], datetime]]:
-    """When a service was first found healthy; listens from before the start."""
-    log = project.folder / "events"
+@contextmanager
+def _events(project: Project) -> Iterator[None]:
+    """What Docker finds out about healths, line by line in a file: it forgets all but the last five itself."""
     command = ["docker", "events", "--filter", f"label=com.docker.compose.project={project.name}"]
     command += ["--filter", "event=health_status", "--format", "{{json .}}"]
-
-    def first_healthy(service: str) -> datetime:
-        events = [json.loads(line) for line in log.read_text().splitlines()]
-        return min(
-            datetime.fromtimestamp(event["timeNano"] / 1e9, UTC)
-            for event in events
-            if event["Action"] == "health_status: healthy"
-            and event["Actor"]["Attributes"]["com.docker.compose.service"] == service
-        )
-
-    with log.open("w") as file:
+    with project.events.open("w") as file:
         listener = subprocess.Popen(command, env=project.environment, stdout=file)
     try:
-        yield first_healthy
+        yield
     finally:
         listener.terminate()
         listener.wait(10)
 
 
-def test_the_whole_stack_comes_up_in_order_and_trains(project: Project, health: Callable[[str], datetime]) -> None:
-    project.compose("up", "--build", "--detach", "--scale", "sandbox=2")
+def test_the_whole_stack_comes_up_in_order_and_trains(project: Project) -> None:
     project.wait_for(lambda: project.step() >= 2, 200)
     project.wait_for(lambda: project.container("learner")["State"]["Health"]["Status"] == "healthy", 30)
     started = {name: _time(project.containers(name)[0]["State"]["StartedAt"]) for name in ("sandbox-port", *PARTS)}
+    health = project.first_healthy
     assert health("sandbox") <= started["sandbox-port"]
     assert health("sandbox-port") <= started["warmstart"]
     assert _time(project.container("warmstart")["State"]["FinishedAt"]) <= started["engine"]
@@ -301,7 +313,7 @@ def test_nor_does_the_sandbox_s_own_container(project: Project) -> None:
             targets.append(f"{gateway}:{ours.getsockname()[1]}")
         assert project.python("sandbox", REACHED, *targets, "1.1.1.1:443", "169.254.169.254:80") == ""
     assert (
-        project.python("orchestrator", REACHED, "engine:8000", "sandbox-port:8321") == "engine:8000\nsandbox-port:8321"
+        project.python("orchestrator", REACHED, "engine:8000", "sandbox-port:8321") == "engine:8000 sandbox-port:8321"
     )
 
 
@@ -347,7 +359,7 @@ def test_a_learner_that_is_killed_comes_back_and_the_run_goes_on(project: Projec
     project.wait_for(lambda: project.step() >= reached + 3, 150)
     assert project.container("learner")["RestartCount"] == 1
     assert project.container("orchestrator")["RestartCount"] == 0
-    assert "--resume" in project.run("docker", "top", project.container("learner")["Id"], "-o", "args")
+    assert "--resume" in project.run("docker", "top", project.container("learner")["Id"], "-o", "pid,args")
 
 
 def test_it_stops_within_seconds_and_goes_on_to_its_report(project: Project) -> None:

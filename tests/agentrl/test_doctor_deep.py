@@ -71,7 +71,12 @@ def test_a_sound_model_passes_and_leaves_nothing_behind(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     (template,) = (one for one in doctor_plan.checks(config(tiny_model_dir)) if one.name == "chat template")
     monkeypatch.setattr(doctor_plan, "checks", lambda config, **tokens: [template])
-    overrides = [f"model.path={tiny_model_dir}", "engine.kv_cache_bytes=67108864", "engine.device=cpu"]
+    overrides = [
+        f"model.path={tiny_model_dir}",
+        "engine.kv_cache_bytes=67108864",
+        "engine.device=cpu",
+        "engine.start_timeout_s=300",
+    ]
     done = CliRunner().invoke(app, ["doctor", str(QUICKSTART), *overrides, "--deep", "--json"])
     assert done.exit_code == 0, done.output
     report = json.loads(done.stdout)

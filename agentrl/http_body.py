@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from fastapi import Request
+from fastapi import HTTPException, Request
+from starlette.requests import ClientDisconnect
 
 
 class BodyTooLarge(ValueError):
@@ -10,7 +11,8 @@ class BodyTooLarge(ValueError):
 
 
 async def read_body(request: Request, *, limit_bytes: int) -> bytes:
-    """The whole body. Raises BodyTooLarge at once where its length is announced, else with the byte that is too many.
+    """The whole body. Raises BodyTooLarge at once where its length is announced, else with the byte that is too many;
+    HTTPException where the sender went away.
 
     A body sent in chunks announces nothing: the length's header alone would let it grow until the memory is full.
     """
@@ -18,8 +20,11 @@ async def read_body(request: Request, *, limit_bytes: int) -> bytes:
     if announced.isdecimal() and int(announced) > limit_bytes:
         raise BodyTooLarge(f"bodies are limited to {limit_bytes} bytes")
     body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > limit_bytes:
-            raise BodyTooLarge(f"bodies are limited to {limit_bytes} bytes")
+    try:
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > limit_bytes:
+                raise BodyTooLarge(f"bodies are limited to {limit_bytes} bytes")
+    except ClientDisconnect as error:
+        raise HTTPException(400, "the body broke off") from error  # nobody reads it; a traceback would be read
     return bytes(body)

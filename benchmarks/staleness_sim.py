@@ -3,7 +3,10 @@
 Engines with a fixed number of sequences play groups whose episodes have long-tailed lengths, correlated within a task;
 a learner takes a fixed time a step. The buffer is agentrl/buffer.py itself, driven through hours in seconds.
 
-    python -m benchmarks.staleness_sim --out benchmarks/staleness_sim.md
+    python -m benchmarks.staleness_sim --lags 0 1 2 --out benchmarks/staleness_sim.json
+    python -m benchmarks.staleness_report benchmarks/staleness_sim.json
+
+The first command adds rows to the file, so that the table can be made in pieces; the second writes table and picture.
 
 The rival is the admission rule of AReaL (arXiv 2505.24298, section 5.1): a group may start while
 (groups accepted and running) < (version + k + 1) * batch, and finished groups are trained in the order they finish. It
@@ -14,13 +17,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
+import json
 import math
 import random
 import statistics
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -46,21 +51,23 @@ RULES: tuple[Rule, ...] = ("drop", "requeue", "wait", "capacity")
 class World:
     """Seconds and counts of the simulated cluster."""
 
-    num_engines: int = 1000
-    sequences_per_engine: int = 2
-    groups_per_step: int = 192
+    num_engines: int = 2400
+    sequences_per_engine: int = 1
+    groups_per_step: int = 128
     group_size: int = 8
     step_s: float = 60.0
     """Of the learner, publication included."""
     median_episode_s: float = 60.0
+    longest_episode_s: float = 900.0
+    """An episode is cut here, as rollout.max_context and episode_timeout_s do."""
     task_spread: float = 0.7
     """Standard deviation of log duration between tasks."""
     episode_spread: float = 0.7
     """The same within a task."""
     useless_share: float = 0.25
     """Groups with equal rewards: freed at once."""
-    steps: int = 25
-    warm_up: int = 10
+    steps: int = 10
+    warm_up: int = 6
     """Steps left out of the numbers; k + warm_up where k is larger."""
 
 
@@ -74,8 +81,25 @@ class Outcome:
     lags: list[int] = field(default_factory=list)
     trained_s: list[float] = field(default_factory=list)
     """Longest episode of each trained group."""
-    played_s: list[float] = field(default_factory=list)
-    """The same of each group that finished with a spread of rewards."""
+    dropped_s: list[float] = field(default_factory=list)
+    """The same of each group that got too old."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One line of the report. Shares are of 1; a group's length is that of its longest episode."""
+
+    rule: Rule
+    max_lag: int
+    steps_per_hour: float
+    learner_idle: float
+    engines_busy: float
+    mean_lag: float
+    largest_lag: int
+    too_old: float  # share of what was trained
+    dropped: float  # share of what finished with signal
+    dropped_length: float | None  # mean length of the dropped ones / of all that finished with signal
+    trained_length: float  # the same of the trained ones
 
 
 class Store(Protocol):
@@ -85,8 +109,8 @@ class Store(Protocol):
     def version(self) -> int:
         """That the engines hold."""
 
-    async def admit(self) -> int:
-        """Wait until a group may start."""
+    async def admit(self) -> tuple[int, Task]:
+        """Wait until a group may start; its task."""
 
     async def finish(self, group_id: int, *, version: int, is_useless: bool) -> None:
         """A group is played; `version` is that of its first token."""
@@ -97,29 +121,62 @@ class Store(Protocol):
     async def commit(self, version: int) -> None:
         """The step is made, the engines hold `version`."""
 
+    def pop_stale(self) -> list[int]:
+        """Groups that got too old since the last call."""
+
+
+class _Fates(Journal):
+    """In memory; says which groups got too old."""
+
+    def __init__(self) -> None:
+        super().__init__(":memory:")
+        self.stale_ids: list[int] = []
+
+    def stale(self, group_id: int, *, again: Task | None) -> None:
+        """See Journal."""
+        super().stale(group_id, again=again)
+        self.stale_ids.append(group_id)
+
+
+class _Tasks:
+    """New ones for ever, those given back first."""
+
+    def __init__(self) -> None:
+        self.returned: deque[Task] = deque()
+        self._numbers = itertools.count()
+
+    def draw(self) -> tuple[Task, int]:
+        """See TrajectoryBuffer.admit."""
+        task = self.returned.popleft() if self.returned else Task(id=str(next(self._numbers)), prompt="", answer="")
+        return task, 0
+
 
 class OurStore:
     """agentrl/buffer.py with its journal in memory."""
 
     def __init__(self, world: World, *, max_lag: int, on_stale: OnStale) -> None:
+        self._journal = _Fates()
+        self._tasks = _Tasks()
         self._buffer = TrajectoryBuffer(
-            groups_per_step=world.groups_per_step, max_lag=max_lag, journal=Journal(":memory:"), on_stale=on_stale
+            groups_per_step=world.groups_per_step,
+            max_lag=max_lag,
+            journal=self._journal,
+            on_stale=on_stale,
+            requeue=self._tasks.returned.append,
         )
-        self._task = Task(id="t", prompt="", answer="")
 
     @property
     def version(self) -> int:
         """See Store."""
         return self._buffer.version
 
-    async def admit(self) -> int:
+    async def admit(self) -> tuple[int, Task]:
         """See Store."""
-        group_id, _ = await self._buffer.admit(lambda: (self._task, 0))
-        return group_id
+        return await self._buffer.admit(self._tasks.draw)
 
     async def finish(self, group_id: int, *, version: int, is_useless: bool) -> None:
         """See Store."""
-        await self._buffer.finish(_group(group_id, self._task, version=version, is_useless=is_useless))
+        await self._buffer.finish(_group(group_id, version=version, is_useless=is_useless))
 
     async def take(self) -> list[tuple[int, int]]:
         """See Store."""
@@ -130,6 +187,11 @@ class OurStore:
         """See Store."""
         await self._buffer.commit(version)
 
+    def pop_stale(self) -> list[int]:
+        """See Store."""
+        stale_ids, self._journal.stale_ids = self._journal.stale_ids, []
+        return stale_ids
+
 
 class CapacityStore:
     """The capacity formula, finished first trained first."""
@@ -139,17 +201,17 @@ class CapacityStore:
         self._batch = world.groups_per_step
         self._max_lag = max_lag
         self._counted = 0  # accepted and running
-        self._num_issued = 0
+        self._tasks = _Tasks()
         self._ready: deque[tuple[int, int]] = deque()
         self._changed = asyncio.Condition()
 
-    async def admit(self) -> int:
+    async def admit(self) -> tuple[int, Task]:
         """See Store."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._counted < (self.version + self._max_lag + 1) * self._batch)
             self._counted += 1
-            self._num_issued += 1
-            return self._num_issued - 1
+            task, _ = self._tasks.draw()
+            return int(task.id), task
 
     async def finish(self, group_id: int, *, version: int, is_useless: bool) -> None:
         """See Store."""
@@ -172,13 +234,17 @@ class CapacityStore:
             self.version = version
             self._changed.notify_all()
 
+    def pop_stale(self) -> list[int]:
+        """See Store."""
+        return []
+
 
 class Simulation:
     """One store in one world, for as many steps as it takes."""
 
     def __init__(self, world: World, *, max_lag: int, rule: Rule, seed: int) -> None:
         self._world = world
-        self._random = random.Random(f"{seed}")
+        self._seed = seed
         self._sequences = asyncio.Semaphore(world.num_engines * world.sequences_per_engine)
         self._store: Store = (
             CapacityStore(world, max_lag=max_lag)
@@ -198,6 +264,7 @@ class Simulation:
         for step in range(self._warm_up + self._world.steps):
             if step == self._warm_up:
                 self._is_counting, began = True, loop.time()
+                self._store.pop_stale()
             asked = loop.time()
             batch = await self._store.take()
             if self._is_counting:
@@ -206,6 +273,8 @@ class Simulation:
                 self._outcome.trained_s += [self._longest_s[group_id] for group_id, _ in batch]
             await asyncio.sleep(self._world.step_s)
             await self._store.commit(self._store.version + 1)
+            if self._is_counting:
+                self._outcome.dropped_s += [self._longest_s[group_id] for group_id in self._store.pop_stale()]
         self._outcome.hours = (loop.time() - began) / 3600
         rollouts.cancel()
         await asyncio.gather(rollouts, return_exceptions=True)
@@ -214,21 +283,19 @@ class Simulation:
     async def _roll(self) -> None:
         async with asyncio.TaskGroup() as groups:
             while True:
-                group_id = await self._store.admit()
-                groups.create_task(self._group(group_id))
+                group_id, task = await self._store.admit()
+                groups.create_task(self._group(group_id, task))
 
-    async def _group(self, group_id: int) -> None:
-        world, rng = self._world, self._random
-        task = rng.gauss(0, world.task_spread)
-        durations = [
-            world.median_episode_s * math.exp(task + rng.gauss(0, world.episode_spread))
-            for _ in range(world.group_size)
-        ]
+    async def _group(self, group_id: int, task: Task) -> None:
+        # A task asked again is as long as before, its episodes are new ones.
+        world, rng = self._world, random.Random(f"{self._seed}/{group_id}")
+        task_length = random.Random(f"{self._seed}/task {task.id}").gauss(0, world.task_spread)
+        median_s = world.median_episode_s * math.exp(task_length)
+        drawn_s = (median_s * math.exp(rng.gauss(0, world.episode_spread)) for _ in range(world.group_size))
+        durations = [min(world.longest_episode_s, seconds) for seconds in drawn_s]
         is_useless = rng.random() < world.useless_share
         versions = await asyncio.gather(*(self._episode(seconds) for seconds in durations))
         self._longest_s[group_id] = max(durations)
-        if self._is_counting and not is_useless:
-            self._outcome.played_s.append(max(durations))
         await self._store.finish(group_id, version=min(versions), is_useless=is_useless)
 
     async def _episode(self, seconds: float) -> int:
@@ -240,7 +307,7 @@ class Simulation:
             return version
 
 
-def _group(group_id: int, task: Task, *, version: int, is_useless: bool) -> TrajectoryGroup:
+def _group(group_id: int, *, version: int, is_useless: bool) -> TrajectoryGroup:
     completion = Completion(
         token_ids=(1,),
         behavior_logprobs=(-1.0,),
@@ -250,7 +317,7 @@ def _group(group_id: int, task: Task, *, version: int, is_useless: bool) -> Traj
     trajectories = tuple(
         Trajectory(
             id=f"{group_id}-{member}",
-            task_id=task.id,
+            task_id="",
             turns=(Turn(observation_ids=(1,), completion=completion),),
             messages=(),
             reward=reward,
@@ -259,7 +326,7 @@ def _group(group_id: int, task: Task, *, version: int, is_useless: bool) -> Traj
         )
         for member, reward in enumerate((0.0, 0.0 if is_useless else 1.0))
     )
-    return TrajectoryGroup(group_id=group_id, task=task, trajectories=trajectories)
+    return TrajectoryGroup(group_id=group_id, task=Task(id="", prompt=""), trajectories=trajectories)
 
 
 def simulate(world: World, *, max_lag: int, rule: Rule, seed: int = 0) -> Outcome:
@@ -267,33 +334,28 @@ def simulate(world: World, *, max_lag: int, rule: Rule, seed: int = 0) -> Outcom
     return virtual_time.run(Simulation(world, max_lag=max_lag, rule=rule, seed=seed).run())
 
 
-def row(world: World, outcome: Outcome, *, max_lag: int, rule: Rule) -> list[object]:
-    """One line of the report."""
+def row(world: World, outcome: Outcome, *, max_lag: int, rule: Rule) -> Row:
+    """What the report says of one run."""
     seconds = outcome.hours * 3600
     capacity_s = seconds * world.num_engines * world.sequences_per_engine
-    lost = 1 - len(outcome.trained_s) / max(1, len(outcome.played_s))
-    return [
-        rule,
-        max_lag,
-        f"{world.steps / outcome.hours:.1f}",
-        f"{100 * outcome.learner_idle_s / seconds:.0f} %",
-        f"{100 * min(1.0, outcome.engine_busy_s / capacity_s):.0f} %",
-        f"{statistics.mean(outcome.lags):.2f}",
-        max(outcome.lags),
-        f"{100 * sum(lag > max_lag for lag in outcome.lags) / len(outcome.lags):.1f} %",
-        f"{100 * max(0.0, lost):.1f} %",
-        f"{statistics.mean(outcome.trained_s) / statistics.mean(outcome.played_s):.3f}",
-    ]
-
-
-COLUMNS = (
-    *("rule", "k", "steps an hour", "learner idle", "engines busy", "mean lag", "largest", "trained older than k"),
-    *("played, not trained", "trained length / played length"),
-)
+    finished_s = outcome.trained_s + outcome.dropped_s
+    return Row(
+        rule=rule,
+        max_lag=max_lag,
+        steps_per_hour=world.steps / outcome.hours,
+        learner_idle=outcome.learner_idle_s / seconds,
+        engines_busy=min(1.0, outcome.engine_busy_s / capacity_s),
+        mean_lag=statistics.mean(outcome.lags),
+        largest_lag=max(outcome.lags),
+        too_old=sum(lag > max_lag for lag in outcome.lags) / len(outcome.lags),
+        dropped=len(outcome.dropped_s) / len(finished_s),
+        dropped_length=statistics.mean(outcome.dropped_s) / statistics.mean(finished_s) if outcome.dropped_s else None,
+        trained_length=statistics.mean(outcome.trained_s) / statistics.mean(finished_s),
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print the table, and write it with its settings where asked."""
+    """Simulate; print each row, and keep it in a file where asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lags", type=int, nargs="+", default=[0, 1, 2, 4, 8, 16])
     parser.add_argument("--rules", nargs="+", choices=RULES, default=list(RULES))
@@ -303,17 +365,30 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args(argv)
     world = World(steps=arguments.steps, num_engines=arguments.engines)
-    head = reporting.header("Staleness in simulated time", {"world": world, "seed": arguments.seed})
-    rows: list[list[object]] = []
     for max_lag in arguments.lags:
         for rule in arguments.rules:
             began = time.perf_counter()
-            outcome = simulate(world, max_lag=max_lag, rule=rule, seed=arguments.seed)
-            rows.append(row(world, outcome, max_lag=max_lag, rule=rule))
-            print(*rows[-1], f"({time.perf_counter() - began:.0f} s)", flush=True)
+            found = row(
+                world,
+                simulate(world, max_lag=max_lag, rule=rule, seed=arguments.seed),
+                max_lag=max_lag,
+                rule=rule,
+            )
+            print(found, f"({time.perf_counter() - began:.0f} s)", flush=True)
             if arguments.out:
-                arguments.out.write_text(head + "\n" + reporting.table(COLUMNS, rows))
-    print(head, reporting.table(COLUMNS, rows), sep="\n")
+                _keep(arguments.out, found, world, seed=arguments.seed)
+
+
+def _keep(path: Path, found: Row, world: World, *, seed: int) -> None:
+    """Add a row to the file, or replace it. Raises SystemExit for a file of another world."""
+    settings = {"world": asdict(world), "seed": seed}
+    known = json.loads(path.read_text()) if path.exists() else {"settings": settings, "rows": []}
+    if known["settings"] != settings:
+        raise SystemExit(f"{path} holds rows of other settings: {known['settings']}; name another file")
+    rows = {(row["max_lag"], RULES.index(row["rule"])): row for row in [*known["rows"], asdict(found)]}
+    known["head"] = reporting.header("Staleness in simulated time", {"seed": seed})
+    known["rows"] = [rows[key] for key in sorted(rows)]
+    path.write_text(json.dumps(known, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
-from benchmarks import virtual_time
-from benchmarks.staleness_sim import COLUMNS, World, row, simulate
+from benchmarks import staleness_report, virtual_time
+from benchmarks.staleness_sim import World, main, row, simulate
 
 SMALL = World(num_engines=20, groups_per_step=8, group_size=2, steps=12, warm_up=3)
 
@@ -37,8 +38,18 @@ def test_the_buffer_trains_on_nothing_older_than_k(rule: str, max_lag: int) -> N
 
 
 def test_waiting_drops_nothing() -> None:
-    outcome = simulate(SMALL, max_lag=2, rule="wait")
-    assert len(outcome.played_s) <= len(outcome.trained_s) + 3 * SMALL.groups_per_step  # what the end cut off
+    assert simulate(SMALL, max_lag=2, rule="wait").dropped_s == []
+
+
+def test_what_is_dropped_is_long() -> None:
+    found = row(SMALL, simulate(SMALL, max_lag=1, rule="drop"), max_lag=1, rule="drop")
+    assert found.dropped > 0
+    assert found.dropped_length is not None and found.dropped_length > 1 > found.trained_length
+
+
+def test_the_capacity_formula_trains_on_what_is_older_than_k() -> None:
+    found = row(SMALL, simulate(SMALL, max_lag=1, rule="capacity"), max_lag=1, rule="capacity")
+    assert found.too_old > 0 and found.dropped == 0 and found.largest_lag > 1
 
 
 def test_the_same_seed_gives_the_same_run() -> None:
@@ -46,5 +57,18 @@ def test_the_same_seed_gives_the_same_run() -> None:
     assert (first.hours, first.lags) == (second.hours, second.lags)
 
 
-def test_a_row_has_every_column() -> None:
-    assert len(row(SMALL, simulate(SMALL, max_lag=1, rule="capacity"), max_lag=1, rule="capacity")) == len(COLUMNS)
+def test_the_table_is_made_in_pieces_and_drawn(tmp_path: Path) -> None:
+    kept = tmp_path / "sim.json"
+    for lag in ("1", "0"):
+        main(["--lags", lag, "--rules", "drop", "capacity", "--engines", "300", "--steps", "2", "--out", str(kept)])
+    with pytest.raises(SystemExit, match="other settings"):
+        main(["--lags", "0", "--rules", "drop", "--engines", "300", "--steps", "3", "--out", str(kept)])
+    staleness_report.main([str(kept)])
+    lines = [line for line in kept.with_suffix(".md").read_text().splitlines() if line.startswith("| ")]
+    assert [line.split(" | ")[:2] for line in lines[1:]] == [
+        ["| drop", "0"],
+        ["| capacity", "0"],
+        ["| drop", "1"],
+        ["| capacity", "1"],
+    ]
+    assert "</svg>" in kept.with_suffix(".svg").read_text()

@@ -1,7 +1,7 @@
 """The buffer and its journal under arbitrary interleavings, failures, latencies, stops and crashes: a state machine.
 
-Each rule is something that the orchestrator, the engines, the learner or `kill -9` can do next. After every rule the
-model, the ledger and the journal on disk must tell the same story; at the end whatever is left must come to more steps.
+Each rule is something that orchestrator, engines, learner or `kill -9` can do next. After each the model, the ledger
+and the journal on disk must tell the same story; at the end whatever is left must come to more steps.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import tempfile
 from collections import Counter, deque
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -35,7 +35,6 @@ from agentrl.journal import GroupState, StepState
 from agentrl.types import Batch, Task, TrajectoryGroup
 from tests.agentrl.buffer_model import USEFUL, USELESS, Crash, FusedJournal, Model, Rewards, make_group
 
-T = TypeVar("T")
 STATE = StepState(ess_guard={}, train_s=0.0)
 ENDING = st.tuples(st.integers(0, 999), st.floats(0, 1), st.sampled_from([USEFUL, USEFUL, USEFUL, USELESS]))
 
@@ -222,8 +221,7 @@ class BufferMachine(RuleBasedStateMachine):
             assert self.on_stale == "wait" and self.in_flight, "a batch is ready and the learner waits"
         elif self.taking:
             assert self.num_useless < self.patience, "nothing can be learned and the learner waits"
-        if self.on_stale == "wait":
-            assert not self.model.members[GroupState.DROPPED_STALE]
+        assert self.on_stale != "wait" or not self.model.members[GroupState.DROPPED_STALE]
 
     def check_ledger(self) -> None:
         ledger, counts = self.buffer.ledger(), self.model.counts()
@@ -258,7 +256,7 @@ class BufferMachine(RuleBasedStateMachine):
 
     @property
     def in_flight(self) -> list[int]:
-        return list(self.model.members[GroupState.IN_FLIGHT])
+        return [*self.model.members[GroupState.IN_FLIGHT]]
 
     @property
     def is_caught_up(self) -> bool:
@@ -287,10 +285,9 @@ class BufferMachine(RuleBasedStateMachine):
         self.expect_drops()
         self.do(self.buffer.finish(group))
 
-    def do(self, what: Coroutine[Any, Any, T]) -> T:
-        result = self.loop.run_until_complete(what)
+    def do(self, what: Coroutine[Any, Any, None]) -> None:
+        self.loop.run_until_complete(what)
         self.settle()
-        return result
 
     def settle(self) -> None:
         """Let everybody who can go on, go on; then look who came through."""
@@ -345,8 +342,8 @@ class BufferMachine(RuleBasedStateMachine):
             rows = db.execute("SELECT group_id, state FROM groups").fetchall()
         for group_id, state in rows:
             after = self.model.states.get(group_id)
-            way = {before.get(group_id), after} | ({GroupState.READY} if after is GroupState.DROPPED_STALE else set())
-            assert state in way
+            on_the_way = GroupState.READY if after is GroupState.DROPPED_STALE else after
+            assert state in (before.get(group_id), after, on_the_way)
             self.model.move(group_id, GroupState(state))
 
     def cancel_waiting(self) -> None:
@@ -396,8 +393,7 @@ class BufferMachine(RuleBasedStateMachine):
 @pytest.mark.parametrize("on_stale", ["drop", "requeue", "wait"])
 def test_lag_ledger_journal_and_progress_hold_under_any_interleaving(on_stale: OnStale) -> None:
     machine = type(f"{on_stale.title()}Machine", (BufferMachine,), {"on_stale": on_stale})
-    quiet = list(HealthCheck)
     run_state_machine_as_test(
         machine,
-        settings=settings(max_examples=30, stateful_step_count=20, deadline=None, suppress_health_check=quiet),
+        settings=settings(max_examples=30, stateful_step_count=20, deadline=None, suppress_health_check=[*HealthCheck]),
     )

@@ -17,7 +17,10 @@ pytestmark = [pytest.mark.e2e, pytest.mark.engine, pytest.mark.timeout(400)]
 PAGE = Path(__file__).parents[2] / "docs" / "write-an-environment.md"
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
 SHORTER = {
-    "train": ["model.warmstart.steps=20", "model.warmstart.demonstrations=64", "train.steps=1", "eval.num_tasks=4"],
+    "train": [
+        *("model.warmstart.steps=20", "model.warmstart.demonstrations=64", "train.steps=1"),
+        *("rollout.groups_per_step=4", "eval.num_tasks=4", "eval.samples_per_task=1"),
+    ],
     "rollout": [],
 }
 SAID = {"env": "gold 1.0 and wrong 0.0 on 48 rows", "train": "report.html", "rollout": "Where does"}

@@ -141,9 +141,10 @@ class SandboxClient:
                 async with asyncio.timeout(deadline - time.monotonic()):
                     async with self._opened().request(method, url, data=content) as response:
                         body = await response.read()
+            except aiohttp.ClientConnectorError as error:
+                problem, failure = f"nobody answers there ({error.strerror})", SandboxGone
             except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
-                problem = f"{type(error).__name__}: {error}"
-                failure = SandboxGone if isinstance(error, aiohttp.ClientConnectorError) else SandboxUnavailable
+                problem, failure = f"{type(error).__name__}: {error}", SandboxUnavailable
             else:
                 failure = SandboxUnavailable
                 if not (reason := _infra_failure(self.url, response.status, body)):

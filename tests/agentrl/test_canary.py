@@ -127,7 +127,7 @@ async def test_a_sandbox_that_computes_otherwise_is_found(
 
 async def test_a_sandbox_that_is_gone_is_named() -> None:
     async with SandboxClient("http://127.0.0.1:9") as nowhere:
-        with pytest.raises(InfraError, match=r"no outcome after 3 tries: canary: SandboxUnavailable"):
+        with pytest.raises(InfraError, match=r"no outcome after 3 tries: canary: SandboxGone"):
             await check(Integers, nowhere)
 
 

@@ -10,6 +10,18 @@ from pathlib import Path
 
 import pytest
 
+from tests.docker_engine import NoEngine, docker_engine
+
+
+@pytest.fixture(scope="session")
+def docker_environment() -> Iterator[dict[str, str]]:
+    """What `docker` and the SDK need to reach an engine that has the sandbox's image."""
+    try:
+        with docker_engine() as environment:
+            yield {name: environment[name] for name in ("PATH", "DOCKER_HOST", "DOCKER_CONFIG") if name in environment}
+    except NoEngine as error:
+        pytest.skip(str(error))
+
 
 @pytest.fixture(scope="session")
 def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:

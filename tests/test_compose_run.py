@@ -24,7 +24,6 @@ import pytest
 
 from agentrl.metrics import read
 from sandbox.client import SandboxClient
-from tests.docker_engine import NoEngine, docker_engine
 
 pytestmark = [pytest.mark.docker, pytest.mark.e2e, pytest.mark.engine, pytest.mark.timeout(1000)]
 
@@ -166,16 +165,7 @@ class Project:
 
 
 @pytest.fixture(scope="module")
-def docker() -> Iterator[dict[str, str]]:
-    try:
-        with docker_engine() as environment:
-            yield environment
-    except NoEngine as error:
-        pytest.skip(str(error))
-
-
-@pytest.fixture(scope="module")
-def project(docker: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
+def project(docker_environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
     folder = tmp_path_factory.mktemp("compose")
     for parent in (folder, *folder.parents[:2]):
         parent.chmod(parent.stat().st_mode | 0o055)  # pytest's own are closed to others
@@ -189,7 +179,8 @@ def project(docker: dict[str, str], tmp_path_factory: pytest.TempPathFactory) ->
     for path in (folder, *folder.rglob("*")):
         os.chown(path, OWNER, OWNER)
     environment = {
-        **docker,
+        **os.environ,
+        **docker_environment,
         "AGENTRL_CONFIG": "configs/composed.yaml",
         "AGENTRL_SANDBOX_PORT": str(port),
         "COMPOSE_PROFILES": "cpu",
@@ -224,10 +215,13 @@ def _overrides(folder: Path) -> dict[str, Any]:
     return services
 
 
-def test_a_plain_up_takes_the_cpu_and_the_gpu_profile_gpus_by_nccl(docker: dict[str, str]) -> None:
+def test_a_plain_up_takes_the_cpu_and_the_gpu_profile_gpus_by_nccl(docker_environment: dict[str, str]) -> None:
+    environment = {**os.environ, **docker_environment}
+
     def config(*arguments: str) -> dict[str, Any]:
         command = ["docker", "compose", *arguments, "config", "--format", "json"]
-        return dict(json.loads(subprocess.run(command, cwd=ROOT, env=docker, capture_output=True, check=True).stdout))
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, check=True)
+        return dict(json.loads(done.stdout))
 
     common = {"setup", "sandbox", "sandbox-port"}
     assert set(config()["services"]) == common | set(PARTS)
@@ -359,7 +353,7 @@ def test_a_learner_that_is_killed_comes_back_and_the_run_goes_on(project: Projec
     project.wait_for(lambda: project.step() >= reached + 3, 150)
     assert project.container("learner")["RestartCount"] == 1
     assert project.container("orchestrator")["RestartCount"] == 0
-    assert "--resume" in project.run("docker", "top", project.container("learner")["Id"], "-o", "pid,args")
+    assert "--resume" in project.run("docker", "top", project.container("learner")["Id"], "-ww", "-o", "pid,args")
 
 
 def test_it_stops_within_seconds_and_goes_on_to_its_report(project: Project) -> None:

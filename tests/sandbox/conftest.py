@@ -17,7 +17,6 @@ import pytest
 
 from sandbox.backends import processes
 from sandbox.client import SandboxClient, SandboxSession
-from tests.docker_engine import NoEngine, docker_engine
 
 TOKEN = "token-of-the-tests"
 SECOND_TOKEN = "token-of-somebody-else"
@@ -90,16 +89,6 @@ def wait_until(condition: Callable[[], object], deadline_s: float = 5.0) -> bool
             return True
         time.sleep(0.02)
     return False
-
-
-@pytest.fixture(scope="session")
-def docker_environment() -> Iterator[dict[str, str]]:
-    """What `docker` and the SDK need to reach an engine that has the sandbox's image."""
-    try:
-        with docker_engine() as environment:
-            yield {name: environment[name] for name in ("PATH", "DOCKER_HOST", "DOCKER_CONFIG") if name in environment}
-    except NoEngine as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="session")

@@ -222,10 +222,9 @@ class Journal:
             self._db.execute(f"{move} AND step <= ?", (GroupState.TRAINED, GroupState.TRAINING, version))
             self._db.execute(f"{move} AND step > ?", (GroupState.TRAINING, GroupState.TRAINED, version))
             self._db.execute(move, (GroupState.IN_FLIGHT, GroupState.CANCELLED))
-            self._db.execute("DELETE FROM steps WHERE step > ?", (version,))
         ((num_issued,),) = self._rows("SELECT COALESCE(MAX(group_id) + 1, 0) FROM groups")
         in_flight = self._of_state(GroupState.IN_FLIGHT, "group_id, task")
-        known = self._rows("SELECT step, state FROM steps ORDER BY step DESC LIMIT 1")
+        known = self._rows("SELECT step, state FROM steps WHERE step <= ? ORDER BY step DESC LIMIT 1", (version,))
         is_recorded = not version or (known and known[0][0] == version)
         return Resumption(
             version=version,

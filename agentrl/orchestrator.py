@@ -110,6 +110,7 @@ class Orchestrator:
         self._breaker = ErrorBreaker(config.rollout.max_infra_error_rate)
         self._door = LearnerDoor(self._engine)
         self._learner_came = asyncio.Event()
+        self._recorded = 0  # the last step whose numbers are written down
 
     async def learner_came(self) -> None:
         """Wait for the learner's first weights: it can start, and may be started again."""
@@ -148,7 +149,8 @@ class Orchestrator:
         self._learner_came.set()
         self._progress.measure(lambda: self._gauges_at(first.policy_version))
         resumed = self._journal.resume_at(first.policy_version)
-        self._metrics.rewind(self._journal.last_step())
+        self._recorded = self._journal.last_step()
+        self._metrics.rewind(self._recorded)
         await self._record_lost_step(resumed)
         self._tasks.committed(first.policy_version + len(resumed.batches))
         await self._evaluate(first.policy_version, only_if_none=True)
@@ -243,8 +245,10 @@ class Orchestrator:
             self._journal.step_made(resumed.version, resumed.state, resumable_from=None)
 
     async def _record(self, step: int, batch: Batch, values: Mapping[str, float]) -> None:
-        self._metrics.log("step", step, values)
         self._observer.step(step, values)
+        if step <= self._recorded:
+            return  # made again from the journal; what was played and thrown away for it only the first record knows
+        self._metrics.log("step", step, values)
         with self._progress.waiting("conductor", on="disk", what="a step's episodes"):
             await asyncio.to_thread(self._run.write_trajectories, step, batch.groups)
 

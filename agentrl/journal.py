@@ -149,7 +149,7 @@ class Journal:
             )
 
     def trained(self, group_ids: Sequence[int]) -> None:
-        """Their step was made. The payloads stay until `forget`."""
+        """Their step was made. The payloads stay until `step_made` says that checkpoints cover them."""
         with self._transaction():
             self._db.executemany(
                 "UPDATE groups SET state = ? WHERE group_id = ?",

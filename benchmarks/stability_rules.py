@@ -31,6 +31,11 @@ class Rule:
     has_proxy_norms: bool = False
     """Norms of the normalisation scales' gradients in the place of whole norms."""
 
+    @property
+    def is_a_setting(self) -> bool:
+        """Whether a run's config can say it: `algorithm` is all there is to it."""
+        return self.optimum in (None, published, safe) and not self.has_proxy_norms
+
 
 def published(log_used_G: Tensor, log_weight_G: Tensor, norm_G: Tensor, reward_G: Tensor) -> Tensor | None:
     """b* of arXiv 2602.17616, section 4.2, with the weights in use."""

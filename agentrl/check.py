@@ -13,10 +13,10 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from agentrl.agent_env import AgentEnv
-from agentrl.check_cancel import find_unclosed
-from agentrl.check_tokens import find_token_problem, load_tokenizer
+from agentrl.checks.cancel import find_unclosed
+from agentrl.checks.tokens import find_token_problem, load_tokenizer
 from agentrl.env import Action, Env, Episode, ToolEnv, add_counts, advance, close, opened, play_script, start
+from agentrl.environments.agent_env import AgentEnv
 from agentrl.errors import AgentRLError, EnvError
 from agentrl.tools import ToolSpec
 from agentrl.types import Message, StopReason, Task, ToolCall

@@ -14,20 +14,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agentrl.cli_doctor import doctor
-from agentrl.cli_env import env_app
-from agentrl.cli_rollout import rollout
-from agentrl.cli_run import ApiKeyEnv, ConfigPath, Data, Debug, Model, Overrides, ServedModel, Target, Tokenizer
-from agentrl.cli_run import fail as _fail
-from agentrl.cli_run import guarded as _guarded
-from agentrl.cli_run import run as _run
-from agentrl.cli_services import learner, orchestrator
-from agentrl.cli_status import status
+from agentrl.commands.common import ApiKeyEnv, ConfigPath, Data, Debug, Model, Overrides, ServedModel, Target, Tokenizer
+from agentrl.commands.common import fail as _fail
+from agentrl.commands.common import guarded as _guarded
+from agentrl.commands.common import run as _run
+from agentrl.commands.doctor import doctor
+from agentrl.commands.env import env_app
+from agentrl.commands.rollout import rollout
+from agentrl.commands.services import learner, orchestrator
+from agentrl.commands.status import status
 from agentrl.errors import ConfigError
 
 if TYPE_CHECKING:
     from agentrl.config import Config
-    from agentrl.run_folder import RunFolder
+    from agentrl.run.run_folder import RunFolder
 
 app = typer.Typer(
     name="agentrl",
@@ -63,7 +63,7 @@ def train(
 
 def _new_or_resumed(config: str | None, overrides: list[str], resume: Path | None) -> tuple[Config, RunFolder | None]:
     from agentrl import config as configs
-    from agentrl.resume import reopen
+    from agentrl.run.resume import reopen
 
     if resume is not None:
         run, resumed = reopen(resume, [*filter(None, [config]), *overrides])
@@ -74,9 +74,9 @@ def _new_or_resumed(config: str | None, overrides: list[str], resume: Path | Non
 
 
 async def _train(config: Config, resumed: RunFolder | None) -> None:
-    from agentrl.console import TrainConsole
-    from agentrl.run_folder import RunFolder
-    from agentrl.tokens import Tokens
+    from agentrl.http.tokens import Tokens
+    from agentrl.reporting.console import TrainConsole
+    from agentrl.run.run_folder import RunFolder
     from agentrl.train import Training, train
 
     console = TrainConsole(total_steps=config.train.steps)
@@ -100,7 +100,7 @@ def evaluate(
 ) -> None:
     """Measure a model on held-out rows: avg@n and pass@k with 95 % confidence intervals."""
     from agentrl import config as configs
-    from agentrl.measure import Request, measure
+    from agentrl.commands.measure import Request, measure
 
     config = configs.load(config_path, overrides or [])
     request = Request.from_options(
@@ -130,7 +130,7 @@ def warmstart(
 ) -> None:
     """Make a small model from the environment's scripted demonstrations (supervised, a minute or two)."""
     from agentrl import config as configs
-    from agentrl.warm import make_model
+    from agentrl.commands.warm import make_model
 
     config = configs.load(config_path, overrides or [])
     making = make_model(config, out=out, sandbox_url=sandbox_url, progress_json=progress_json, if_missing=if_missing)
@@ -149,8 +149,8 @@ def sandbox(context: typer.Context) -> None:
 def engine(config_path: ConfigPath, overrides: Overrides = None, debug: Debug = False) -> None:
     """Serve the config's model with vLLM, with the flags that in-flight weight updates need."""
     from agentrl import config as configs
-    from agentrl import tokens
-    from agentrl.launch_engines import replace_by_engine
+    from agentrl.http import tokens
+    from agentrl.run.launch_engines import replace_by_engine
     from agentrl.train import check_model, is_model_folder
 
     config = configs.load(config_path, overrides or [])
@@ -169,7 +169,7 @@ def report(
 ) -> None:
     """Draw report.html again from what a run folder holds now."""
     from agentrl.report import write_report
-    from agentrl.run_folder import RunFolder
+    from agentrl.run.run_folder import RunFolder
 
     _guarded(lambda: typer.echo(write_report(RunFolder.open(run))), debug=debug)
 

@@ -14,13 +14,13 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
 
-from agentrl.draft import Stream, Unlabelled, joined
+from agentrl.engines.control import VLLMControl
+from agentrl.engines.draft import Stream, Unlabelled, joined
+from agentrl.engines.http import VLLMServer
+from agentrl.engines.weight_keeper import KeeperSettings, WeightKeeper, WeightUpdate
+from agentrl.engines.wire import Chunk
 from agentrl.errors import EngineError, EngineGone, boundary
 from agentrl.types import Completion, FinishReason, Sampling, TransferInit, WeightsRef
-from agentrl.vllm_control import VLLMControl
-from agentrl.vllm_http import VLLMServer
-from agentrl.vllm_wire import Chunk
-from agentrl.weight_keeper import KeeperSettings, WeightKeeper, WeightUpdate
 
 KvOnUpdate = Literal["stale", "recompute"]
 MAX_BREAKS = 5  # of one request, after which a server that seems well is not asked again
@@ -81,7 +81,7 @@ class VLLMEngine:
         parity_every: probe the first update and every n-th after it.
         num_starts: how often the server was started, for whoever started it.
         on_tokens: called whenever some tokens of any answer came.
-        token: what the server demands, where it demands one (vllm_guard.py).
+        token: what the server demands, where it demands one (vllm/guard.py).
 
     Raises on entering:
         EngineError: no server, not in RL mode, paused, or with a version label that is no version.

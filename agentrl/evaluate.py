@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from agentrl.errors import raise_first
-from agentrl.statistics import EvalResult, summarize
+from agentrl.reporting.statistics import EvalResult, summarize
 from agentrl.types import Task, TrajectoryGroup
 
 MakeGroup = Callable[[int, Task], Awaitable[TrajectoryGroup]]

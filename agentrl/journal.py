@@ -16,9 +16,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from agentrl import wire
 from agentrl.errors import ConfigError, JournalError, boundary
-from agentrl.statistics import EvalResult
+from agentrl.http import wire
+from agentrl.reporting.statistics import EvalResult
 from agentrl.types import Task, TrajectoryGroup
 
 FORMAT = 2

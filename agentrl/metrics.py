@@ -20,8 +20,8 @@ from typing import Any, Literal, Self
 import msgspec
 
 from agentrl.errors import DiskError, MissingDependencyError
-from agentrl.run_folder import RunFolder, write_atomically
-from agentrl.statistics import is_correct, num_response_tokens, num_turns
+from agentrl.reporting.statistics import is_correct, num_response_tokens, num_turns
+from agentrl.run.run_folder import RunFolder, write_atomically
 from agentrl.types import StopReason, TrajectoryGroup
 
 log = logging.getLogger(__name__)

@@ -18,25 +18,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from agentrl.breaker import ErrorBreaker
 from agentrl.buffer import TrajectoryBuffer
-from agentrl.canary import Canaries
-from agentrl.conductor import Conductor, Stage
 from agentrl.config import Config
 from agentrl.engine import TrainableEngine
+from agentrl.engines.meter import MeteredEngine
+from agentrl.episodes.breaker import ErrorBreaker
+from agentrl.episodes.canary import Canaries
 from agentrl.errors import LearnerReplaced, raise_first
-from agentrl.ess_guard import EssGuard
 from agentrl.evaluate import evaluate
 from agentrl.journal import Journal, Resumption
-from agentrl.learner_door import LearnerDoor
-from agentrl.learner_seat import LearnerSeat
-from agentrl.meter import MeteredEngine
 from agentrl.metrics import MetricsLog, rollout_metrics
-from agentrl.progress import Gauges, Progress
-from agentrl.rollouts import PlayGroup, Rollouts, Tasks
-from agentrl.run_folder import RunFolder
-from agentrl.source import TaskSource
-from agentrl.statistics import EvalResult
+from agentrl.reporting.statistics import EvalResult
+from agentrl.run.conductor import Conductor, Stage
+from agentrl.run.ess_guard import EssGuard
+from agentrl.run.learner_door import LearnerDoor
+from agentrl.run.learner_seat import LearnerSeat
+from agentrl.run.rollouts import PlayGroup, Rollouts, Tasks
+from agentrl.run.run_folder import RunFolder
+from agentrl.supervision.progress import Gauges, Progress
+from agentrl.tasks.source import TaskSource
 from agentrl.types import Batch, Task
 
 log = logging.getLogger(__name__)
@@ -79,7 +79,8 @@ class Orchestrator:
         source: tasks from the beginning; a run that goes on skips what it has asked.
         held_out: tasks of the evaluations, the same every time.
         canaries: checked every `rollout.canary_every` steps; the start is the caller's.
-        progress: hears what moves and who waits for whom. Whoever gives it watches it: agentrl.watchdog.supervised.
+        progress: hears what moves and who waits for whom. Whoever gives it watches it:
+                agentrl.supervision.watchdog.supervised.
     """
 
     def __init__(

@@ -9,13 +9,13 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
-from agentrl import library_turns
-from agentrl.codec import Codec
 from agentrl.errors import ConfigError
 from agentrl.parsers import THINK_OPEN, ParsedText
-from agentrl.tool_formats import ToolFormat, make_format
-from agentrl.turn_strategies import RawStrategy, Strategy, Template, TemplateStrategy
-from agentrl.turn_tests import contents_stay_contents, self_test
+from agentrl.turns import library_turns
+from agentrl.turns.codec import Codec
+from agentrl.turns.self_test import contents_stay_contents, self_test
+from agentrl.turns.strategies import RawStrategy, Strategy, Template, TemplateStrategy
+from agentrl.turns.tool_formats import ToolFormat, make_format
 from agentrl.types import Message, Role
 
 log = logging.getLogger(__name__)

@@ -14,9 +14,9 @@ from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
 from agentrl.metrics import MetricsLine, read
-from agentrl.report_figures import figures
-from agentrl.run_folder import Kind, RunFolder, write_atomically
-from agentrl.statistics import is_correct
+from agentrl.reporting.figures import figures
+from agentrl.reporting.statistics import is_correct
+from agentrl.run.run_folder import Kind, RunFolder, write_atomically
 from agentrl.types import Message, ToolCall, Trajectory, TrajectoryGroup
 
 log = logging.getLogger(__name__)

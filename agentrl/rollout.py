@@ -13,17 +13,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agentrl import env as environments
-from agentrl.agent_env import AgentEnv
-from agentrl.agent_rollout import run_agent_episode
+from agentrl.chat.agent_rollout import run_agent_episode
+from agentrl.chat.proxy import ChatProxy
+from agentrl.chat.token_session import TokenSession, check_completion, request_seed
 from agentrl.config import RolloutConfig
 from agentrl.engine import Engine
 from agentrl.env import Action, Env, Episode, StepResult
+from agentrl.environments.agent_env import AgentEnv
+from agentrl.episodes.group import Attempt, as_trajectory, play_group
+from agentrl.episodes.outcome import judged
 from agentrl.errors import ConfigError, EngineError, EnvError, boundary
-from agentrl.group import Attempt, as_trajectory, play_group
-from agentrl.outcome import judged
-from agentrl.proxy import ChatProxy
 from agentrl.renderer import TurnTokenizer
-from agentrl.token_session import TokenSession, check_completion, request_seed
+from agentrl.turns.window import Window
 from agentrl.types import (
     Completion,
     FinishReason,
@@ -34,7 +35,6 @@ from agentrl.types import (
     Trajectory,
     TrajectoryGroup,
 )
-from agentrl.window import Window
 
 RETRY_BACKOFF_S = 0.5
 """Wait before the first retry of an episode; doubles with each."""

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from agentrl.algorithm import Section
-from agentrl.task_choice import TaskChoice
+from agentrl.tasks.choice import TaskChoice
 
 MIN_TURN_TOKENS = 16
 
@@ -23,7 +23,7 @@ class RolloutConfig(Section):
     """Too-old data: drop it, drop it and issue the task again, or let the learner wait for the oldest group."""
     task_choice: TaskChoice = "shuffled"
     """shuffled: every training row once an epoch. difficulty: rows whose solve rate is near one half most often, those
-    that are never or always solved seldom, but again and again (agentrl/task_choice.py)."""
+    that are never or always solved seldom, but again and again (agentrl/tasks/choice.py)."""
     max_context: PositiveInt = 2048
     """Tokens of a whole episode, prompt included."""
     max_turn_tokens: PositiveInt = 512

@@ -18,9 +18,9 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from agentrl import guard
-from agentrl.backoff import RestartBudget, backoff_s
 from agentrl.errors import InfraError
+from agentrl.supervision import guard
+from agentrl.supervision.backoff import RestartBudget, backoff_s
 
 log = logging.getLogger(__name__)
 

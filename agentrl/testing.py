@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from agentrl.engines.weight_keeper import WeightUpdate
 from agentrl.errors import EngineError
 from agentrl.renderer import TurnTokenizer
 from agentrl.types import (
@@ -18,7 +19,6 @@ from agentrl.types import (
     VersionSpan,
     WeightsRef,
 )
-from agentrl.weight_keeper import WeightUpdate
 
 Script = Sequence[str | Message] | Callable[[str], str | Message]
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import pydantic
 
 from agentrl.errors import ConfigError
-from agentrl.threads import StopSignal, in_thread
+from agentrl.supervision.threads import StopSignal, in_thread
 
 _MARK = "__agentrl_tool__"
 _ANYTHING: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(Any)

@@ -9,22 +9,22 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agentrl import launch, launch_engines, launch_ranks
-from agentrl.batch_server import create_app, serving
-from agentrl.canary import Canaries
 from agentrl.config import Config
-from agentrl.console import TrainConsole
 from agentrl.env import Env, load_env_class, opened
+from agentrl.environments.noted_env import noted
+from agentrl.episodes.canary import Canaries
 from agentrl.errors import ConfigError, DiskError
+from agentrl.http.tokens import Tokens
 from agentrl.metrics import MetricsLog
-from agentrl.noted_env import noted
 from agentrl.orchestrator import Orchestrator, Summary
-from agentrl.overlap import refuse_overlap
-from agentrl.player import Player
-from agentrl.run_folder import RunFolder
-from agentrl.source import TaskSource, held_out_tasks
-from agentrl.tokens import Tokens
-from agentrl.watchdog import supervised
+from agentrl.reporting.console import TrainConsole
+from agentrl.run import launch, launch_engines, launch_ranks
+from agentrl.run.batch_server import create_app, serving
+from agentrl.run.player import Player
+from agentrl.run.run_folder import RunFolder
+from agentrl.supervision.watchdog import supervised
+from agentrl.tasks.overlap import refuse_overlap
+from agentrl.tasks.source import TaskSource, held_out_tasks
 from agentrl.wrappers import load_wrappers
 
 if TYPE_CHECKING:

@@ -295,7 +295,7 @@ class WeightsRef:
     policy_version: int
     num_bytes: int
     update_info: dict[str, Any]  # for vLLM's /update_weights; {"path": FOLDER} where they lie complete in a folder
-    checksum: str  # agentrl.checksum of all tensors; empty where the engine cannot be asked for its own
+    checksum: str  # agentrl.engines.checksum of all tensors; empty where the engine cannot be asked for its own
     probe: Probe
 
     @property

@@ -1,9 +1,9 @@
 """vLLM's plugin entry point: makes our weight-transfer backends known, each loaded only where it is configured.
 
-    safetensors    reads a folder that learner and engine both see       agentrl.vllm_safetensors
-    gloo           broadcast between processes, for CPUs                  agentrl.vllm_gloo
-    agentrl_nccl   vLLM's own NCCL backend, checked and summed            agentrl.vllm_device
-    agentrl_ipc    vLLM's own CUDA IPC backend, checked and summed        agentrl.vllm_device
+    safetensors    reads a folder that learner and engine both see       agentrl.vllm.safetensors
+    gloo           broadcast between processes, for CPUs                  agentrl.vllm.gloo
+    agentrl_nccl   vLLM's own NCCL backend, checked and summed            agentrl.vllm.device
+    agentrl_ipc    vLLM's own CUDA IPC backend, checked and summed        agentrl.vllm.device
 
 All speak vLLM's own calls (init, start, update, finish, shutdown). Knows nothing of versions, HTTP or training.
 """
@@ -14,10 +14,10 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 # The last two have a prefix: vLLM refuses to register a name twice.
 ENGINES = {
-    "safetensors": ("agentrl.vllm_safetensors", "SafetensorsEngine"),
-    "gloo": ("agentrl.vllm_gloo", "GlooEngine"),
-    "agentrl_nccl": ("agentrl.vllm_device", "NCCLEngine"),
-    "agentrl_ipc": ("agentrl.vllm_device", "IPCEngine"),
+    "safetensors": ("agentrl.vllm.safetensors", "SafetensorsEngine"),
+    "gloo": ("agentrl.vllm.gloo", "GlooEngine"),
+    "agentrl_nccl": ("agentrl.vllm.device", "NCCLEngine"),
+    "agentrl_ipc": ("agentrl.vllm.device", "IPCEngine"),
 }
 
 

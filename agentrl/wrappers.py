@@ -15,14 +15,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentrl.agent_env import AgentEnv
-from agentrl.base_env import Env
 from agentrl.config import WrapperConfig
-from agentrl.drive import total_reward
-from agentrl.episode import STEP_REWARD, Action, Episode, StepResult
+from agentrl.environments.agent_env import AgentEnv
+from agentrl.environments.base_env import Env
+from agentrl.environments.drive import total_reward
+from agentrl.environments.episode import STEP_REWARD, Action, Episode, StepResult
+from agentrl.environments.providers import Scope
+from agentrl.environments.registry import WrapEnv, load_object
 from agentrl.errors import ConfigError
-from agentrl.providers import Scope
-from agentrl.registry import WrapEnv, load_object
 from agentrl.tools import ToolSpec
 from agentrl.types import Message, Task
 

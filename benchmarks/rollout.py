@@ -19,11 +19,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from agentrl.chat_model import ChatModel, ChatRules
-from agentrl.chat_player import play_chat_group
+from agentrl.chat.model import ChatModel, ChatRules
+from agentrl.chat.player import play_chat_group
+from agentrl.chat.proxy import ChatProxy
 from agentrl.config import RolloutConfig
 from agentrl.env import Episode, ToolEnv
-from agentrl.proxy import ChatProxy
 from agentrl.renderer import TurnTokenizer
 from agentrl.rollout import run_group
 from agentrl.testing import call

@@ -26,13 +26,13 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from agentrl import config as config_module
-from agentrl import launch, launch_engines
 from agentrl.config import Config
 from agentrl.env import Env, load_env_class, opened
 from agentrl.evaluate import evaluate
-from agentrl.player import Player
-from agentrl.source import TaskSource, held_out_tasks
-from agentrl.tokens import Tokens
+from agentrl.http.tokens import Tokens
+from agentrl.run import launch, launch_engines
+from agentrl.run.player import Player
+from agentrl.tasks.source import TaskSource, held_out_tasks
 from agentrl.train import is_model_folder
 from agentrl.types import Batch, Probe, Task, TrajectoryGroup, WeightsRef
 from benchmarks import stability_task_report

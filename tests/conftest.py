@@ -55,9 +55,9 @@ class VLLMServer:
 @pytest.fixture(scope="session")
 def vllm_server(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMServer]:
     """The real engine on the CPU, started once with the command of a run; its process group ends with the tests."""
-    from agentrl import engine_server
     from agentrl.config import EngineConfig
-    from agentrl.launch import port_of
+    from agentrl.engines import server as engine_server
+    from agentrl.run.launch import port_of
 
     server = VLLMServer(
         url=f"http://127.0.0.1:{(port := port_of('127.0.0.1', 0, key='port'))}",

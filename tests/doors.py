@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agentrl.batch_server import LearnerPort
+from agentrl.run.batch_server import LearnerPort
 
 
 class OpenDoor:

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import get_args
 
 from agentrl import config as config_module
-from agentrl import tokens
-from agentrl.engine_server import Transfer
+from agentrl.engines.server import Transfer
 from agentrl.errors import AgentRLError, ConfigError
+from agentrl.http import tokens
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""The learner process's loop: fetch a batch, step, report, publish. Speaks agentrl.wire; knows no maths and no model.
+"""The learner process's loop: fetch a batch, step, report, publish. Speaks http/wire.py; knows no maths and no model.
 
 Rank 0 alone speaks to the orchestrator, and tells the others. Every call has a deadline. An orchestrator that cannot be
 reached is asked again for 30 s (its answers are repeatable), then the process ends; an answer that says no ends it at
@@ -21,10 +21,10 @@ import httpx
 import torch
 from torch import distributed
 
-from agentrl import wire
 from agentrl.config import Config
 from agentrl.errors import LearnerError, WeightsWanted, boundary
-from agentrl.run_folder import RunFolder
+from agentrl.http import wire
+from agentrl.run.run_folder import RunFolder
 from agentrl.types import Batch, Probe, StepOutput, TransferInit, WeightsRef
 from trainer import checkpoint, ranks, weights
 from trainer.learner import Learner

@@ -20,9 +20,9 @@ from urllib.parse import urlsplit
 
 import torch
 
-from agentrl.checksum import Checksum
 from agentrl.config import EngineConfig
-from agentrl.engine_server import LOOPBACK
+from agentrl.engines.checksum import Checksum
+from agentrl.engines.server import LOOPBACK
 from agentrl.errors import ConfigError, LearnerError, MissingDependencyError, boundary
 from agentrl.types import Probe, TransferInit, WeightsRef
 from trainer import weights
@@ -269,8 +269,8 @@ def within(action: Callable[[], T], timeout_s: float, *, over: threading.Event) 
 
 def _init_info(transfer: Transfer, engine: EngineConfig) -> Any:
     """vLLM's init info for this rank. Rank 0 of the group is the sender, then come the engine's workers."""
-    from agentrl import vllm_gloo_trainer
-    from agentrl.vllm_gloo_group import own_address
+    from agentrl.vllm import gloo_trainer
+    from agentrl.vllm.gloo_group import own_address
 
     if transfer.backend == "ipc":
         from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
@@ -281,8 +281,8 @@ def _init_info(transfer: Transfer, engine: EngineConfig) -> Any:
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
         return NCCLTrainerInitInfo(address, _free_port(address), world_size, rank=transfer.rank)
-    vllm_gloo_trainer.register()
-    return vllm_gloo_trainer.GlooTrainerInitInfo(
+    gloo_trainer.register()
+    return gloo_trainer.GlooTrainerInitInfo(
         master_address=address, world_size=world_size, timeout_s=engine.update_timeout_s, rank=transfer.rank
     )
 

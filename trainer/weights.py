@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from agentrl.checksum import Checksum
+from agentrl.engines.checksum import Checksum
 from agentrl.types import Probe, WeightsRef
 from trainer import lora
 from trainer.weight_source import TensorMeta, WeightSource, layer_of

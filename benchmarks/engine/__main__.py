@@ -11,8 +11,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from agentrl import engine_server
 from agentrl.config import EngineConfig
+from agentrl.engines import server as engine_server
 from benchmarks import reporting
 from benchmarks.engine import gap, goals, kv, parity, prefix, throughput
 

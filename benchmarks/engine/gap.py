@@ -18,9 +18,9 @@ import torch
 
 from agentrl.config import EngineConfig
 from agentrl.engine import KvOnUpdate, VLLMEngine, sampling_body
-from agentrl.engine_server import BACKENDS
+from agentrl.engines.http import VLLMServer
+from agentrl.engines.server import BACKENDS
 from agentrl.types import Probe, Sampling
-from agentrl.vllm_http import VLLMServer
 from benchmarks import reporting
 from benchmarks.engine import goals, models
 from benchmarks.engine.publishing import DEADLINE_S, Publication, Sender, modes

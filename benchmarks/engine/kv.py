@@ -15,8 +15,8 @@ from typing import Any
 
 from agentrl.config import EngineConfig
 from agentrl.engine import KvOnUpdate, VLLMEngine
-from agentrl.parity import parity
-from agentrl.run_folder import RunFolder
+from agentrl.engines.parity import parity
+from agentrl.run.run_folder import RunFolder
 from agentrl.types import Completion, Probe, Sampling
 from benchmarks import reporting
 from benchmarks.engine import goals, models

@@ -14,7 +14,7 @@ from typing import Any
 
 from agentrl.config import EngineConfig
 from agentrl.engine import VLLMEngine
-from agentrl.parity import Parity, parity
+from agentrl.engines.parity import Parity, parity
 from agentrl.types import Sampling
 from benchmarks import reporting
 from benchmarks.engine import goals, models

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from agentrl import engine_server
 from agentrl.config import EngineConfig
 from agentrl.engine import VLLMEngine
+from agentrl.engines import server as engine_server
+from agentrl.engines.weight_keeper import WeightUpdate
 from agentrl.types import Probe, TransferInit, WeightsRef
-from agentrl.weight_keeper import WeightUpdate
 from trainer.transfer import Transfer, publisher
 from trainer.weight_source import WeightSource
 

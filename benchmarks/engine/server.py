@@ -13,9 +13,9 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from agentrl import engine_server
 from agentrl.config import EngineConfig
-from agentrl.launch import port_of
+from agentrl.engines import server as engine_server
+from agentrl.run.launch import port_of
 from agentrl.supervise import child
 from sandbox.backends import processes
 

@@ -13,8 +13,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
-from agentrl.agent_env import AgentEnv, Endpoint
 from agentrl.env import Episode, Split
+from agentrl.environments.agent_env import AgentEnv, Endpoint
 from agentrl.errors import ConfigError, EnvError
 from agentrl.types import Task
 from envs.adapters.line_process import LineProcess

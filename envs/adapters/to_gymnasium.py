@@ -9,11 +9,11 @@ from typing import Any
 import gymnasium
 from gymnasium.envs.registration import EnvSpec
 
-from agentrl.agent_env import AgentEnv
 from agentrl.config import EnvConfig
 from agentrl.env import Env, Split, load_env_class
+from agentrl.environments.agent_env import AgentEnv
 from agentrl.errors import ConfigError
-from agentrl.source import TaskSource
+from agentrl.tasks.source import TaskSource
 from agentrl.types import Message, Task
 from envs.adapters.sync_player import OpenSandbox, SyncPlayer
 from envs.adapters.unicode_space import UnicodeText

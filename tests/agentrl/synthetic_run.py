@@ -12,8 +12,8 @@ from pathlib import Path
 
 from agentrl.config import Config, parse
 from agentrl.metrics import MetricsLog, rollout_metrics
-from agentrl.run_folder import RunFolder
-from agentrl.statistics import summarize
+from agentrl.reporting.statistics import summarize
+from agentrl.run.run_folder import RunFolder
 from agentrl.types import (
     Completion,
     FinishReason,

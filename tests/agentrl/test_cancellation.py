@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.learner_seat import LearnerSeat
-from agentrl.meter import MeteredEngine
+from agentrl.engines.meter import MeteredEngine
 from agentrl.renderer import TurnTokenizer
+from agentrl.run.learner_seat import LearnerSeat
 from agentrl.types import Probe, WeightsRef
 from tests.agentrl.whole_run import YesAndNo
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from agentrl import check_cancel
-from agentrl.agent_env import AgentEnv, Endpoint
 from agentrl.check import CheckReport, check_env, wrong_answer
-from agentrl.check_tokens import _broken_prefix
+from agentrl.checks import cancel as check_cancel
+from agentrl.checks.tokens import _broken_prefix
 from agentrl.env import Action, Env, Episode, Split, StepResult, ToolEnv
+from agentrl.environments.agent_env import AgentEnv, Endpoint
 from agentrl.tools import tool
 from agentrl.types import Completion, FinishReason, Message, StopReason, Task, Trajectory, Turn, VersionSpan, user
 from envs.grading import final_answer

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.agent_env import AgentEnv
 from agentrl.config import RolloutConfig
 from agentrl.env import load_env_class, make
+from agentrl.environments.agent_env import AgentEnv
 from agentrl.renderer import TurnTokenizer
 from agentrl.rollout import run_group
 from agentrl.testing import ScriptedEngine, call

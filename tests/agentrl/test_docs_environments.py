@@ -30,7 +30,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     # Registered once in this process, by whichever test came first; another folder's file is another class.
-    monkeypatch.setattr("agentrl.registry._SPECS", {})
+    monkeypatch.setattr("agentrl.environments.registry._SPECS", {})
     for name in FILES:
         monkeypatch.delitem(sys.modules, name.removesuffix(".py"), raising=False)
     return tmp_path

@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from agentrl.engine import KvOnUpdate, VLLMEngine
+from agentrl.engines.openai import OpenAIEngine
 from agentrl.errors import EngineError, WeightSyncError
-from agentrl.openai_engine import OpenAIEngine
 from agentrl.types import Completion, FinishReason, Sampling
 from tests.agentrl.judge import PROMPT, Judge, difference, worst
 from tests.conftest import VLLMServer

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from agentrl import config as configs
-from agentrl import launch, launch_engines
 from agentrl.config import Config
 from agentrl.engine import VLLMEngine
 from agentrl.errors import EngineError, EngineGone
+from agentrl.run import launch, launch_engines
 from agentrl.supervise import Child, ChildDied
 from agentrl.types import Completion, Sampling
 from tests.agentrl.judge import PROMPT, Judge, worst

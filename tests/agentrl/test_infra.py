@@ -18,15 +18,16 @@ from typing import Any, ClassVar
 import pytest
 from aiohttp import ClientSession, web
 
-from agentrl import launch, supervise
-from agentrl.canary import Canaries
+from agentrl import supervise
 from agentrl.config import Config, SandboxConfig
 from agentrl.env import Env, Episode, Split, make
+from agentrl.episodes.canary import Canaries
 from agentrl.errors import AgentRLError, CanaryFailed, ErrorRateExceeded
-from agentrl.launch import port_of
 from agentrl.metrics import read
 from agentrl.renderer import TurnTokenizer
-from agentrl.run_folder import Kind, RunFolder
+from agentrl.run import launch
+from agentrl.run.launch import port_of
+from agentrl.run.run_folder import Kind, RunFolder
 from agentrl.supervise import Child, ChildDied
 from agentrl.testing import ScriptedEngine, call
 from agentrl.types import Message, StopReason, Task, Trajectory

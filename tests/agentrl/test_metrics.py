@@ -6,12 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from synthetic_run import Words, make_config, make_group
 
 from agentrl import metrics
 from agentrl.metrics import MetricsLog, rollout_metrics
-from agentrl.run_folder import RunFolder
+from agentrl.run.run_folder import RunFolder
 from agentrl.types import StopReason
+from tests.agentrl.synthetic_run import Words, make_config, make_group
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_tensorboard_itself_reads_the_events(folder: RunFolder) -> None:
 def test_logging_loads_no_torch(folder: RunFolder) -> None:
     code = (
         "import sys; from pathlib import Path; from agentrl.metrics import MetricsLog;"
-        "from agentrl.run_folder import RunFolder;"
+        "from agentrl.run.run_folder import RunFolder;"
         f"log = MetricsLog(RunFolder(path=Path({str(folder.path)!r}))); log.log('step', 1, {{'a': 1}}); log.close();"
         "assert not {'torch', 'tensorflow', 'vllm', 'deepspeed'} & set(sys.modules)"
     )

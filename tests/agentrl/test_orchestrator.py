@@ -8,14 +8,14 @@ from typing import Any, ClassVar
 import httpx
 import pytest
 
-from agentrl import wire
 from agentrl.config import parse
+from agentrl.engines.weight_keeper import WeightUpdate
 from agentrl.errors import EngineError, ErrorRateExceeded, NoLearningSignal, WeightSyncError
+from agentrl.http import wire
 from agentrl.metrics import read
 from agentrl.renderer import TurnTokenizer
 from agentrl.testing import ScriptedEngine
 from agentrl.types import TransferInit, WeightsRef
-from agentrl.weight_keeper import WeightUpdate
 from tests.agentrl.whole_run import TOKEN, YesAndNo, make_config, orchestrating, run_with
 
 

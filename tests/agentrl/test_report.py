@@ -7,13 +7,13 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from synthetic_run import Words, make_config, make_group, make_run
 
 from agentrl import report
 from agentrl.metrics import MetricsLog
 from agentrl.report import write_report
-from agentrl.run_folder import RunFolder
+from agentrl.run.run_folder import RunFolder
 from agentrl.types import Message, ToolCall, Trajectory
+from tests.agentrl.synthetic_run import Words, make_config, make_group, make_run
 
 HOSTILE = "</script></pre><script>alert(1)</script><img src=x onerror=alert(2)><!-- {{ 7*7 }} &lt;b&gt;"
 

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from agentrl.env import Action, Env, StepResult
+from agentrl.environments.noted_env import noted
 from agentrl.errors import LearnerError, RunStalled
-from agentrl.noted_env import noted
-from agentrl.progress import Progress
 from agentrl.renderer import TurnTokenizer
-from agentrl.run_folder import RunFolder
-from agentrl.status import read_status
+from agentrl.run.run_folder import RunFolder
+from agentrl.supervision.progress import Progress
+from agentrl.supervision.status import read_status
+from agentrl.supervision.watchdog import Patience, supervised, watched
 from agentrl.types import Completion, Sampling
-from agentrl.watchdog import Patience, supervised, watched
 from tests.agentrl.whole_run import SayYes, YesAndNo, make_config, orchestrating, run_with
 
 QUICK = Patience(stall_s=1.2, loop_s=30.0, tick_s=0.05)

@@ -3,18 +3,17 @@
 from pathlib import Path
 from typing import Any, ClassVar
 
-from synthetic_run import make_config
-
-from agentrl import wire
 from agentrl.config import RolloutConfig
 from agentrl.env import Action, Env, Episode, StepResult
+from agentrl.http import wire
 from agentrl.metrics import MetricsLog, rollout_metrics
 from agentrl.renderer import TurnTokenizer
 from agentrl.report import write_report
 from agentrl.rollout import run_group
-from agentrl.run_folder import RunFolder
+from agentrl.run.run_folder import RunFolder
 from agentrl.testing import ScriptedEngine
 from agentrl.types import Batch, Message, Task, TrajectoryGroup, user
+from tests.agentrl.synthetic_run import make_config
 
 
 class Counter(Env):

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from agentrl import supervise
-from agentrl.backoff import RestartBudget
 from agentrl.errors import InfraError
 from agentrl.supervise import ChildDied, child, never
+from agentrl.supervision.backoff import RestartBudget
 from tests.agentrl.troubles import Trouble
 
 AGAIN = Trouble("the ... process ended with exit code ...; it is started again in ... s (... more times at most)")

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 import pydantic
 import pytest
 
+from agentrl.environments.providers import collect_providers, provide
 from agentrl.errors import ConfigError
-from agentrl.providers import collect_providers, provide
-from agentrl.threads import StopSignal
+from agentrl.supervision.threads import StopSignal
 from agentrl.tools import ToolArgumentError, collect_tools, tool
 from agentrl.types import Task
 

@@ -10,17 +10,18 @@ from typing import Any
 
 import pytest
 
-from agentrl import engine_pool, launch_engines
 from agentrl.config import Config, EngineConfig
 from agentrl.engine import VLLMEngine
-from agentrl.engine_pool import EnginePool
+from agentrl.engines import pool as engine_pool
+from agentrl.engines.pool import EnginePool
+from agentrl.engines.weight_keeper import WeightUpdate
 from agentrl.errors import AgentRLError, EngineError, ErrorRateExceeded, WeightSyncError
-from agentrl.launch import port_of
 from agentrl.metrics import MetricsLine, read
 from agentrl.renderer import TurnTokenizer
-from agentrl.run_folder import RunFolder
+from agentrl.run import launch_engines
+from agentrl.run.launch import port_of
+from agentrl.run.run_folder import RunFolder
 from agentrl.types import Trajectory, WeightsRef
-from agentrl.weight_keeper import WeightUpdate
 from tests.agentrl.troubles import Trouble
 from tests.agentrl.vllm_double import Chunks, VLLMDouble, vllm_double
 from tests.agentrl.whole_run import YesAndNo, make_config, run_with

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.console import TrainConsole
 from agentrl.errors import DiskError
 from agentrl.metrics import MetricsLog, read
 from agentrl.renderer import TurnTokenizer
-from agentrl.run_folder import RunFolder
+from agentrl.reporting.console import TrainConsole
+from agentrl.run.run_folder import RunFolder
 from agentrl.supervise import ChildDied, child
 from tests.agentrl.troubles import Trouble
 from tests.agentrl.whole_run import YesAndNo, make_config, run_with
@@ -79,7 +79,7 @@ def test_a_run_outlives_its_standard_output(tmp_path: Path, tokenizer_dir: Path)
 HANGS_UP = """
 import asyncio, os, signal, sys, typer
 signal.signal(signal.SIGHUP, getattr(signal, sys.argv[1]))
-from agentrl.cli_run import run
+from agentrl.commands.common import run
 async def work():
     try:
         os.kill(os.getpid(), signal.SIGHUP)
@@ -134,9 +134,9 @@ async def test_a_clock_that_jumps_moves_no_deadline(
 
 WALL_CLOCK = {
     "agentrl/metrics.py": "when a line was written, for people",
-    "agentrl/chat_wire.py": "the `created` of OpenAI's answers",
-    "agentrl/status.py": "when a heartbeat was written, for another process",
-    "agentrl/doctor_machine.py": "whether the clock itself is right",
+    "agentrl/chat/wire.py": "the `created` of OpenAI's answers",
+    "agentrl/supervision/status.py": "when a heartbeat was written, for another process",
+    "agentrl/doctor/machine.py": "whether the clock itself is right",
     "sandbox/backends/docker.py": "how old another process's container is",
 }
 

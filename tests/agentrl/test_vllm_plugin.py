@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from agentrl.checksum import checksum_of
+from agentrl.engines.checksum import checksum_of
 from tests.conftest import VLLMServer
 
 pytestmark = pytest.mark.engine

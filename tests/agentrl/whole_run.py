@@ -10,20 +10,20 @@ from typing import Any
 
 import httpx
 
-from agentrl import wire
-from agentrl.batch_server import create_app, serving
-from agentrl.canary import Canaries
 from agentrl.config import Config, parse
 from agentrl.engine import TrainableEngine
 from agentrl.env import Action, Env, Episode, StepResult
+from agentrl.episodes.canary import Canaries
+from agentrl.http import wire
 from agentrl.metrics import MetricsLog
 from agentrl.orchestrator import Orchestrator, Summary
-from agentrl.player import Player
-from agentrl.progress import Progress
 from agentrl.renderer import TurnTokenizer
-from agentrl.run_folder import RunFolder
-from agentrl.source import TaskSource, held_out_tasks
-from agentrl.statistics import EvalResult
+from agentrl.reporting.statistics import EvalResult
+from agentrl.run.batch_server import create_app, serving
+from agentrl.run.player import Player
+from agentrl.run.run_folder import RunFolder
+from agentrl.supervision.progress import Progress
+from agentrl.tasks.source import TaskSource, held_out_tasks
 from agentrl.testing import ScriptedEngine
 from agentrl.types import Batch, Message, Probe, StepOutput, Task, TransferInit, WeightsRef, user
 

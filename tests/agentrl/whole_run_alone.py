@@ -17,14 +17,14 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
-from agentrl.cli_run import run as run_command
+from agentrl.commands.common import run as run_command
 from agentrl.config import Config
-from agentrl.console import TrainConsole
 from agentrl.journal import Journal
 from agentrl.metrics import read
 from agentrl.renderer import TurnTokenizer
-from agentrl.resume import reopen
-from agentrl.run_folder import RunFolder
+from agentrl.reporting.console import TrainConsole
+from agentrl.run.resume import reopen
+from agentrl.run.run_folder import RunFolder
 from tests.agentrl import whole_run
 from tests.agentrl.whole_run import YesAndNo, make_config, obedient_learner, orchestrating
 

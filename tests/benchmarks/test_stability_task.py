@@ -12,9 +12,9 @@ import pytest
 
 from agentrl.config import Config, parse
 from agentrl.env import Episode, Split, ToolEnv, load_env_class
-from agentrl.player import Player
 from agentrl.renderer import TurnTokenizer
-from agentrl.source import held_out_tasks
+from agentrl.run.player import Player
+from agentrl.tasks.source import held_out_tasks
 from agentrl.testing import ScriptedEngine
 from agentrl.types import Message, Task, user
 from benchmarks import stability_task_report

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import psutil
 
-from agentrl import engine_server
-from agentrl.launch import port_of
+from agentrl.engines import server as engine_server
+from agentrl.run.launch import port_of
 
 
 class OutsideEngine:

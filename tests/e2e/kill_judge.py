@@ -17,7 +17,7 @@ from typing import Any
 from agentrl.config import Config
 from agentrl.journal import GroupState
 from agentrl.metrics import MetricsLine, read
-from agentrl.run_folder import RunFolder
+from agentrl.run.run_folder import RunFolder
 
 ENDED = frozenset(
     {

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from agentrl.metrics import read
-from agentrl.run_folder import RunFolder
+from agentrl.run.run_folder import RunFolder
 from agentrl.types import StopReason
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import pytest
 from agentrl.config import Config, parse
 from agentrl.journal import GroupState, Journal, StepState
 from agentrl.metrics import MetricsLog
-from agentrl.run_folder import RunFolder
+from agentrl.run.run_folder import RunFolder
 from agentrl.types import Completion, FinishReason, StopReason, Task, Trajectory, TrajectoryGroup, Turn, VersionSpan
 from tests.e2e.kill_engine import OutsideEngine
 from tests.e2e.kill_judge import (

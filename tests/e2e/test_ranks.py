@@ -17,14 +17,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from agentrl import launch
-from agentrl.checksum import checksum_of
 from agentrl.config import Config, parse
+from agentrl.engines.checksum import checksum_of
+from agentrl.engines.weight_keeper import WeightUpdate
 from agentrl.metrics import MetricsLine, read
 from agentrl.renderer import TurnTokenizer
+from agentrl.run import launch
 from agentrl.testing import ScriptedEngine
 from agentrl.types import Completion, Sampling, WeightsRef
-from agentrl.weight_keeper import WeightUpdate
 from tests.agentrl.whole_run import TOKEN, orchestrating
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]

@@ -10,7 +10,7 @@ import pytest
 from agentrl.check import wrong_answer
 from agentrl.config import EnvConfig, RolloutConfig
 from agentrl.env import load_env_class
-from agentrl.hub import OPTIONS
+from agentrl.tasks.hub import OPTIONS
 from envs.datasets import NAMED_SETS
 from envs.grading import is_correct
 

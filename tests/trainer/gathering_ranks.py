@@ -16,7 +16,7 @@ import torch
 from torch import distributed
 from transformers import AutoModelForCausalLM
 
-from agentrl.checksum import Checksum
+from agentrl.engines.checksum import Checksum
 from agentrl.types import Probe
 from trainer import ranks, weights
 from trainer.weight_source import WeightSource

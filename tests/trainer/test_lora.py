@@ -23,9 +23,9 @@ from trainer_builders import (
     whole_weights,
 )
 
-from agentrl.checksum import checksum_of
 from agentrl.config import Config, LoraConfig, load
 from agentrl.engine import VLLMEngine
+from agentrl.engines.checksum import checksum_of
 from agentrl.errors import ConfigError
 from agentrl.types import Probe, WeightsRef
 from tests.conftest import VLLMServer

@@ -22,8 +22,8 @@ from trainer_builders import (
     whole_weights,
 )
 
-from agentrl import wire
 from agentrl.algorithm import AlgorithmConfig
+from agentrl.http import wire
 from agentrl.types import Batch, Trajectory, Turn
 from trainer import attention
 from trainer.gradients import Estimator

@@ -16,12 +16,12 @@ import torch
 from safetensors.torch import load_file
 from trainer_builders import batch, config, mixed_groups, plain_logprobs
 
-from agentrl import launch
-from agentrl.batch_server import RunOver, create_app, serving
-from agentrl.checksum import checksum_of
 from agentrl.config import Config, save
+from agentrl.engines.checksum import checksum_of
 from agentrl.errors import EngineError, LearnerError, WeightsWanted
-from agentrl.launch import port_of
+from agentrl.run import launch
+from agentrl.run.batch_server import RunOver, create_app, serving
+from agentrl.run.launch import port_of
 from agentrl.supervise import Child, child
 from agentrl.types import Batch, StepOutput, TransferInit, WeightsRef
 from tests.doors import OpenDoor

@@ -23,13 +23,13 @@ from trainer_builders import plain_logprobs
 from transformers import AutoModelForCausalLM
 
 import trainer.transfer
-from agentrl.batch_server import RunOver, create_app, serving
-from agentrl.checksum import checksum_of
 from agentrl.config import EngineConfig
 from agentrl.engine import VLLMEngine
+from agentrl.engines.checksum import checksum_of
 from agentrl.errors import ConfigError, EngineError, LearnerError, WeightSyncError
+from agentrl.run.batch_server import RunOver, create_app, serving
 from agentrl.types import Batch, Probe, StepOutput, TransferInit, WeightsRef
-from agentrl.vllm_gloo_group import Group, meet
+from agentrl.vllm.gloo_group import Group, meet
 from tests.conftest import VLLMServer
 from tests.doors import OpenDoor
 from trainer import weights
@@ -73,8 +73,8 @@ class Engines:
 
 
 def start_server(model_dir: Path, log_path: Path, backend: str, port: int = 0) -> tuple[subprocess.Popen[bytes], str]:
-    from agentrl import engine_server
-    from agentrl.launch import port_of
+    from agentrl.engines import server as engine_server
+    from agentrl.run.launch import port_of
 
     port = port_of("127.0.0.1", port, key="port")
     argv, env = engine_server.command(

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.algorithm import AlgorithmConfig
-from agentrl.report_figures import CHARTS
+from agentrl.reporting.figures import CHARTS
 from trainer import vitals
 from trainer.terms import GroupTerms, TrajectoryTerms
 from trainer.variance import COMPARED

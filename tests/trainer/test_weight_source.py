@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from agentrl.checksum import checksum_of
+from agentrl.engines.checksum import checksum_of
 from trainer.weight_source import WeightSource, layer_of
 
 

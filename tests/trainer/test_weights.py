@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from agentrl.checksum import checksum_of
+from agentrl.engines.checksum import checksum_of
 from agentrl.types import Probe, WeightsRef
 from trainer import weights
 from trainer.weight_source import WeightSource

@@ -11,8 +11,8 @@ import pytest
 from gymnasium.utils.env_checker import check_env
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 
-from agentrl.agent_env import AgentEnv
 from agentrl.env import Env, Episode, StepResult, ToolEnv
+from agentrl.environments.agent_env import AgentEnv
 from agentrl.errors import ConfigError, EnvError
 from agentrl.parsers import format_message
 from agentrl.testing import call

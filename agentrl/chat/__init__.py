@@ -1,0 +1,1 @@
+"""Chats with a model that somebody else's agent holds over HTTP, and the records that become trajectories."""

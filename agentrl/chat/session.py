@@ -1,0 +1,112 @@
+"""One episode's chat, whoever answers: which calls are let through, how many were answered, and why it ended.
+
+Knows no HTTP, no tokens and no engine. A call that does not fit the run's limits is refused, and the session remembers
+why: an agent that gives up then has come to an end and has not failed. A part that fails ends the session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from agentrl.chat.wire import ApiError, ChatAnswer, ChatRequest
+from agentrl.errors import AgentRLError
+from agentrl.types import Message, StopReason, Turn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """One conversation of the agent's: its tokens, where they are known, and its messages."""
+
+    turns: tuple[Turn, ...]
+    messages: tuple[Message, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """A call that the run's limits did not allow."""
+
+    stop_reason: StopReason
+    reason: str
+
+
+class ChatSession(ABC):
+    """Answers the calls of one agent; they may overlap. `max_calls` is how many answers it may have."""
+
+    def __init__(self, *, max_calls: int) -> None:
+        self._max_calls = max_calls
+        self._num_running = 0
+        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.num_answers = 0
+        self.num_tool_calls = 0
+        self.num_completion_tokens = 0
+        self.generate_s = 0.0
+        self.refusal: Refusal | None = None
+        """The last call that was refused for the run's limits."""
+
+    @property
+    @abstractmethod
+    def records(self) -> Sequence[Record]:
+        """All conversations with at least one answer, oldest first."""
+
+    @property
+    @abstractmethod
+    def messages(self) -> Sequence[Message]:
+        """The conversation with the last answer."""
+
+    @abstractmethod
+    async def _play(self, request: ChatRequest) -> ChatAnswer:
+        """Answer one call and record it. Raises ApiError, also through `_refuse` and `_fail`."""
+
+    @property
+    def has_calls_running(self) -> bool:
+        """Whether an answer is being generated."""
+        return self._num_running > 0
+
+    async def failure(self) -> None:
+        """Waits for a part to fail. Raises its error when it does; never returns."""
+        await asyncio.shield(self._failed)
+
+    def raise_failure(self) -> None:
+        """Raises the error of the part that failed, if one has."""
+        if self._failed.done():
+            self._failed.result()
+
+    async def answer(self, request: ChatRequest) -> ChatAnswer:
+        """Play one call. Cancelling it aborts it where it is played, and nothing of it is recorded.
+
+        Raises ApiError: 400 for what the agent can mend, 500 once a part has failed.
+        """
+        if self._failed.done():
+            raise _gone()
+        if self.num_answers + self._num_running >= self._max_calls:
+            reason = f"the episode has had its {self._max_calls} calls"
+            raise self._refuse(StopReason.MAX_TURNS, reason, code="max_turns_exceeded")
+        self._num_running += 1
+        started = time.monotonic()
+        try:
+            answer = await self._play(request)
+        finally:
+            self._num_running -= 1
+            self.generate_s += time.monotonic() - started
+        self.num_answers += 1
+        self.num_tool_calls += len(answer.message.tool_calls)
+        self.num_completion_tokens += answer.num_completion_tokens
+        return answer
+
+    def _refuse(self, stop_reason: StopReason, reason: str, *, code: str) -> ApiError:
+        self.refusal = Refusal(stop_reason=stop_reason, reason=reason)
+        return ApiError(400, reason, code=code, param="messages")
+
+    def _fail(self, error: AgentRLError) -> ApiError:
+        if not self._failed.done():
+            self._failed.set_exception(error)
+            self._failed.exception()  # an episode that has ended meanwhile does not ask
+        return _gone()
+
+
+def _gone() -> ApiError:
+    return ApiError(500, "the engine failed; this episode is over and will be played again", code="engine_failed")

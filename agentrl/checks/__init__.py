@@ -1,0 +1,1 @@
+"""What `check_env` does to an environment beyond looking at its answers."""

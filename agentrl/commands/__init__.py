@@ -1,0 +1,1 @@
+"""What the subcommands of `agentrl` do, and what they say."""

@@ -1,0 +1,1 @@
+"""`agentrl doctor`: whether this machine can do what a config asks."""

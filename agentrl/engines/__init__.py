@@ -1,0 +1,1 @@
+"""Clients and owners of engines: what is said to them, how many there are, what weights they hold."""

@@ -1,0 +1,1 @@
+"""What surrounds the episodes of a task: tried again, counted, watched for what is broken."""

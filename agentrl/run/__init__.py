@@ -1,0 +1,1 @@
+"""One training run, wired: its processes, its folder, its steps, its learner."""

@@ -1,0 +1,1 @@
+"""Whether the parts of a run live and move on, and who ends them if not."""

@@ -1,0 +1,346 @@
+"""RUN/status.json: written about once a second by the run, read by anybody. Knows nothing of how it is shown.
+
+A reader judges by three things: what the run said last, how long ago it said so, and whether its process lives.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self
+
+import msgspec
+
+from agentrl.errors import ConfigError
+from agentrl.supervision.progress import Progress, Snapshot
+
+log = logging.getLogger(__name__)
+
+FILE_NAME = "status.json"
+FORMAT = 1
+EVERY_S = 1.0
+OLD_S = 15.0
+"""A heartbeat older than this is missed."""
+RATE_WINDOW_S = 30.0
+LAST_WRITE_S = 5.0
+MAX_WHY = 2000
+
+Ending = Literal["", "done", "failed", "stopped"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Writer:
+    """The process that writes, so that a reader can tell whether it still lives."""
+
+    pid: int
+    started: str  # by the kernel's clock: process numbers are used again
+    machine: str  # name and boot: process numbers of another machine, or container, say nothing here
+
+    @classmethod
+    def ourselves(cls) -> Writer:
+        """This process."""
+        return cls(pid=os.getpid(), started=_started(os.getpid()), machine=_machine())
+
+    def lives(self) -> bool | None:
+        """Whether it does; None where that cannot be seen from here."""
+        if self.machine != _machine():
+            return None
+        return _started(self.pid) == self.started
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    """What a run says of itself."""
+
+    format: int
+    run: str
+    writer: Writer
+    started_at: float  # Unix time
+    heartbeat_at: float  # Unix time
+    heartbeat_up_s: float  # the machine's time since its start, which no clock change moves
+    progress: Snapshot
+    ending: Ending = ""
+    why: str = ""
+    stall_timeout_s: float
+    tokens_per_s: float | None = None  # over the last RATE_WINDOW_S
+    steps_per_hour: float | None = None  # since the first step of this process
+
+    def age_s(self) -> float:
+        """Seconds since it was written."""
+        if self.writer.machine == _machine():
+            return max(0.0, _up_s() - self.heartbeat_up_s)
+        return max(0.0, time.time() - self.heartbeat_at)
+
+
+class State(StrEnum):
+    """What a reader makes of it."""
+
+    RUNNING = "running"
+    STALLED = "stalled"
+    DEAD = "dead"
+    DONE = "done"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """How a run fares, and what can be done about it."""
+
+    state: State
+    sentence: str
+    advice: str = ""
+
+
+class StatusFile:
+    """Keeps the file up to date, from a thread of its own, while the block runs; then says how the block ended."""
+
+    def __init__(self, folder: Path, progress: Progress, *, stall_timeout_s: float, every_s: float = EVERY_S) -> None:
+        self._path = folder / FILE_NAME
+        self._progress = progress
+        self._every_s = every_s
+        self._over = threading.Event()
+        self._writing = threading.Lock()
+        self._thread = threading.Thread(target=self._keep_writing, name="status file", daemon=True)
+        self._failed_before = False
+        self._rates = _Rates()
+        self._status = Status(
+            format=FORMAT,
+            run=folder.name,
+            writer=Writer.ourselves(),
+            started_at=time.time(),
+            heartbeat_at=0.0,
+            heartbeat_up_s=0.0,
+            progress=progress.snapshot(),
+            stall_timeout_s=stall_timeout_s,
+        )
+
+    def __enter__(self) -> Self:
+        self._write()
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if error is None:
+            self.end("done")
+        elif isinstance(error, Exception):
+            self.end("failed", f"{type(error).__name__}: {error}")
+        else:  # cancellation, Ctrl-C
+            self.end("stopped")
+
+    def end(self, ending: Ending, why: str = "") -> None:
+        """The last thing that is written; a second call changes nothing."""
+        if self._over.is_set():
+            return
+        self._over.set()
+        self._write(ending, why[:MAX_WHY])
+
+    def _keep_writing(self) -> None:
+        while not self._over.wait(self._every_s):
+            self._write()
+
+    def _write(self, ending: Ending = "", why: str = "") -> None:
+        # Not for ever: a disk that hangs must not keep the run from ending.
+        if not self._writing.acquire(timeout=LAST_WRITE_S):
+            return
+        try:
+            if self._over.is_set() and not ending:
+                return
+            now = self._now(ending, why)
+            try:
+                _replace(self._path, msgspec.json.format(msgspec.json.encode(now)) + b"\n")
+            except OSError as error:
+                if not self._failed_before:
+                    self._failed_before = True
+                    log.warning("%s cannot be written: %s", self._path, error.strerror)
+        finally:
+            self._writing.release()
+
+    def _now(self, ending: Ending, why: str) -> Status:
+        snapshot = self._progress.snapshot()
+        tokens_per_s, steps_per_hour = self._rates.observe(snapshot)
+        return replace(
+            self._status,
+            heartbeat_at=time.time(),
+            heartbeat_up_s=_up_s(),
+            progress=snapshot,
+            ending=ending,
+            why=why,
+            tokens_per_s=tokens_per_s,
+            steps_per_hour=steps_per_hour,
+        )
+
+
+def read_status(path: str | Path) -> Status:
+    """The status of the run in the folder `path`. Raises ConfigError, in one sentence, when there is none to read."""
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ConfigError(f"there is no folder {folder}; runs are in runs/")
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"{folder} is not a run folder: it has no config.json")
+    file = folder / FILE_NAME
+    try:
+        content = file.read_bytes()
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{folder} has no {FILE_NAME}: the run has not begun, or was made by an older agentrl; "
+            f"`agentrl report {folder}` shows what it holds"
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror}") from error
+    try:
+        found = msgspec.json.decode(content, type=_AnyFormat).format
+    except msgspec.MsgspecError as error:
+        raise ConfigError(
+            f"{file} is not whole ({error}): the disk was full or the machine went down; a run that goes on writes it "
+            "anew within a second"
+        ) from None
+    if found != FORMAT:
+        raise ConfigError(
+            f"{file} has format {found}, this agentrl reads format {FORMAT}: use the agentrl that the run was started "
+            "with"
+        )
+    try:
+        return msgspec.json.decode(content, type=Status)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{file} was not written by agentrl, or by another version of it: {error}") from None
+
+
+def newest_run(out_dir: str | Path = "runs") -> Path:
+    """The run folder whose status was written last; of runs without one the newest config. Raises ConfigError."""
+    folders = [config.parent for config in Path(out_dir).glob("*/config.json")]
+    if not folders:
+        raise ConfigError(f"there is no run in {out_dir}/: name a run's folder, e.g. `agentrl status runs/quickstart`")
+    return max(folders, key=_written_at)
+
+
+def judge(status: Status, folder: Path) -> Verdict:
+    """How the run fares, in a sentence, and what to do."""
+    resume = f"agentrl train --resume {folder}"
+    if status.ending:
+        said = {"done": "The run is over: done", "failed": "The run failed", "stopped": "The run was stopped"}
+        why = f": {status.why}" if status.why else ""
+        advice = "" if status.ending == "done" else f"`{resume}` goes on from the last checkpoint"
+        return Verdict(state=State(status.ending), sentence=said[status.ending] + why, advice=advice)
+    age_s, lives = status.age_s(), status.writer.lives()
+    if lives is False:
+        sentence = f"The run is dead: process {status.writer.pid} is gone, its last sign of life is {_span(age_s)} old"
+        return Verdict(state=State.DEAD, sentence=sentence, advice=f"`{resume}` goes on from the last checkpoint")
+    if age_s > OLD_S:
+        return _silent(status, age_s, lives, resume)
+    return _judge_living(status, folder)
+
+
+def _silent(status: Status, age_s: float, lives: bool | None, resume: str) -> Verdict:
+    pid, machine = status.writer.pid, status.writer.machine.partition("/")[0]
+    if lives is None:
+        return Verdict(
+            state=State.DEAD,
+            sentence=f"The run is probably dead: its last sign of life is {_span(age_s)} old, and its process {pid} is "
+            f"on {machine}, which cannot be seen from here",
+            advice=f"Look there; if it is gone, `{resume}` goes on from the last checkpoint",
+        )
+    return Verdict(
+        state=State.STALLED,
+        sentence=f"The run is stalled: process {pid} lives and gave no sign of life for {_span(age_s)}",
+        advice=f"It may have been stopped (`kill -CONT {pid}`), or its disk is full. Else end it (`kill {pid}`), and "
+        f"`{resume}` goes on from the last checkpoint",
+    )
+
+
+def _judge_living(status: Status, folder: Path) -> Verdict:
+    now = status.progress
+    if now.loop_quiet_s > OLD_S:
+        return Verdict(
+            state=State.STALLED,
+            sentence=f"The run is stalled: its event loop has stood still for {_span(now.loop_quiet_s)}",
+            advice=f"Its watchdog ends it after train.loop_stall_s and writes {folder}/logs/stall.txt",
+        )
+    if now.quiet_s > max(60.0, status.stall_timeout_s / 3) and not now.has_open_deadline:
+        return Verdict(
+            state=State.STALLED,
+            sentence=f"The run is stalled: nothing moved for {_span(now.quiet_s)}",
+            advice=f"Its watchdog ends it after train.stall_timeout_s={status.stall_timeout_s:g} s and writes "
+            f"{folder}/logs/stall.txt",
+        )
+    return Verdict(state=State.RUNNING, sentence=f"The run is alive: {now.phase} for {_span(now.phase_s)}")
+
+
+class _Rates:
+    """Speeds, from counters seen at several times."""
+
+    def __init__(self) -> None:
+        self._tokens: deque[tuple[float, int]] = deque()
+        self._first_step: tuple[float, int] | None = None
+
+    def observe(self, snapshot: Snapshot) -> tuple[float | None, float | None]:
+        """(tokens a second, steps an hour), None where there is nothing to tell yet."""
+        now, gauges = time.monotonic(), snapshot.gauges
+        self._tokens.append((now, gauges.num_tokens))
+        while now - self._tokens[0][0] > RATE_WINDOW_S:
+            self._tokens.popleft()
+        since, tokens = self._tokens[0]
+        tokens_per_s = (gauges.num_tokens - tokens) / (now - since) if now > since else None
+        if self._first_step is None and gauges.step:
+            self._first_step = (now, gauges.step)
+        if self._first_step is None or gauges.step <= self._first_step[1]:
+            return tokens_per_s, None
+        since, step = self._first_step
+        return tokens_per_s, 3600 * (gauges.step - step) / (now - since)
+
+
+class _AnyFormat(msgspec.Struct):
+    """Any status file, of whatever format."""
+
+    format: int = 0
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """As run_folder.write_atomically, without waiting for the disk: a heartbeat need not survive a power cut."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(content)
+        temporary.replace(path)
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def _written_at(folder: Path) -> float:
+    status = folder / FILE_NAME
+    return (status if status.is_file() else folder / "config.json").stat().st_mtime
+
+
+def _started(pid: int) -> str:
+    """When a process was started, in clock ticks since the machine was; empty when there is none, or a dead one."""
+    try:
+        fields = Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in ("Z", "X") else fields[19]
+
+
+def _machine() -> str:
+    with suppress(OSError):
+        # A container has a name, and process numbers, of its own.
+        return f"{socket.gethostname()}/{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
+    return socket.gethostname()
+
+
+def _up_s() -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.time()
+
+
+def _span(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

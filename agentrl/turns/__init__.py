@@ -1,0 +1,1 @@
+"""Messages to token ids and back: what `agentrl.renderer` is made of."""

@@ -31,6 +31,8 @@ LARGEST_FLASH_HEAD = 256
 FLASH_CAPABILITY = (8, 0)  # Ampere
 # What some architectures add to attention; none of it is computed here.
 _UNKNOWN = ("softcap", "s_aux", "position_bias", "cache")
+# Their frequencies follow the longest text of the call: a long segment would turn every short one beside it.
+_MOVING_ROPES = ("dynamic", "longrope")
 
 
 class Kernel(StrEnum):
@@ -72,9 +74,13 @@ def choose(
 
 
 def install(model: Any) -> None:
-    """Let every layer of `model` attend through this file. Raises ConfigError where the architecture cannot."""
+    """Let every layer of `model` attend through this file. Raises ConfigError where the architecture cannot.
+
+    That is also where positions of one segment would depend on the others.
+    """
     from transformers import AttentionInterface, AttentionMaskInterface
 
+    _check_positions(model)
     AttentionInterface.register(NAME, _attend)
     AttentionMaskInterface.register(NAME, _no_mask)
     try:
@@ -91,6 +97,20 @@ def segment_arguments(bounds: Sequence[int], device: torch.device) -> dict[str, 
     if device.type == "cuda":
         arguments["segment_bounds_on_device"] = torch.tensor(bounds, dtype=torch.int32, device=device)
     return arguments
+
+
+def _check_positions(model: Any) -> None:
+    """transformers' rotary modules say under `rope_type` how they turn: one name, or one for each kind of layer."""
+    for name, module in model.named_modules():
+        rope_type = getattr(module, "rope_type", "")
+        for one in rope_type.values() if isinstance(rope_type, dict) else (rope_type,):
+            if any(moving in one for moving in _MOVING_ROPES):
+                raise ConfigError(
+                    f"{type(module).__name__} ({name}): rope_type {one!r} takes its frequencies from the longest text "
+                    "of a call, so log-probabilities would depend on which episodes share a pack; use a model with "
+                    "rope_type default, linear, llama3 or yarn. (dynamic is default up to max_position_embeddings: "
+                    "where no episode is longer, write so into the model's config.json)"
+                )
 
 
 def _head_size(config: Any) -> int:

@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from trainer_builders import ARCHITECTURES, architecture
+from trainer_builders import ARCHITECTURES, action_logprobs, architecture, episode
 
 from agentrl.errors import ConfigError
 from trainer import self_test
 from trainer.attention import NAME
+from trainer.logprobs import score
+from trainer.packing import action_tensors, join
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -53,6 +55,60 @@ def test_a_weight_that_acts_twice_is_refused_by_its_gradients() -> None:
     model.model.layers[0].mlp.up_proj = TwiceUsed(model.model.layers[0].mlp.up_proj)
     with pytest.raises(ConfigError, match="gradients by trajectory"):
         self_test.prepare(model)
+
+
+def with_rope(family: str, **rope: Any) -> Any:
+    """A random small model of that class whose texts are scaled beyond 32 tokens."""
+    import transformers
+
+    torch.manual_seed(0)
+    settings = getattr(transformers, f"{family}Config")(
+        vocab_size=300,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        pad_token_id=0,
+        max_position_embeddings=32,
+        original_max_position_embeddings=32,
+        rope_parameters={"rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32, **rope},
+    )
+    return getattr(transformers, f"{family}ForCausalLM")(settings).eval()
+
+
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+
+
+@pytest.mark.parametrize(
+    ("family", "rope"), [("Phi3", LONGROPE), ("Llama", {"rope_type": "dynamic"}), ("Qwen2", {"rope_type": "dynamic"})]
+)
+def test_positions_that_follow_the_longest_text_of_a_pack_are_refused_by_name(
+    family: str, rope: dict[str, Any]
+) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"{family}RotaryEmbedding \(model.rotary_emb\): rope_type '{rope['rope_type']}'"
+    ):
+        self_test.prepare(with_rope(family, **rope))
+
+
+def test_every_kind_of_layer_has_its_own_positions_judged() -> None:
+    model = with_rope("Llama", rope_type="linear")
+    model.model.rotary_emb.rope_type = {"full_attention": "linear", "sliding_attention": "dynamic"}
+    with pytest.raises(ConfigError, match="rope_type 'dynamic'"):
+        self_test.prepare(model)
+
+
+@pytest.mark.parametrize("rope_type", ["linear", "yarn"])
+def test_positions_scaled_by_a_constant_are_the_same_in_any_pack(rope_type: str) -> None:
+    model = with_rope("Llama", rope_type=rope_type)
+    texts = [episode("short", reward=1.0), episode("long", reward=1.0, shape=((60, 60),))]
+    with torch.no_grad():
+        alone = [action_logprobs(model, text) for text in texts]
+    self_test.prepare(model)
+    pack = join([action_tensors(text, model.device) for text in texts])
+    for packed_N, alone_N in zip(pack.per_segment(score(model, pack).logprob_N), alone, strict=True):
+        torch.testing.assert_close(packed_N, alone_N, rtol=0, atol=1e-5)
 
 
 def test_attention_across_segments_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from trainer.deepspeed_settings import set_rates, start_engine
 from trainer.gradients import Estimator
 from trainer.model import checkpoint_layers, load_model
 from trainer.packing import share_of_rank
-from trainer.score_sums import full_shape
+from trainer.score_sums import full_shape, total_norm
 from trainer.terms import GroupTerms
 from trainer.variance import SplitVariance
 
@@ -203,7 +203,7 @@ class Learner:
     def _reduced_norm(self) -> float:
         """Norm of what lies on the parameters: in stage 0 with float32 DeepSpeed reduces there and reports no norm."""
         present = [parameter.grad.float() for parameter in self._estimator.parameters if parameter.grad is not None]
-        return float(torch.nn.utils.get_total_norm(present)) if present else 0.0
+        return float(total_norm(present))
 
 
 @contextmanager
@@ -246,4 +246,4 @@ def _too_few(rho: float | None, refuse_below: float | None) -> list[str]:
 
 def _overflow(gradients: Sequence[Tensor]) -> list[str]:
     """Empty, or the reason why this rank's sum cannot be used."""
-    return [] if math.isfinite(float(torch.nn.utils.get_total_norm(gradients))) else ["the summed gradient overflows"]
+    return [] if math.isfinite(float(total_norm(gradients))) else ["the summed gradient overflows"]

@@ -16,7 +16,7 @@ from trainer import attention, packing
 from trainer.logprobs import score
 from trainer.packing import ActionTensors
 from trainer.score_gradients import check_modules, recording, tied_weight
-from trainer.score_sums import GradientSums, Recorder
+from trainer.score_sums import GradientSums, Recorder, total_norm
 
 # Largest |packed - unpacked| log-probability in nats; largest relative error of norms and of the sum.
 LOGPROB_BOUND = {torch.float32: 1e-4, torch.bfloat16: 0.25}
@@ -76,7 +76,7 @@ def _by_autograd(model: Any, members: list[ActionTensors]) -> tuple[Tensor, Tens
         log_p_NV = logits_SV[member.predictor_N].float().log_softmax(dim=-1)
         logprob_N = log_p_NV.gather(1, member.target_N[:, None])[:, 0]
         gradients = torch.autograd.grad(logprob_N.sum(), parameters, allow_unused=True, materialize_grads=True)
-        norms.append(torch.nn.utils.get_total_norm([gradient.float() for gradient in gradients]))
+        norms.append(total_norm([gradient.float() for gradient in gradients]))
         for one, gradient in zip(total, gradients, strict=True):
             one.add_(gradient.flatten(), alpha=coefficient)
         logprobs.append(logprob_N.detach())
@@ -100,4 +100,4 @@ def _by_one_pass(model: Any, members: list[ActionTensors]) -> tuple[Tensor, Tens
     with recording(model, recorder):
         logprob_N = score(model, pack, recorder).logprob_N
         torch.autograd.backward(logprob_N, torch.ones_like(logprob_N))
-    return logprob_N.detach(), recorder.norm2_n.clamp(min=0).sqrt().float(), sums.total
+    return logprob_N.detach(), recorder.norm2_n.clamp(min=0).sqrt(), sums.total

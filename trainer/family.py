@@ -130,15 +130,16 @@ class Objective:
         """Every member's log weights after the treatment, which may look at all of them."""
         algorithm = self._algorithm
         log_ratio_M = torch.cat([member.log_ratio_N.double() for member in members])
+        advantage_M = torch.cat([torch.full_like(m.log_ratio_N.double(), m.advantage) for m in members])
         match algorithm.treatment:
             case "second_moment":
-                keep_M = ratios.second_moment_mask(log_ratio_M, algorithm.second_moment_bound)
+                keep_M = ratios.second_moment_mask(log_ratio_M, advantage_M, algorithm.second_moment_bound)
                 keeps = torch.split(keep_M, [len(member.log_ratio_N) for member in members])
                 return [w_N.masked_fill(~keep_N, -math.inf) for w_N, keep_N in zip(log_weights, keeps, strict=True)]
             case "adaptive_clip":
                 bounds = ratios.adaptive_bounds(
                     log_ratio_M,
-                    torch.cat([torch.full_like(m.log_ratio_N.double(), m.advantage) for m in members]),
+                    advantage_M,
                     low=algorithm.adaptive_low,
                     high=algorithm.adaptive_high,
                     step=algorithm.adaptive_step,

@@ -2,7 +2,8 @@
 
 Knows nothing of rewards, groups or baselines. All is done on logarithms, so nothing overflows before the weight itself
 does; one that leaves e^80 becomes infinite, so that the step is refused by name and not trained on.
-Shapes: _N action tokens of one trajectory, _M of all trajectories of a batch.
+Shapes: _N action tokens of one trajectory, _M of all trajectories of a batch, _K those of them that
+PPO's clip can act on.
 """
 
 from __future__ import annotations
@@ -81,21 +82,22 @@ def clipped_objective(log_weight_N: Tensor, advantage: float, bounds: Bounds) ->
     return log_weight_N.masked_fill(is_cut_N, -math.inf)
 
 
-def second_moment_mask(log_ratio_M: Tensor, bound: float) -> Tensor:
-    """Which tokens stay: the largest (log r)^2 go, one after the other, until the mean of those that stay is <= bound.
+def second_moment_mask(log_ratio_M: Tensor, advantage_M: Tensor, bound: float) -> Tensor:
+    """Which tokens stay: of those PPO's clip can act on, the largest (log r)^2 go until the others' mean is <= bound.
 
-    M2PO (arXiv 2510.01161). Tokens as large as the first that goes go too, so the answer does not depend on the order.
-    bool [M]
+    M2PO (arXiv 2510.01161). PPO's clip can act where A > 0 and r > 1, or A < 0 and r < 1; all other tokens stay and do
+    not count in the mean, as in the authors' code (Infini-AI-Lab/M2PO), which bounds the mean of capped moments where
+    the paper masks. AReaL's documentation of M2PO takes the mean over all tokens. Tokens as large as the first that
+    goes go too, so the answer does not depend on the order. bool [M]
     """
+    is_bound_M = advantage_M * log_ratio_M > 0
     moment_M = log_ratio_M.square()
-    if len(moment_M) == 0:
-        return moment_M.bool()
-    sorted_M = moment_M.sort().values
-    mean_M = sorted_M.cumsum(0) / torch.arange(1, len(sorted_M) + 1, device=sorted_M.device)
-    num_kept = int((mean_M <= bound).sum())
-    if num_kept == len(sorted_M):
-        return torch.ones_like(moment_M, dtype=torch.bool)
-    return moment_M < sorted_M[num_kept]
+    sorted_K = moment_M[is_bound_M].sort().values
+    mean_K = sorted_K.cumsum(0) / torch.arange(1, len(sorted_K) + 1, device=sorted_K.device)
+    num_kept = int((mean_K <= bound).sum())
+    if num_kept == len(sorted_K):
+        return torch.ones_like(is_bound_M)
+    return ~is_bound_M | (moment_M < sorted_K[num_kept])
 
 
 def adaptive_bounds(

@@ -148,16 +148,30 @@ def otb(theta: Tensor, batch: Groups) -> Tensor:
 
 
 def m2po(theta: Tensor, batch: Groups) -> Tensor:
-    """J = 1/sum|o_i| sum_i sum_t M r A; M drops the largest (log r)^2 until their mean is <= 0.04   arXiv 2510.01161"""
-    moments = sorted(float(x) ** 2 for group in batch for e in group for x in ratio(theta, e).detach().log())
-    while sum(moments) / len(moments) > 0.04:
+    """J = 1/sum|o_i| sum_i sum_t M r A    arXiv 2510.01161
+
+    M drops, of the tokens with A > 0 and r > 1 or A < 0 and r < 1, the largest (log r)^2 until their mean is <= 0.04.
+    """
+
+    def is_bound(r: Tensor, advantage: Tensor) -> Tensor:
+        return (r > 1) if advantage > 0 else (r < 1) & (advantage < 0)
+
+    moments = []
+    for group in batch:
+        for episode, advantage in zip(group, group_relative(group), strict=True):
+            r = ratio(theta, episode).detach()
+            moments += r[is_bound(r, advantage)].log().square().tolist()
+    moments.sort()
+    while moments and sum(moments) / len(moments) > 0.04:
         moments.pop()
+    largest = moments[-1] if moments else -1.0
 
     def of_group(group: list[Episode]) -> Tensor:
         terms = []
         for episode, advantage in zip(group, group_relative(group), strict=True):
             r = ratio(theta, episode)
-            terms.append((r.log().square().detach() <= moments[-1] + 1e-15) * r * advantage)
+            goes = is_bound(r, advantage) & (r.log().square() > largest + 1e-15)
+            terms.append((~goes) * r * advantage)
         return torch.cat(terms).mean()
 
     return gradient_of_mean(theta, batch, of_group)

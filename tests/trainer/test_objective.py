@@ -113,19 +113,27 @@ def test_cispo_keeps_every_token() -> None:
 
 def test_the_second_moment_is_under_its_bound_with_the_least_left_out() -> None:
     # Squares .01 .01 .04 .25: the mean of all is .0775, of the first three .02.
-    keep = ratios.second_moment_mask(f64(0.1, -0.1, 0.5, -0.2), 0.04)
-    assert keep.tolist() == [True, True, False, True]
+    log_ratio, advantage = f64(0.1, -0.1, 0.5, -0.2), f64(1.0, -1.0, 2.0, -0.5)
+    assert ratios.second_moment_mask(log_ratio, advantage, 0.04).tolist() == [True, True, False, True]
 
 
-@given(st.lists(st.floats(-5, 5), min_size=1, max_size=12), st.randoms())
-def test_the_second_moment_mask_does_not_depend_on_the_order(log_ratios: list[float], random: Any) -> None:
-    keep = ratios.second_moment_mask(f64(*log_ratios), 0.04).tolist()
-    kept = [x for x, stays in zip(log_ratios, keep, strict=True) if stays]
+def test_the_second_moment_is_taken_among_tokens_that_ppos_clip_can_act_on() -> None:
+    """The others stay however far off, and do not thin out the mean: that of 1e-6 and .09 alone is above .04."""
+    log_ratio, advantage = f64(-3.0, 3.0, 3.0, 0.0, 0.001, 0.3), f64(1.0, -1.0, 0.0, 1.0, 1.0, 1.0)
+    assert ratios.second_moment_mask(log_ratio, advantage, 0.04).tolist() == [True] * 5 + [False]
+
+
+@given(st.lists(st.tuples(st.floats(-5, 5), st.sampled_from([-1.0, 0.0, 1.0])), max_size=12), st.randoms())
+def test_the_second_moment_mask_does_not_depend_on_the_order(tokens: list[tuple[float, float]], random: Any) -> None:
+    def mask(of: list[tuple[float, float]]) -> list[bool]:
+        return ratios.second_moment_mask(f64(*(x for x, _ in of)), f64(*(a for _, a in of)), 0.04).tolist()
+
+    keep = mask(tokens)
+    kept = [x for (x, advantage), stays in zip(tokens, keep, strict=True) if stays and x * advantage > 0]
     assert sum(x * x for x in kept) <= 0.04 * len(kept) + 1e-12
-    order = list(range(len(log_ratios)))
+    order = list(range(len(tokens)))
     random.shuffle(order)
-    again = ratios.second_moment_mask(f64(*(log_ratios[i] for i in order)), 0.04).tolist()
-    assert again == [keep[i] for i in order]
+    assert mask([tokens[i] for i in order]) == [keep[i] for i in order]
 
 
 def test_adaptive_bounds_stand_where_they_start_when_the_loss_is_balanced() -> None:

@@ -45,9 +45,9 @@ class Learner:
         self.policy_version = policy_version
         self.config = config
         self.model = load_model(config).to(self.device)
-        self_test.prepare(self.model)
         if config.learner.gradient_checkpointing:
             checkpoint_layers(self.model)
+        self_test.prepare(self.model)
         self.engine = start_engine(self.model, config)
         """DeepSpeed's, which holds the weights and the optimizer."""
         self._estimator = Estimator(

@@ -6,9 +6,11 @@ Knows nothing of DeepSpeed, of gradients or of where weights go.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from agentrl.config import Config
 from agentrl.errors import ConfigError
@@ -38,7 +40,8 @@ def load_model(config: Config) -> Any:
 def checkpoint_layers(model: Any) -> None:
     """Keep only layers' inputs and compute the rest again in the backward. Raises ConfigError where that is unknown.
 
-    transformers does so in training mode only, which is here set for the layers as such: their dropout stays off.
+    transformers does so in training mode only, which a layer is here in from outside; for itself it stays in eval
+    mode, since some apply dropout in their own code.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -49,3 +52,20 @@ def checkpoint_layers(model: Any) -> None:
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
             module.training = True
+            module._gradient_checkpointing_func = _in_eval_mode(module, module._gradient_checkpointing_func)
+
+
+def _in_eval_mode(layer: nn.Module, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    """`checkpoint` of a call of `layer`, which is in eval mode while it computes, the second time too."""
+
+    def checkpointed(call: Callable[..., Any], *inputs: Any) -> Any:
+        def computed(*inputs: Any) -> Any:
+            layer.training = False
+            try:
+                return call(*inputs)
+            finally:
+                layer.training = True
+
+        return checkpoint(computed, *inputs)
+
+    return checkpointed

@@ -1,7 +1,7 @@
 """Proof, on a tiny text of the very model, that its packed log-probabilities and split gradients are exact.
 
 An architecture that does something unforeseen is refused at start, by name, instead of being trained wrongly. Knows
-nothing of episodes or of DeepSpeed: it runs before weights are divided among ranks.
+nothing of episodes or of DeepSpeed: it runs on the model as it will be trained, before weights are divided among ranks.
 """
 
 from __future__ import annotations

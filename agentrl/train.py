@@ -14,12 +14,13 @@ from agentrl.env import Env, load_env_class, opened
 from agentrl.environments.noted_env import noted
 from agentrl.episodes.canary import Canaries
 from agentrl.errors import ConfigError, DiskError
+from agentrl.http.serving import serving
 from agentrl.http.tokens import Tokens
 from agentrl.metrics import MetricsLog
 from agentrl.orchestrator import Orchestrator, Summary
 from agentrl.reporting.console import TrainConsole
 from agentrl.run import launch, launch_engines, launch_ranks
-from agentrl.run.batch_server import create_app, serving
+from agentrl.run.batch_server import create_app
 from agentrl.run.player import Player
 from agentrl.run.run_folder import RunFolder
 from agentrl.supervision.watchdog import supervised

@@ -23,7 +23,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from agentrl.chat.wire import ApiError, ChatAnswer, ChatRequest, answer_body, answer_events, models_body, read_request
 from agentrl.environments.agent_env import Endpoint
 from agentrl.http.body import BodyTooLarge, read_body
-from agentrl.run.batch_server import serving
+from agentrl.http.serving import serving
 
 log = logging.getLogger(__name__)
 

@@ -142,7 +142,8 @@ class _Trial:
 
     async def _learner(self, stack: AsyncExitStack, run: RunFolder, engine: TrainableEngine) -> LearnerSeat:
         from agentrl.engines.meter import MeteredEngine
-        from agentrl.run.batch_server import create_app, serving
+        from agentrl.http.serving import serving
+        from agentrl.run.batch_server import create_app
         from agentrl.run.learner_door import LearnerDoor
 
         self._stage = LEARNER

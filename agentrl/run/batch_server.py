@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-import socket
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Protocol
 
 import msgspec
-import uvicorn
-from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi import Depends, FastAPI, HTTPException, Request, Response
+from fastapi.responses import JSONResponse
 
 from agentrl.errors import AgentRLError, ConfigError, EngineError, LearnerReplaced, WeightsWanted
 from agentrl.http import wire
@@ -69,22 +68,14 @@ def create_app(door: Door, *, token: str) -> FastAPI:
     """The app; every route wants `Authorization: Bearer TOKEN`. Raises ConfigError for an empty token."""
     if not token:
         raise ConfigError("the token between learner and orchestrator is empty: set AGENTRL_TOKEN")
-    app = FastAPI(title="agentrl orchestrator", openapi_url=None)
-
-    def check(request: Request) -> None:
-        given = request.headers.get("authorization", "")
-        if not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
-            raise HTTPException(401, "wrong or missing token: learner and orchestrator need the same AGENTRL_TOKEN")
+    app = FastAPI(title="agentrl orchestrator", openapi_url=None, dependencies=[Depends(_bearer(token))])
+    app.add_exception_handler(LearnerReplaced, _turned_away)
 
     async def port_of(request: Request) -> LearnerPort:
-        try:
-            return await door.seat_of(request.headers.get(wire.LEARNER_HEADER, ""))
-        except LearnerReplaced as error:
-            raise HTTPException(409, str(error)) from error
+        return await door.seat_of(request.headers.get(wire.LEARNER_HEADER, ""))
 
     @app.get(wire.BATCH)
     async def batch(request: Request, policy_version: int) -> Response:
-        check(request)
         port = await port_of(request)
         try:
             async with asyncio.timeout(wire.LONG_POLL_S):
@@ -95,20 +86,16 @@ def create_app(door: Door, *, token: str) -> FastAPI:
             return Response(status_code=205)
         except RunOver:
             return Response(status_code=410)
-        except LearnerReplaced as error:
-            raise HTTPException(409, str(error)) from error
 
     @app.post(wire.STEP)
     async def step(request: Request) -> Response:
-        check(request)
-        output = _decoded(await _body(request), StepOutput)
+        output = await _record(request, StepOutput)
         await (await port_of(request)).step_done(output)
         return Response(status_code=200)
 
     @app.post(wire.TRANSFER)
     async def transfer(request: Request) -> Response:
-        check(request)
-        init = _decoded(await _body(request), TransferInit)
+        init = await _record(request, TransferInit)
         port = await port_of(request)
         async with _told_of_failures(port, request):
             await port.transfer_opened(init)
@@ -116,8 +103,7 @@ def create_app(door: Door, *, token: str) -> FastAPI:
 
     @app.post(wire.WEIGHTS)
     async def weights(request: Request) -> Response:
-        check(request)
-        ref = _decoded(await _body(request), WeightsRef)
+        ref = await _record(request, WeightsRef)
         port = await port_of(request)
         try:
             async with _told_of_failures(port, request):
@@ -128,11 +114,25 @@ def create_app(door: Door, *, token: str) -> FastAPI:
 
     @app.post(wire.FINISHED)
     async def finished(request: Request) -> Response:
-        check(request)
         await (await port_of(request)).finished()
         return Response(status_code=200)
 
     return app
+
+
+def _bearer(token: str) -> Callable[[Request], Awaitable[None]]:
+    """What every route asks first."""
+
+    async def check(request: Request) -> None:
+        given = request.headers.get("authorization", "")
+        if not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
+            raise HTTPException(401, "wrong or missing token: learner and orchestrator need the same AGENTRL_TOKEN")
+
+    return check
+
+
+async def _turned_away(request: Request, error: Exception) -> Response:
+    return JSONResponse({"detail": str(error)}, status_code=409)
 
 
 @asynccontextmanager
@@ -149,51 +149,15 @@ async def _told_of_failures(port: LearnerPort, request: Request) -> AsyncIterato
         raise HTTPException(503, str(error)) from error
 
 
-async def _body(request: Request) -> bytes:
-    try:
-        return await read_body(request, limit_bytes=MAX_BODY_BYTES)
-    except BodyTooLarge as error:
-        raise HTTPException(413, str(error)) from error
-
-
 def _packed(record: object) -> Response:
     return Response(content=wire.encode(record), media_type=wire.MEDIA_TYPE)
 
 
-def _decoded(body: bytes, record_type: type[wire.T]) -> wire.T:
+async def _record(request: Request, record_type: type[wire.T]) -> wire.T:
+    """The body, as the record it must be."""
     try:
-        return wire.decode(body, record_type)
+        return wire.decode(await read_body(request, limit_bytes=MAX_BODY_BYTES), record_type)
+    except BodyTooLarge as error:
+        raise HTTPException(413, str(error)) from error
     except (msgspec.ValidationError, msgspec.DecodeError, RecursionError) as error:
         raise HTTPException(422, str(error)) from error
-
-
-class _Server(uvicorn.Server):
-    """uvicorn without its own signal handlers: Ctrl-C belongs to whoever runs the event loop."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-@asynccontextmanager
-async def serving(app: FastAPI, *, host: str, port: int) -> AsyncIterator[str]:
-    """Serve for the length of the block; yields the base URL. Raises ConfigError when the port is taken."""
-    sock = socket.socket()
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind((host, port))
-        sock.listen(64)  # from here on a caller waits instead of being refused
-    except OSError as error:
-        sock.close()
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; choose another port") from error
-    server = _Server(uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=2))
-    task = asyncio.create_task(server.serve(sockets=[sock]), name="batch server")
-    try:
-        yield f"http://{host}:{sock.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        try:
-            async with asyncio.timeout(10):
-                await task
-        finally:
-            sock.close()

@@ -15,11 +15,12 @@ from agentrl.engine import TrainableEngine
 from agentrl.env import Action, Env, Episode, StepResult
 from agentrl.episodes.canary import Canaries
 from agentrl.http import wire
+from agentrl.http.serving import serving
 from agentrl.metrics import MetricsLog
 from agentrl.orchestrator import Orchestrator, Summary
 from agentrl.renderer import TurnTokenizer
 from agentrl.reporting.statistics import EvalResult
-from agentrl.run.batch_server import create_app, serving
+from agentrl.run.batch_server import create_app
 from agentrl.run.player import Player
 from agentrl.run.run_folder import RunFolder
 from agentrl.supervision.progress import Progress

@@ -19,8 +19,9 @@ from trainer_builders import batch, config, mixed_groups, plain_logprobs
 from agentrl.config import Config, save
 from agentrl.engines.checksum import checksum_of
 from agentrl.errors import EngineError, LearnerError, WeightsWanted
+from agentrl.http.serving import serving
 from agentrl.run import launch
-from agentrl.run.batch_server import RunOver, create_app, serving
+from agentrl.run.batch_server import RunOver, create_app
 from agentrl.run.launch import port_of
 from agentrl.supervise import Child, child
 from agentrl.types import Batch, StepOutput, TransferInit, WeightsRef

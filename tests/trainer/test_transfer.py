@@ -27,7 +27,8 @@ from agentrl.config import EngineConfig
 from agentrl.engine import VLLMEngine
 from agentrl.engines.checksum import checksum_of
 from agentrl.errors import ConfigError, EngineError, LearnerError, WeightSyncError
-from agentrl.run.batch_server import RunOver, create_app, serving
+from agentrl.http.serving import serving
+from agentrl.run.batch_server import RunOver, create_app
 from agentrl.types import Batch, Probe, StepOutput, TransferInit, WeightsRef
 from agentrl.vllm.gloo_group import Group, meet
 from tests.conftest import VLLMServer

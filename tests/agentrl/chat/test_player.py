@@ -21,9 +21,9 @@ from agentrl.config import RolloutConfig
 from agentrl.env import Action, Env, Episode, Split, StepResult, ToolEnv
 from agentrl.environments.agent_env import AgentEnv, Endpoint
 from agentrl.errors import ConfigError, EngineError, EnvError, SandboxError
+from agentrl.http.serving import serving
 from agentrl.renderer import TurnTokenizer
 from agentrl.reporting.statistics import summarize
-from agentrl.run.batch_server import serving
 from agentrl.testing import ScriptedEngine, call
 from agentrl.tools import tool
 from agentrl.types import Message, Sampling, StopReason, Task, TrajectoryGroup, user

@@ -13,7 +13,7 @@ from agentrl.commands.measure import Request
 from agentrl.commands.sample import Sample, sample_episodes
 from agentrl.config import Config
 from agentrl.errors import ConfigError
-from agentrl.run.batch_server import serving
+from agentrl.http.serving import serving
 from tests.conftest import VLLMServer
 
 ENVIRONMENT = '''

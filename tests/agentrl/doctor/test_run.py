@@ -16,8 +16,8 @@ from agentrl.doctor import run
 from agentrl.doctor.findings import Status
 from agentrl.doctor.machine import GIB
 from agentrl.doctor.run import ModelSize
+from agentrl.http.serving import serving
 from agentrl.run import launch
-from agentrl.run.batch_server import serving
 from tests.agentrl.conftest import QWEN_LIKE, write_tokenizer
 
 

@@ -24,9 +24,10 @@ from agentrl.commands.services import orchestrator
 from agentrl.config import EngineConfig, SandboxConfig
 from agentrl.errors import ConfigError, LearnerReplaced
 from agentrl.http import wire
+from agentrl.http.serving import serving
 from agentrl.journal import Journal
 from agentrl.run import batch_server
-from agentrl.run.batch_server import LearnerPort, create_app, serving
+from agentrl.run.batch_server import LearnerPort, create_app
 from agentrl.types import Batch, StepOutput, Task, TransferInit, WeightsRef
 from sandbox.client import SandboxClient
 from tests.agentrl.buffer_model import USEFUL, make_group

@@ -67,30 +67,15 @@ async def run_group(
     Raises InfraError, ConfigError.
     """
 
-    parts: dict[str, Any] = {"engine": engine, "tokenizer": tokenizer, "limits": limits}
+    parts: dict[str, Any] = {"engine": engine, "tokenizer": tokenizer, "limits": limits, "max_turns": max_turns}
+    parts |= {"temperature": temperature, "top_p": top_p, "request_seeds": request_seeds}
 
     async def play(attempt: Attempt) -> tuple[Trajectory, ...]:
         env = make_env()
         if isinstance(env, AgentEnv):
-            sampling = _sampling(limits, tokenizer, temperature=temperature, top_p=top_p)
-            max_calls = env.max_turns if max_turns is None else max_turns
-            request_seed = attempt.seed if request_seeds else None
-            session = TokenSession(
-                **parts, sampling=sampling, max_calls=max_calls, name=attempt.name, seed=request_seed
-            )
-            segments = await run_agent_episode(
-                env,
-                task,
-                episode_id=attempt.episode_id,
-                session=session,
-                proxy=proxy or ChatProxy(),
-                timeout_s=limits.episode_timeout_s,
-            )
-            return judged(segments, limits)
-        rules: dict[str, Any] = {"max_turns": max_turns, "temperature": temperature, "top_p": top_p}
-        rules["request_seeds"] = request_seeds
+            return await _play_agent(env, task, attempt, proxy=proxy or ChatProxy(), **parts)
         identity: dict[str, Any] = {"episode_id": attempt.episode_id, "attempt": attempt.number, "seed": attempt.seed}
-        return await run_episode(env, task, **parts, **rules, **identity)
+        return await run_episode(env, task, **parts, **identity)
 
     return await play_group(
         task,
@@ -102,6 +87,41 @@ async def run_group(
         seed=seed,
         name=str(group_id) if name is None else name,
     )
+
+
+async def _play_agent(
+    env: AgentEnv,
+    task: Task,
+    attempt: Attempt,
+    *,
+    proxy: ChatProxy,
+    engine: Engine,
+    tokenizer: TurnTokenizer,
+    limits: RolloutConfig,
+    max_turns: int | None,
+    temperature: float | None,
+    top_p: float | None,
+    request_seeds: bool,
+) -> tuple[Trajectory, ...]:
+    """One episode of an agent that asks for its turns itself: they are bounded, sampled and recorded by its session."""
+    session = TokenSession(
+        engine=engine,
+        tokenizer=tokenizer,
+        limits=limits,
+        sampling=_sampling(limits, tokenizer, temperature=temperature, top_p=top_p),
+        max_calls=env.max_turns if max_turns is None else max_turns,
+        name=attempt.name,
+        seed=attempt.seed if request_seeds else None,
+    )
+    segments = await run_agent_episode(
+        env,
+        task,
+        episode_id=attempt.episode_id,
+        session=session,
+        proxy=proxy,
+        timeout_s=limits.episode_timeout_s,
+    )
+    return judged(segments, limits)
 
 
 def _sampling(

@@ -268,15 +268,14 @@ class TrajectoryBuffer:
             return
         group = self._withdraw(group_id).group
         again = group.task if self._on_stale == "requeue" else None
-        self._counts[GroupState.DROPPED_STALE] += 1
-        self._journal.stale(group_id, again=again)
+        self._close(group_id, GroupState.DROPPED_STALE, again=again)
         self._dropped_lengths.extend(trajectory.num_action_tokens for trajectory in group.trajectories)
         if again is not None:
             self._requeue(again)
 
-    def _close(self, group_id: int, state: GroupState, reason: str | None = None) -> None:
+    def _close(self, group_id: int, state: GroupState, reason: str | None = None, *, again: Task | None = None) -> None:
         self._counts[state] += 1
-        self._journal.ended(group_id, state, reason)
+        self._journal.ended(group_id, state, reason, again=again)
 
     def _outstanding(self) -> int:
         again = sum(map(len, self._again))

@@ -156,17 +156,11 @@ class Journal:
                 [(GroupState.TRAINED, group_id) for group_id in group_ids],
             )
 
-    def ended(self, group_id: int, state: GroupState, reason: str | None = None) -> None:
-        """A group ended without being trained; its payload is freed."""
-        self._execute(
-            "UPDATE groups SET state = ?, reason = ?, payload = NULL WHERE group_id = ?", (state, reason, group_id)
-        )
-
-    def stale(self, group_id: int, *, again: Task | None) -> None:
-        """A group got too old; `again`: its task, where it is to be asked once more."""
+    def ended(self, group_id: int, state: GroupState, reason: str | None = None, *, again: Task | None = None) -> None:
+        """A group ended without being trained; its payload is freed. `again`: its task, where it is asked once more."""
         with self._transaction():
             self._db.execute(
-                "UPDATE groups SET state = ?, payload = NULL WHERE group_id = ?", (GroupState.DROPPED_STALE, group_id)
+                "UPDATE groups SET state = ?, reason = ?, payload = NULL WHERE group_id = ?", (state, reason, group_id)
             )
             if again is not None:
                 self._db.execute("INSERT INTO returned (task_id, task) VALUES (?, ?)", (again.id, wire.encode(again)))

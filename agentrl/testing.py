@@ -1,4 +1,4 @@
-"""Fakes for users' own tests: an engine that says what a script tells it. Runs no model."""
+"""Fakes for users' own tests: an engine that says what a script tells it, and records made up. Runs no model."""
 
 from __future__ import annotations
 
@@ -14,8 +14,13 @@ from agentrl.types import (
     FinishReason,
     Message,
     Sampling,
+    StopReason,
+    Task,
     ToolCall,
+    Trajectory,
+    TrajectoryGroup,
     TransferInit,
+    Turn,
     VersionSpan,
     WeightsRef,
 )
@@ -26,6 +31,55 @@ Script = Sequence[str | Message] | Callable[[str], str | Message]
 def call(name: str, **arguments: object) -> Message:
     """An assistant message with one tool call."""
     return Message(role="assistant", content="", tool_calls=(ToolCall(id="call_0", name=name, arguments=arguments),))
+
+
+def completion(
+    token_ids: Sequence[int],
+    logprobs: Sequence[float],
+    version: int = 0,
+    *,
+    finish_reason: FinishReason = FinishReason.STOP,
+) -> Completion:
+    """A generation made up, all of it under one version. logprobs: natural log, one a token."""
+    spans = (VersionSpan(version=version, start=0, end=len(token_ids)),) if token_ids else ()
+    return Completion(
+        token_ids=tuple(token_ids),
+        behavior_logprobs=tuple(logprobs),
+        version_spans=spans,
+        finish_reason=finish_reason,
+    )
+
+
+def trajectory(name: str, turns: Sequence[Turn], *, reward: float, task_id: str = "t") -> Trajectory:
+    """An episode made up, of which only the tokens and the reward are known."""
+    return Trajectory(
+        id=name,
+        task_id=task_id,
+        turns=tuple(turns),
+        messages=(),
+        reward=reward,
+        rewards={"correct": reward},
+        stop_reason=StopReason.COMPLETED,
+    )
+
+
+def group(group_id: int, members: Sequence[Trajectory], *, task: Task | None = None) -> TrajectoryGroup:
+    """Episodes of one task; `task` can be left out where nobody asks."""
+    return TrajectoryGroup(
+        group_id=group_id, task=task or Task(id=members[0].task_id, prompt="?"), trajectories=tuple(members)
+    )
+
+
+def one_token_group(
+    group_id: int, *, versions: Sequence[int], rewards: Sequence[float] = (0.0, 1.0), task: Task | None = None
+) -> TrajectoryGroup:
+    """The smallest group: each member says one token. `versions`, `rewards`: one a member, [G]."""
+    task = task or Task(id="t", prompt="?")
+    members = []
+    for index, (version, reward) in enumerate(zip(versions, rewards, strict=True)):
+        turn = Turn(observation_ids=(1,), completion=completion((3,), (-0.5,), version))
+        members.append(trajectory(f"{group_id}-{index}", [turn], reward=reward, task_id=task.id))
+    return group(group_id, members, task=task)
 
 
 @dataclass(kw_only=True)
@@ -57,12 +111,8 @@ class ScriptedEngine:
         ids = self._turn(text, stop)
         is_cut = max_tokens is not None and len(ids) > max_tokens
         ids = ids[:max_tokens]
-        return Completion(
-            token_ids=tuple(ids),
-            behavior_logprobs=(self.logprob,) * len(ids),
-            version_spans=(VersionSpan(version=self.policy_version, start=0, end=len(ids)),),
-            finish_reason=FinishReason.LENGTH if is_cut else FinishReason.STOP,
-        )
+        finish_reason = FinishReason.LENGTH if is_cut else FinishReason.STOP
+        return completion(ids, (self.logprob,) * len(ids), self.policy_version, finish_reason=finish_reason)
 
     @property
     def wants_weights(self) -> bool:

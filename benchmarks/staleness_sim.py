@@ -30,17 +30,9 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from agentrl.buffer import OnStale, TrajectoryBuffer
-from agentrl.journal import Journal
-from agentrl.types import (
-    Completion,
-    FinishReason,
-    StopReason,
-    Task,
-    Trajectory,
-    TrajectoryGroup,
-    Turn,
-    VersionSpan,
-)
+from agentrl.journal import GroupState, Journal
+from agentrl.testing import one_token_group
+from agentrl.types import Task
 from benchmarks import reporting, virtual_time
 
 Rule = Literal["drop", "requeue", "wait", "capacity"]
@@ -132,10 +124,11 @@ class _Fates(Journal):
         super().__init__(":memory:")
         self.stale_ids: list[int] = []
 
-    def stale(self, group_id: int, *, again: Task | None) -> None:
+    def ended(self, group_id: int, state: GroupState, reason: str | None = None, *, again: Task | None = None) -> None:
         """See Journal."""
-        super().stale(group_id, again=again)
-        self.stale_ids.append(group_id)
+        super().ended(group_id, state, reason, again=again)
+        if state is GroupState.DROPPED_STALE:
+            self.stale_ids.append(group_id)
 
 
 class _Tasks:
@@ -176,7 +169,8 @@ class OurStore:
 
     async def finish(self, group_id: int, *, version: int, is_useless: bool) -> None:
         """See Store."""
-        await self._buffer.finish(_group(group_id, version=version, is_useless=is_useless))
+        rewards = (0.0, 0.0 if is_useless else 1.0)
+        await self._buffer.finish(one_token_group(group_id, versions=(version, version), rewards=rewards))
 
     async def take(self) -> list[tuple[int, int]]:
         """See Store."""
@@ -305,28 +299,6 @@ class Simulation:
             if self._is_counting:
                 self._outcome.engine_busy_s += seconds
             return version
-
-
-def _group(group_id: int, *, version: int, is_useless: bool) -> TrajectoryGroup:
-    completion = Completion(
-        token_ids=(1,),
-        behavior_logprobs=(-1.0,),
-        version_spans=(VersionSpan(version=version, start=0, end=1),),
-        finish_reason=FinishReason.STOP,
-    )
-    trajectories = tuple(
-        Trajectory(
-            id=f"{group_id}-{member}",
-            task_id="",
-            turns=(Turn(observation_ids=(1,), completion=completion),),
-            messages=(),
-            reward=reward,
-            rewards={},
-            stop_reason=StopReason.COMPLETED,
-        )
-        for member, reward in enumerate((0.0, 0.0 if is_useless else 1.0))
-    )
-    return TrajectoryGroup(group_id=group_id, task=Task(id="", prompt=""), trajectories=trajectories)
 
 
 def simulate(world: World, *, max_lag: int, rule: Rule, seed: int = 0) -> Outcome:

@@ -6,16 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from agentrl.journal import GroupState, Journal
-from agentrl.types import (
-    Completion,
-    FinishReason,
-    StopReason,
-    Task,
-    Trajectory,
-    TrajectoryGroup,
-    Turn,
-    VersionSpan,
-)
+from agentrl.testing import one_token_group
+from agentrl.types import Task, TrajectoryGroup
 
 Rewards = tuple[float, ...]
 USEFUL, USELESS = (0.0, 1.0), (1.0, 1.0)
@@ -50,25 +42,7 @@ class FusedJournal(Journal):
 
 def make_group(group_id: int, task: Task, *, version: int, rewards: Rewards) -> TrajectoryGroup:
     """A group of which one member began under `version` and the other one later."""
-
-    def trajectory(member: int) -> Trajectory:
-        completion = Completion(
-            token_ids=(3,),
-            behavior_logprobs=(-0.5,),
-            version_spans=(VersionSpan(version=version + member, start=0, end=1),),
-            finish_reason=FinishReason.STOP,
-        )
-        return Trajectory(
-            id=f"{group_id}-{member}",
-            task_id=task.id,
-            turns=(Turn(observation_ids=(1,), completion=completion),),
-            messages=(),
-            reward=rewards[member],
-            rewards={},
-            stop_reason=StopReason.COMPLETED,
-        )
-
-    return TrajectoryGroup(group_id=group_id, task=task, trajectories=(trajectory(0), trajectory(1)))
+    return one_token_group(group_id, task=task, versions=(version, version + 1), rewards=rewards)
 
 
 class Model:

@@ -13,46 +13,17 @@ from hypothesis import strategies as st
 from agentrl.buffer import OnStale, TrajectoryBuffer
 from agentrl.errors import NoLearningSignal
 from agentrl.journal import Journal
+from agentrl.testing import one_token_group
 from agentrl.types import (
-    Completion,
-    FinishReason,
-    StopReason,
     Task,
-    Trajectory,
     TrajectoryGroup,
-    Turn,
-    VersionSpan,
 )
 
 TASK = Task(id="t", prompt="?", answer="1")
 
 
 def make_group(group_id: int, *, version: int, rewards: Sequence[float] = (0.0, 1.0)) -> TrajectoryGroup:
-    turn = Turn(
-        observation_ids=(1, 2),
-        completion=Completion(
-            token_ids=(3,),
-            behavior_logprobs=(-0.5,),
-            version_spans=(VersionSpan(version=version, start=0, end=1),),
-            finish_reason=FinishReason.STOP,
-        ),
-    )
-    return TrajectoryGroup(
-        group_id=group_id,
-        task=TASK,
-        trajectories=tuple(
-            Trajectory(
-                id=f"{group_id}-{member}",
-                task_id=TASK.id,
-                turns=(turn,),
-                messages=(),
-                reward=reward,
-                rewards={"correct": reward},
-                stop_reason=StopReason.COMPLETED,
-            )
-            for member, reward in enumerate(rewards)
-        ),
-    )
+    return one_token_group(group_id, task=TASK, versions=[version] * len(rewards), rewards=rewards)
 
 
 def make_buffer(

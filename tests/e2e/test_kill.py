@@ -15,7 +15,8 @@ from agentrl.config import Config, parse
 from agentrl.journal import GroupState, Journal, StepState
 from agentrl.metrics import MetricsLog
 from agentrl.run.run_folder import RunFolder
-from agentrl.types import Completion, FinishReason, StopReason, Task, Trajectory, TrajectoryGroup, Turn, VersionSpan
+from agentrl.testing import one_token_group
+from agentrl.types import Task, TrajectoryGroup
 from tests.e2e.kill_engine import OutsideEngine
 from tests.e2e.kill_judge import (
     MAX_Z,
@@ -40,25 +41,8 @@ STEPS, PER_STEP, SIZE, LAG = 3, 2, 2, 1
 
 def group_of(group_id: int, *, version: int) -> TrajectoryGroup:
     task = Task(id=f"train-{group_id}", prompt="?")
-    completion = Completion(
-        token_ids=(1,),
-        behavior_logprobs=(-1.0,),
-        version_spans=(VersionSpan(version=version, start=0, end=1),),
-        finish_reason=FinishReason.STOP,
-    )
-    members = (
-        Trajectory(
-            id=f"{group_id}-{index}",
-            task_id=task.id,
-            turns=(Turn(observation_ids=(1,), completion=completion),),
-            messages=(),
-            reward=float(index),
-            rewards={},
-            stop_reason=StopReason.COMPLETED,
-        )
-        for index in range(SIZE)
-    )
-    return TrajectoryGroup(group_id=group_id, task=task, trajectories=tuple(members))
+    rewards = [float(index) for index in range(SIZE)]
+    return one_token_group(group_id, task=task, versions=[version] * SIZE, rewards=rewards)
 
 
 @pytest.fixture

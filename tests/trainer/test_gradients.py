@@ -11,9 +11,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from trainer_builders import completion, episode, group, mixed_groups, plain_logprobs, trajectory
+from trainer_builders import episode, mixed_groups, plain_logprobs
 
 from agentrl.config import AlgorithmConfig
+from agentrl.testing import completion, group, trajectory
 from agentrl.types import TrajectoryGroup, Turn
 from trainer import attention
 from trainer.gradients import Estimator

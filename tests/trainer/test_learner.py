@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from trainer_builders import batch, config, divide_small_weights, episode, group, mixed_groups, whole_weights
+from trainer_builders import batch, config, divide_small_weights, episode, mixed_groups, whole_weights
 
 from agentrl.errors import ConfigError, LearnerError, StaleTrajectoryError
+from agentrl.testing import group
 from agentrl.types import TrajectoryGroup
 from trainer import deepspeed_settings, vcpo
 from trainer.gradients import Estimator

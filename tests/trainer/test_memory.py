@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from trainer_builders import architecture, episode, group
+from trainer_builders import architecture, episode
 
 from agentrl.config import AlgorithmConfig
+from agentrl.testing import group
 from trainer import attention
 from trainer.gradients import Estimator
 

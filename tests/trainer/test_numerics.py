@@ -10,20 +10,11 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from trainer_builders import (
-    architecture,
-    batch,
-    completion,
-    config,
-    episode,
-    group,
-    mixed_groups,
-    trajectory,
-    whole_weights,
-)
+from trainer_builders import architecture, batch, config, episode, mixed_groups, whole_weights
 
 from agentrl.algorithm import AlgorithmConfig
 from agentrl.http import wire
+from agentrl.testing import completion, group, trajectory
 from agentrl.types import Batch, Trajectory, Turn
 from trainer import attention
 from trainer.gradients import Estimator

@@ -9,9 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trainer_builders import completion, episode, group, mixed_groups, trajectory
+from trainer_builders import episode, mixed_groups
 
 from agentrl.errors import LearnerError
+from agentrl.testing import completion, group, trajectory
 from agentrl.types import Turn
 from trainer.packing import action_tensors, join, num_tokens, plan, share_of_rank
 

@@ -9,41 +9,15 @@ from typing import Any
 import torch
 
 from agentrl.config import Config, parse
+from agentrl.testing import completion, group, trajectory
 from agentrl.types import (
     Batch,
-    Completion,
-    FinishReason,
-    StopReason,
-    Task,
     Trajectory,
     TrajectoryGroup,
     Turn,
-    VersionSpan,
 )
 
 VOCAB = 300
-
-
-def completion(ids: Sequence[int], logprobs: Sequence[float], version: int) -> Completion:
-    spans = (VersionSpan(version=version, start=0, end=len(ids)),) if ids else ()
-    return Completion(
-        token_ids=tuple(ids),
-        behavior_logprobs=tuple(logprobs),
-        version_spans=spans,
-        finish_reason=FinishReason.STOP,
-    )
-
-
-def trajectory(name: str, turns: Sequence[Turn], *, reward: float) -> Trajectory:
-    return Trajectory(
-        id=name,
-        task_id="t",
-        turns=tuple(turns),
-        messages=(),
-        reward=reward,
-        rewards={"correct": reward},
-        stop_reason=StopReason.COMPLETED,
-    )
 
 
 def plain_logprobs(model: Any, ids: Sequence[int]) -> torch.Tensor:
@@ -121,10 +95,6 @@ def episode(
         )
         at = end
     return trajectory(name, turns, reward=reward)
-
-
-def group(group_id: int, members: Sequence[Trajectory]) -> TrajectoryGroup:
-    return TrajectoryGroup(group_id=group_id, task=Task(id="t", prompt="?"), trajectories=tuple(members))
 
 
 def mixed_groups(model: Any, *, off_policy: float = 0.1, version: int = 0) -> list[TrajectoryGroup]:

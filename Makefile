@@ -4,6 +4,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 CONFIG ?= configs/quickstart.yaml
 PYTEST_ARGS ?=
+# Two workers: most tests use one core, or wait. PYTEST_ARGS="-n 0" is one process, for a debugger.
+PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help setup train test lint check format lock clean
 help: ## list the targets
@@ -18,7 +20,7 @@ train: $(READY) ## train the quickstart: a small model, real vLLM and DeepSpeed,
 	@$(BIN)/agentrl train $(CONFIG)
 
 test: $(READY) ## run the tests
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+	@$(BIN)/python $(PYTEST) $(PYTEST_ARGS)
 
 lint: $(READY) ## formatting, lint, types
 	@$(BIN)/ruff format --check .

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.docker_engine import NoEngine, docker_engine
+from tests.workers import pytest_collection_modifyitems, pytest_xdist_make_scheduler  # noqa: F401
 
 
 @pytest.fixture(scope="session")

@@ -167,7 +167,7 @@ class Project:
 @pytest.fixture(scope="module")
 def project(docker_environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
     folder = tmp_path_factory.mktemp("compose")
-    for parent in (folder, *folder.parents[:2]):
+    for parent in (folder, *folder.parents[:3]):
         parent.chmod(parent.stat().st_mode | 0o055)  # pytest's own are closed to others
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

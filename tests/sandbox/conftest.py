@@ -7,8 +7,10 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,6 +84,20 @@ def control_groups(pid: int) -> list[Path]:
     return [path for path in Path("/sys/fs/cgroup").rglob(f"sandbox-{pid}*") if path.is_dir()]
 
 
+def mounts(pid: int | str = "self") -> list[str]:
+    """Of this host as a process sees it, but for those of a Docker engine, which mounts and unmounts as it likes."""
+    lines = Path(f"/proc/{pid}/mounts").read_text().splitlines()
+    return [line for line in lines if "docker" not in line and line.split()[2] not in ("overlay", "nsfs")]
+
+
+@contextmanager
+def own_tmp() -> Iterator[Path]:
+    """TMPDIR of a service: what it leaves there is told from what other services of this host have."""
+    with tempfile.TemporaryDirectory(prefix="tmp-of-tests-") as folder:
+        Path(folder).chmod(0o1777)
+        yield Path(folder)
+
+
 def wait_until(condition: Callable[[], object], deadline_s: float = 5.0) -> bool:
     deadline = time.monotonic() + deadline_s
     while time.monotonic() < deadline:
@@ -93,7 +109,7 @@ def wait_until(condition: Callable[[], object], deadline_s: float = 5.0) -> bool
 
 @pytest.fixture(scope="session")
 def service() -> Iterator[Service]:
-    mounts = Path("/proc/self/mounts").read_text()
+    mounts_before = mounts()
     service = start_service(
         *("--backend", "namespaces", "--slots", "4", "--warm", "4", "--token-env", "TEST_TOKENS"),
         *("--memory-bytes", str(256 * 1024**2), "--disk-bytes", str(32 * 1024**2), "--num-processes", "32"),
@@ -110,7 +126,7 @@ def service() -> Iterator[Service]:
     assert exit_code == 0
     assert wait_until(lambda: not any(map(is_running, running))), "orphans after the stop"
     assert control_groups(pid) == []
-    assert Path("/proc/self/mounts").read_text() == mounts
+    assert mounts() == mounts_before
 
 
 @pytest.fixture

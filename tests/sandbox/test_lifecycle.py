@@ -16,9 +16,11 @@ import pytest
 from sandbox.client import SandboxClient, SandboxUnavailable, SessionLost
 from tests.sandbox.conftest import (
     TOKEN,
+    Service,
     control_groups,
     descendants,
     is_running,
+    own_tmp,
     start_service,
     stop_service,
     wait_until,
@@ -58,8 +60,13 @@ async def test_embedded_leaves_nothing_behind() -> None:
 async def test_no_orphan_survives_the_service(name: str, signum: int) -> None:
     if reason := why_not(TIERS[name]):
         pytest.skip(reason)
-    before = set(Path("/tmp").glob("sandbox-*"))
-    service = TIERS[name].start(slots=2)
+    with own_tmp() as tmp:
+        service = TIERS[name].start(slots=2, env={"TMPDIR": str(tmp)})
+        await killed_while_it_serves(service, signum)
+        assert wait_until(lambda: not list(tmp.iterdir()))
+
+
+async def killed_while_it_serves(service: Service, signum: int) -> None:
     async with SandboxClient(service.url, TOKEN) as client:
         session = await client.open_session()
         running = asyncio.create_task(session.exec(DAEMONS, timeout_s=100))
@@ -69,7 +76,6 @@ async def test_no_orphan_survives_the_service(name: str, signum: int) -> None:
         await asyncio.to_thread(stop_service, service, signum)
         assert wait_until(lambda: not any(map(is_running, below)))
         assert wait_until(lambda: control_groups(service.process.pid) == [])
-        assert wait_until(lambda: set(Path("/tmp").glob("sandbox-*")) <= before)
         running.cancel()
 
 

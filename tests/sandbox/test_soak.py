@@ -16,8 +16,7 @@ import pytest
 
 from sandbox.client import SandboxClient
 from tests.sandbox.attacks import test_input, test_memory, test_output, test_processes, test_time
-from tests.sandbox.attacks.conftest import mounts
-from tests.sandbox.conftest import TOKEN, control_groups, descendants, stop_service, wait_until
+from tests.sandbox.conftest import TOKEN, control_groups, descendants, mounts, stop_service, wait_until
 from tests.sandbox.tiers import TIERS, why_not
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(0)]

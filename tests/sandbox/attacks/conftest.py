@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections import Counter
@@ -11,11 +12,22 @@ from pathlib import Path
 import pytest
 
 from sandbox.client import SandboxClient
-from tests.sandbox.conftest import Service, control_groups, descendants, is_running, stop_service, wait_until
+from tests.sandbox.conftest import (
+    Service,
+    control_groups,
+    descendants,
+    is_running,
+    mounts,
+    own_tmp,
+    stop_service,
+    wait_until,
+)
 from tests.sandbox.tiers import TIERS, Tier, why_not
 
 MAX_GROWTH_BYTES = 150 * 1024**2  # of the service, over a whole suite of hostile output and 10 MB programs
 MAX_DESCRIPTORS = 150
+OF_OTHERS = ("__KMP_REGISTERED_LIB_", "sem.mp-", "torch_", "psm_", "agentrl-", "buffer-machine-")
+"""What OpenMP, multiprocessing, torch, vLLM and runs of tests beside these have in /dev/shm, as our own user."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -55,12 +67,13 @@ def tier(request: pytest.FixtureRequest) -> Tier:
 def service(tier: Tier, request: pytest.FixtureRequest) -> Iterator[Service]:
     """A service of the tier; when the last attack is over, before other tests start anything, the host is as it was."""
     env = request.getfixturevalue("docker_environment") if tier.backend == "docker" else {}
-    yield from _watched(tier, env)
+    with own_tmp() as tmp:
+        yield from _watched(tier, env, tmp)
 
 
-def _watched(tier: Tier, env: dict[str, str]) -> Iterator[Service]:
-    mounts_before, left_before = mounts(), _leavings()
-    service = tier.start(env=env)
+def _watched(tier: Tier, env: dict[str, str], tmp: Path) -> Iterator[Service]:
+    mounts_before, left_before = mounts(), _leavings(tmp)
+    service = tier.start(env={**env, "TMPDIR": str(tmp)})
     pid = service.process.pid
     idle, memory_bytes = len(descendants(pid)), _rss_bytes(pid)
     yield service
@@ -75,22 +88,22 @@ def _watched(tier: Tier, env: dict[str, str]) -> Iterator[Service]:
     assert wait_until(lambda: not any(map(is_running, running))), "orphans after the stop"
     assert control_groups(pid) == []
     assert mounts() == mounts_before
-    assert _leavings() <= left_before
+    assert _leavings(tmp) <= left_before
 
 
-def mounts(pid: int | str = "self") -> list[str]:
-    """Of this host as a process sees it, but for those of a Docker engine, which mounts and unmounts as it likes."""
-    lines = Path(f"/proc/{pid}/mounts").read_text().splitlines()
-    return [line for line in lines if "docker" not in line and line.split()[2] not in ("overlay", "nsfs")]
-
-
-def _leavings() -> set[str]:
+def _leavings(tmp: Path) -> set[str]:
     """What a session could have left on the host."""
-    shared = {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")}
-    work = {str(path) for path in Path("/tmp").glob("sandbox-*")}
+    shared = {str(path) for path in Path("/dev/shm").iterdir() if not _of_others(path)}
+    work = {str(path) for path in tmp.iterdir()}
     sockets = {line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines() if "@sandbox" in line}
     segments = set(Path("/proc/sysvipc/shm").read_text().splitlines())
     return shared | work | sockets | segments
+
+
+def _of_others(path: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return path.name.startswith(OF_OTHERS) and path.lstat().st_uid == os.getuid()
+    return True  # and gone by now
 
 
 def _rss_bytes(pid: int) -> int:

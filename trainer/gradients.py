@@ -247,19 +247,22 @@ def _group_terms(draft: _Draft, policy_version: int, family: Objective) -> Group
         firsts = [episode[0] for episode in draft.episodes]
         shifts = [run.trajectory.reward - (run.advantage or 0.0) / run.score_scale for run in firsts]
     return GroupTerms(
-        trajectories=tuple(_terms(run, policy_version) for run in draft.runs),
+        trajectories=tuple(
+            _terms(run, policy_version, episode=number) for number, runs in enumerate(draft.episodes) for run in runs
+        ),
         has_spread=objective.has_spread(draft.reward_E),
         has_gradient=has_gradient,
         baseline_minus_mean=sum(shifts) / len(shifts) - float(draft.reward_E.mean()) if shifts else 0.0,
     )
 
 
-def _terms(run: Run, policy_version: int) -> TrajectoryTerms:
+def _terms(run: Run, policy_version: int, *, episode: int) -> TrajectoryTerms:
     trajectory, tensors = run.trajectory, run.tensors
     same_N = run.log_ratio_N[tensors.policy_version_N == policy_version]
     error_N = same_N.abs()
     return TrajectoryTerms(
         id=trajectory.id,
+        episode=episode,
         reward=trajectory.reward,
         log_weight=run.used.log_weight,
         weight=run.weight,

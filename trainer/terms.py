@@ -11,6 +11,7 @@ class TrajectoryTerms:
     """What one trajectory contributes, as numbers. Sums are over its action tokens."""
 
     id: str
+    episode: int  # which of its group it is, or is a segment of
     reward: float
     log_weight: float  # untruncated
     weight: float  # as the estimator uses it, of tokens' weights the mean; infinite when it would leave float32
@@ -42,3 +43,10 @@ class GroupTerms:
     has_spread: bool
     has_gradient: bool
     baseline_minus_mean: float
+
+    def episodes(self) -> list[list[TrajectoryTerms]]:
+        """The trajectories of each episode."""
+        found: dict[int, list[TrajectoryTerms]] = {}
+        for trajectory in self.trajectories:
+            found.setdefault(trajectory.episode, []).append(trajectory)
+        return list(found.values())

@@ -2,6 +2,7 @@
 
 Every number is finite: weights are shown up to e^80, and a step with no finite trajectory shows counts only.
 docs/algorithms.md says what each number means and what to do when it looks bad.
+Shapes: _B trajectories of the step, _E episodes of a group.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ LAG_BUCKETS = (("0", 0), ("1_2", 2), ("3_8", 8), ("9_up", math.inf))
 LENGTH_BUCKETS = (("to_128", 128), ("to_512", 512), ("to_2048", 2048), ("above", math.inf))  # action tokens
 HEALTHY_MEAN_WEIGHT = (0.8, 1.25)
 
-# Baselines whose variance is compared: from the weights in use, the norms, the rewards and the lengths of a group.
-_RULES: Mapping[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor | None]] = {
-    "none": lambda log_weight_G, norm_G, reward_G, length_G: torch.zeros_like(reward_G),
-    "mean": lambda log_weight_G, norm_G, reward_G, length_G: baselines.mean(reward_G),
-    "leave_one_out": lambda log_weight_G, norm_G, reward_G, length_G: baselines.leave_one_out(reward_G),
-    "length_weighted": lambda log_weight_G, norm_G, reward_G, length_G: baselines.length_weighted(reward_G, length_G),
-    "opob": lambda log_weight_G, norm_G, reward_G, length_G: vcpo.optimal_baseline(log_weight_G, norm_G, reward_G),
-    "opob_safe": lambda log_weight_G, norm_G, reward_G, length_G: vcpo.safe_baseline(log_weight_G, norm_G, reward_G),
+# Baselines whose variance is compared: from the sizes of an episode's weighted score, rewards and lengths of a group.
+_RULES: Mapping[str, Callable[[Tensor, Tensor, Tensor], Tensor | None]] = {
+    "none": lambda size_E, reward_E, length_E: torch.zeros_like(reward_E),
+    "mean": lambda size_E, reward_E, length_E: baselines.mean(reward_E),
+    "leave_one_out": lambda size_E, reward_E, length_E: baselines.leave_one_out(reward_E),
+    "length_weighted": lambda size_E, reward_E, length_E: baselines.length_weighted(reward_E, length_E),
+    "opob": lambda size_E, reward_E, length_E: vcpo.optimal_baseline(torch.zeros_like(size_E), size_E, reward_E),
+    "opob_safe": lambda size_E, reward_E, length_E: vcpo.safe_baseline(torch.zeros_like(size_E), size_E, reward_E),
 }
 
 
@@ -102,13 +103,14 @@ def signs(groups: Sequence[GroupTerms], *, algorithm: AlgorithmConfig, grad_norm
 def variance(groups: Sequence[GroupTerms], *, algorithm: AlgorithmConfig, grad_norm: float) -> dict[str, float]:
     """Trace of the covariance of the step's gradient, in use and under each baseline, where norms were measured.
 
-        tr Cov(g) = (sum_i |x_i|^2 - B |g|^2) / (B (B - 1))        x_i = w_i (R_i - b) / s * score_i,  g = mean x_i
+        tr Cov(g) = (sum_e |x_e|^2 - B |g|^2) / (B (B - 1))        x_e = (R_e - b) / s * sum_i w_i score_i
 
+    with g their mean, over B episodes e and their trajectories i; within an episode scores are taken for orthogonal.
     This is what a split of the batch into halves gives on average over all splits, without splitting. It takes the
-    trajectories for independent, which a baseline made from their own group breaks by O(1/G). For baselines that are
+    episodes for independent, which a baseline made from their own group breaks by O(1/G). For baselines that are
     not in use |g| is that of the one in use: equal in expectation, since a constant baseline does not move the mean.
     """
-    size = len(members(groups))
+    size = sum(len(group.episodes()) for group in groups)
     active = [group for group in groups if group.has_gradient and not any(m.non_finite() for m in group.trajectories)]
     has_norms = any(trajectory.score_norm > 0 for trajectory in members(active))
     if size < 2 or not has_norms or algorithm.baseline_norms != "exact":  # a proxy has no common scale with |g|
@@ -199,22 +201,21 @@ def _bucket(inside: Sequence[TrajectoryTerms], total: float) -> dict[str, float]
 
 
 def _contribution(trajectory: TrajectoryTerms) -> float:
-    """|x_i|^2: its part in the squared norm of the gradient, taking scores for orthogonal."""
+    """Its part in |x_e|^2, and so in the squared norm of the gradient, taking scores for orthogonal."""
     size = trajectory.weight * trajectory.advantage * trajectory.score_norm
     return size * size  # where ** would raise, this is infinite
 
 
 def _square_sum(
-    group: GroupTerms,
-    rule: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor | None],
-    algorithm: AlgorithmConfig,
+    group: GroupTerms, rule: Callable[[Tensor, Tensor, Tensor], Tensor | None], algorithm: AlgorithmConfig
 ) -> float:
-    """sum_i |x_i|^2 of one group under another baseline."""
-    reward_G = torch.tensor([m.reward for m in group.trajectories], dtype=torch.float64)
-    weight_G = torch.tensor([m.weight for m in group.trajectories], dtype=torch.float64)
-    norm_G = torch.tensor([m.score_norm for m in group.trajectories], dtype=torch.float64)
-    length_G = torch.tensor([m.num_action_tokens for m in group.trajectories])
-    baseline = rule(weight_G.log(), norm_G, reward_G, length_G)
-    std = float(objective.reward_std(reward_G)) if algorithm.normalize_by_std else 1.0
-    centered_G = reward_G if baseline is None else reward_G - baseline
-    return float((weight_G * norm_G * centered_G / std).square().sum())
+    """sum_e |x_e|^2 of one group under another baseline."""
+    episodes = group.episodes()
+    reward_E = torch.tensor([segments[0].reward for segments in episodes], dtype=torch.float64)
+    length_E = torch.tensor([sum(segment.num_action_tokens for segment in segments) for segments in episodes])
+    sizes = [math.hypot(*(segment.weight * segment.score_norm for segment in segments)) for segments in episodes]
+    size_E = torch.tensor(sizes, dtype=torch.float64)
+    baseline = rule(size_E, reward_E, length_E)
+    std = float(objective.reward_std(reward_E)) if algorithm.normalize_by_std else 1.0
+    centered_E = reward_E if baseline is None else reward_E - baseline
+    return float((size_E * centered_E / std).square().sum())

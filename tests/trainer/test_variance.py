@@ -58,6 +58,18 @@ def test_the_mean_over_all_splits_is_the_scatter_of_the_groups(tiny_model: Any, 
     assert sum(found) / len(found) == pytest.approx(scatter, rel=1e-4)
 
 
+def test_segments_of_an_episode_are_counted_as_one(tiny_model: Any) -> None:
+    first, *others = four_groups(tiny_model)[0].trajectories
+    attention.install(tiny_model)
+    segments = [replace(first, id=f"{first.id}.{number}", weight=0.5) for number in range(2)]
+    group = replace(four_groups(tiny_model)[0], trajectories=(*segments, *others))
+    (terms,) = Estimator(tiny_model, AlgorithmConfig()).estimate([group], policy_version=0, num_episodes=4)
+    assert [[one.id for one in episode] for episode in terms.episodes()] == [
+        [segment.id for segment in segments],
+        *([other.id] for other in others),
+    ]
+
+
 def test_the_weights_stay_as_they_are(tiny_model: Any) -> None:
     before = [parameter.clone() for parameter in tiny_model.parameters()]
     measurer(tiny_model, AlgorithmConfig()).measure(four_groups(tiny_model), policy_version=0)

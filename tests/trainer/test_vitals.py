@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from trainer.variance import COMPARED
 def terms(**given: Any) -> TrajectoryTerms:
     values: dict[str, Any] = {
         "id": "t",
+        "episode": 0,
         "reward": 0.0,
         "log_weight": 0.0,
         "weight": 1.0,
@@ -42,6 +44,12 @@ def terms(**given: Any) -> TrajectoryTerms:
 
 
 def group(*members: TrajectoryTerms, shift: float = 0.0) -> GroupTerms:
+    """Each member an episode of its own."""
+    return segmented(*([member] for member in members), shift=shift)
+
+
+def segmented(*episodes: list[TrajectoryTerms], shift: float = 0.0) -> GroupTerms:
+    members = tuple(replace(one, episode=number) for number, segments in enumerate(episodes) for one in segments)
     return GroupTerms(trajectories=members, has_spread=True, has_gradient=True, baseline_minus_mean=shift)
 
 
@@ -117,6 +125,40 @@ def test_of_all_baselines_the_optimal_one_has_the_least_variance() -> None:
     assert len(others) == 4
     assert all(found["vitals/variance_opob"] < other for other in others)
     assert found["vitals/variance"] == pytest.approx(found["vitals/variance_none"])
+
+
+def test_the_variance_of_segmented_episodes_is_that_of_episodes() -> None:
+    """By hand: weighted scores of sizes 5 (of 3 and 4) and 1, rewards 1 and 0, 40 and 10 action tokens, |g| = 0.1.
+
+    b* = 25/26, so 25 (1/26)^2 + (25/26)^2 = 25/26 is its sum of squares.
+    """
+    first = {"reward": 1.0, "advantage": 0.5}
+    second = {"reward": 0.0, "advantage": -0.5}
+    batch = segmented(
+        [terms(weight=1.5, score_norm=2.0, **first), terms(weight=2.0, score_norm=2.0, num_action_tokens=30, **first)],
+        [terms(score_norm=1.0, num_action_tokens=8, **second), terms(score_norm=0.0, num_action_tokens=2, **second)],
+    )
+    squares = {
+        "variance": 6.5,
+        "variance_none": 25.0,
+        "variance_mean": 6.5,
+        "variance_leave_one_out": 26.0,
+        "variance_length_weighted": 25 * 0.2**2 + 0.8**2,
+        "variance_opob": 25 / 26,
+        "variance_opob_safe": 6.5,
+    }
+    found = vitals.variance([batch], algorithm=AlgorithmConfig(), grad_norm=0.1)
+    expected = {f"vitals/{name}": (square - 2 * 0.1**2) / 2 for name, square in squares.items()}
+    assert found == pytest.approx(expected | {"vitals/noise_to_signal": expected["vitals/variance"] / 0.1**2})
+    halved = vitals.variance([batch], algorithm=AlgorithmConfig(normalize_by_std=True), grad_norm=0.1)
+    assert halved["vitals/variance_none"] == pytest.approx((25.0 / 0.5 - 2 * 0.1**2) / 2)
+
+
+def test_episodes_without_an_action_count_in_the_size_of_the_batch() -> None:
+    silent = group(terms(weight=1.0, score_norm=0.0), terms(weight=1.0, score_norm=0.0))
+    acting = segmented([terms(advantage=1.0), terms(advantage=1.0)], [terms(advantage=-1.0)])
+    found = vitals.variance([acting, silent], algorithm=AlgorithmConfig(), grad_norm=0.0)
+    assert found["vitals/variance"] == pytest.approx(3 / (4 * 3))
 
 
 def test_without_norms_there_is_no_variance_and_no_share() -> None:

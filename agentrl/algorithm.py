@@ -57,8 +57,8 @@ class AlgorithmConfig(Section):
     rho_base: PositiveFloat | Literal["auto"] = "auto"
     """ESS ratio at which the full learning rate is used; `auto` learns it from the first near-on-policy steps."""
     normalize_by_length: LengthNorm = True
-    """Divide each trajectory's summed log-probability gradient by its number of action tokens; `group`: by the mean
-    number of its group, so that every token of a group counts alike (DAPO, CISPO)."""
+    """Divide each trajectory's summed log-probability gradient by its number of action tokens; `group`: by its
+    group's tokens over the group's episodes, so that every token of a group counts alike (DAPO, CISPO)."""
     normalize_by_std: bool = False
     """Divide a group's advantages by the standard deviation of its rewards."""
     ess_floor: Annotated[float, Field(gt=0, lt=1)] | None = None

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from agentrl.algorithm import AlgorithmConfig
 from agentrl.presets import OPTIMAL
+from agentrl.spread import has_spread
 from trainer import baselines, objective, ratios, vcpo
 
 
@@ -64,7 +65,7 @@ class Objective:
         then gives the rest), and for otb R - b_t is part of the weights: its advantage is 1/s.
         """
         reward_G = reward_G.double()
-        if self._algorithm.needs_spread and not objective.has_spread(reward_G):
+        if self._algorithm.needs_spread and not has_spread(reward_G.tolist()):
             return None
         scale = self.score_scale(reward_G)
         match self._algorithm.baseline:
@@ -81,20 +82,33 @@ class Objective:
 
     def score_scale(self, reward_G: Tensor) -> float:
         """1/s: what a trajectory's share in the score sum carries beside its weight. 1.0 for a group without spread."""
-        if not self._algorithm.normalize_by_std or not objective.has_spread(reward_G):
+        if not self._algorithm.normalize_by_std or not has_spread(reward_G.tolist()):
             return 1.0
         return 1 / float(objective.reward_std(reward_G.double()))
 
-    def lengths(self, num_actions_G: Tensor) -> Tensor:
-        """What each trajectory's summed score is divided by. float64 [G], never 0."""
+    def lengths(
+        self, num_actions_G: Tensor, *, share_G: Tensor | None = None, num_episodes: int | None = None
+    ) -> Tensor:
+        """L / c: what each trajectory's summed score is divided by. float64 [G], never 0.
+
+        `group`: the group's tokens over its episodes, for segments too, so that every token of the group counts alike
+        (DAPO, arXiv 2503.14476).
+
+        Args:
+            num_actions_G: action tokens of each trajectory.
+            share_G: c, the share of each in its episode; 0 (masked) divides as 1. All 1 where left out.
+            num_episodes: G where left out.
+        """
         length_G = num_actions_G.double()
+        share_G = torch.ones_like(length_G) if share_G is None else share_G.double()
+        share_G = share_G.masked_fill(share_G == 0, 1.0)
         match self._algorithm.normalize_by_length:
             case False:
-                return torch.ones_like(length_G)
+                return 1 / share_G
             case True:
-                return length_G.clamp(min=1)
+                return length_G.clamp(min=1) / share_G
             case "group":
-                return length_G.mean().expand_as(length_G).clamp(min=1 / max(1, len(length_G)))
+                return (length_G.sum().clamp(min=1) / max(1, num_episodes or len(length_G))).expand_as(length_G)
 
     def baseline(self, log_used_G: Tensor, score_norm_G: Tensor, reward_G: Tensor) -> Tensor | None:
         """b* of `opob` or `opob_safe` from the weights in use and the norms; None when no member has a gradient.
@@ -118,6 +132,8 @@ class Objective:
 
     def batch_weights(self, members: Sequence[Member]) -> list[MemberWeights]:
         """The weights of all trajectories of the step, whose groups are complete. Any order; answers in the same."""
+        if not members:  # a step in which nobody acted
+            return []
         log_weights = [ratios.log_weights(one.log_ratio_N.double(), self._algorithm.ratio) for one in members]
         treated = self._treated_together(members, log_weights)
         found = [

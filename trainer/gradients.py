@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithm import AlgorithmConfig
+from agentrl.spread import has_spread
 from agentrl.types import Trajectory, TrajectoryGroup
 from trainer import objective, packing, ratios
 from trainer.family import Member, MemberWeights, Objective
@@ -120,7 +121,11 @@ class Estimator:
         advantage_E = self._objective.advantages(reward_E, torch.tensor([_num_actions(one) for one in episodes]))
         scale = self._objective.score_scale(reward_E)
         members = [(index, one) for index, segments in enumerate(episodes) for one in segments]
-        length_G = self._objective.lengths(torch.tensor([one.num_action_tokens for _, one in members]))
+        length_G = self._objective.lengths(
+            torch.tensor([one.num_action_tokens for _, one in members]),
+            share_G=torch.tensor([one.weight for _, one in members], dtype=torch.float64),
+            num_episodes=len(episodes),
+        )
         runs: list[list[Run]] = [[] for _ in episodes]
         for index, (episode, member) in enumerate(members):
             run = Run(
@@ -130,7 +135,7 @@ class Estimator:
                 index=index,
                 advantage=None if advantage_E is None else float(advantage_E[episode]),
                 score_scale=scale,
-                length=float(length_G[index]) / (member.weight or 1.0),
+                length=float(length_G[index]),
                 weights=None if member.num_action_tokens else _SILENT,
             )
             runs[episode].append(run)
@@ -250,7 +255,7 @@ def _group_terms(draft: _Draft, policy_version: int, family: Objective) -> Group
         trajectories=tuple(
             _terms(run, policy_version, episode=number) for number, runs in enumerate(draft.episodes) for run in runs
         ),
-        has_spread=objective.has_spread(draft.reward_E),
+        has_spread=has_spread(draft.reward_E.tolist()),
         has_gradient=has_gradient,
         baseline_minus_mean=sum(shifts) / len(shifts) - float(draft.reward_E.mean()) if shifts else 0.0,
     )

@@ -9,11 +9,6 @@ from __future__ import annotations
 from torch import Tensor
 
 
-def has_spread(reward_G: Tensor) -> bool:
-    """Whether rewards differ at all: no member, one, or equal rewards say nothing about which action was better."""
-    return bool((reward_G != reward_G[:1]).any())
-
-
 def reward_std(reward_G: Tensor) -> Tensor:
     """Sample standard deviation, as in GRPO (arXiv 2402.03300). Defined for groups with spread only."""
     return reward_G.std(unbiased=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from trainer_builders import mixed_groups
 
 from agentrl.algorithm import AlgorithmConfig
 from agentrl.presets import PRESETS
-from agentrl.types import Trajectory
+from agentrl.types import Trajectory, TrajectoryGroup
 from trainer.baselines import logit_norm2
 from trainer.family import Member, Objective
 from trainer.gradients import Estimator
@@ -67,3 +68,61 @@ def test_a_preset_is_estimated_exactly_from_packs(tiny_model: Any, preset: Any) 
     ours = torch.cat([total.flatten() for total in estimator.sums.total]).double()
     theirs = reference(tiny_model, groups, algorithm)
     assert float((ours - theirs).norm() / theirs.norm()) < 1e-5
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_step_in_which_nobody_acted_has_no_gradient(tiny_model: Any, preset: Any) -> None:
+    """Two groups with different rewards, so that only the missing actions can be the reason."""
+    silent = [
+        replace(one, trajectories=tuple(replace(member, turns=()) for member in one.trajectories))
+        for one in mixed_groups(tiny_model)[:2]
+    ]
+    estimator = Estimator(tiny_model, AlgorithmConfig(preset=preset))
+    terms = estimator.estimate(silent, policy_version=0, num_episodes=8)
+    assert not any(total.any() for total in estimator.sums.total)
+    assert [(group.has_spread, group.has_gradient) for group in terms] == [(True, False)] * 2
+    assert all(member.weight == 1.0 and not member.non_finite() for group in terms for member in group.trajectories)
+
+
+@pytest.mark.parametrize("preset", ["dapo", "cispo", "m2po", "bapo"])
+def test_under_a_length_of_the_group_every_token_of_an_episode_in_segments_counts_alike(
+    tiny_model: Any, preset: Any
+) -> None:
+    """Two turns on their own, as segments, against an episode: J = 1/sum|o| sum_segments sum_t w_t A log pi_t."""
+    whole = mixed_groups(tiny_model, off_policy=0.3)[0]
+    first, *others = whole.trajectories
+    halves = [
+        replace(first, id=f"{first.id}.{number}", turns=(turn,), weight=0.5) for number, turn in enumerate(first.turns)
+    ]
+    assert len({member.num_action_tokens for member in halves}) == 2
+    group = replace(whole, trajectories=(*halves, *others))
+    algorithm = AlgorithmConfig(preset=preset)
+    estimator = Estimator(tiny_model, algorithm, pack_tokens=40)
+    estimator.estimate([group], policy_version=0, num_episodes=4)
+    ours = torch.cat([total.flatten() for total in estimator.sums.total]).double()
+    theirs = by_tokens(tiny_model, group, algorithm)
+    assert float((ours - theirs).norm() / theirs.norm()) < 1e-5
+
+
+def by_tokens(model: Any, group: TrajectoryGroup, algorithm: AlgorithmConfig) -> Tensor:
+    model, objective = copy.deepcopy(model).double(), Objective(algorithm)
+    reward = torch.tensor(group.episode_rewards, dtype=torch.float64)
+    advantage = (reward - reward.mean()) / reward.std()
+    logprobs, members = [], []
+    for value, segments in zip(advantage.tolist(), group.episodes(), strict=True):
+        for segment in segments:
+            logprob, _, behavior = scored(model, segment)
+            logprobs.append(logprob)
+            members.append(
+                Member(log_ratio_N=logprob.detach() - behavior, advantage=value, reward=segment.reward, group=0)
+            )
+    if objective.needs_batch:
+        weights = objective.batch_weights(members)
+    else:
+        weights = [objective.weights(member.log_ratio_N, member.advantage) for member in members]
+    terms = [
+        weight.weight_N * member.advantage * logprob
+        for weight, member, logprob in zip(weights, members, logprobs, strict=True)
+    ]
+    gradients = torch.autograd.grad(torch.cat(terms).mean(), list(model.parameters()))
+    return torch.cat([gradient.flatten() for gradient in gradients])

@@ -249,9 +249,29 @@ def test_advantages_over_the_standard_deviation() -> None:
     assert family(preset="grpo").score_scale(f64(1.0, 0.0, 0.5)) == pytest.approx(2.0)
 
 
+def test_rewards_that_only_round_differently_are_equal() -> None:
+    """1e-17 apart, and over their standard deviation a whole advantage apart."""
+    reward_G = f64(0.1 + 0.2, 0.3, 0.3, 0.3)
+    for preset in PRESETS:
+        if preset != "reinforce":
+            assert family(preset=preset).advantages(reward_G, torch.tensor([5] * 4)) is None
+    assert family(preset="reinforce", normalize_by_std=True).score_scale(reward_G) == 1.0
+
+
 @pytest.mark.parametrize(("by_length", "expected"), [(True, (2, 1, 6)), (False, (1, 1, 1)), ("group", (8 / 3,) * 3)])
 def test_lengths(by_length: Any, expected: tuple[float, ...]) -> None:
     found = family(normalize_by_length=by_length).lengths(torch.tensor([2, 0, 6]))
+    torch.testing.assert_close(found, f64(*expected))
+
+
+@pytest.mark.parametrize(
+    ("by_length", "expected"), [(True, (2, 8, 6, 6)), (False, (1, 2, 2, 1)), ("group", (5.0,) * 4)]
+)
+def test_lengths_of_an_episode_in_two_segments_and_of_a_masked_one(by_length: Any, expected: tuple[float, ...]) -> None:
+    """`group` is 15 tokens over 3 episodes: every token counts alike, whichever segment it is in."""
+    found = family(normalize_by_length=by_length).lengths(
+        torch.tensor([2, 4, 3, 6]), share_G=f64(1.0, 0.5, 0.5, 0.0), num_episodes=3
+    )
     torch.testing.assert_close(found, f64(*expected))
 
 
@@ -259,12 +279,6 @@ def test_norms_are_asked_for_only_where_a_baseline_uses_them() -> None:
     assert [name for name in PRESETS if family(preset=name).needs_norms] == ["vcpo_safe", "vcpo"]
     with pytest.raises(ValueError, match="does not depend"):
         family(preset="grpo").baseline(f64(0.0), f64(1.0), f64(1.0))
-
-
-def test_spread() -> None:
-    assert objective.has_spread(f64(1.0, 1.0, 0.0))
-    assert not objective.has_spread(f64(0.3, 0.3, 0.3))
-    assert not objective.has_spread(f64(1.0))
 
 
 # Divergence

@@ -83,8 +83,6 @@ class Learner:
         self._check(batch)
         groups = self._estimate(batch)
         metrics = vitals.counts(groups) | vitals.policy(groups) | self._weight_metrics(groups)
-        if (every := self.config.algorithm.variance_every) and self.policy_version % every == 0:
-            metrics |= self._split_variance.measure(batch.groups, policy_version=self.policy_version)
         rho = _rho(groups)
         broken = _refusals(groups) or ranks.gather(_overflow(self._estimator.sums.total), str)
         self._end_if_broken_for_good(broken)
@@ -94,6 +92,7 @@ class Learner:
             feed.let_go(self.engine)
             log.warning("step %d refused, weights kept: %s", self.policy_version + 1, "; ".join(reasons[:5]))
         else:
+            metrics |= self._measured_variance(batch)  # under the weights that the batch was scored with
             metrics |= self._update(rho, max_lag=max(member.lag for member in vitals.members(groups)))
         metrics |= vitals.signs(groups, algorithm=self.config.algorithm, grad_norm=metrics.get("learner/grad_norm"))
         for alarm in vitals.alarms(metrics):
@@ -184,6 +183,12 @@ class Learner:
     def _weight_metrics(self, groups: list[GroupTerms]) -> dict[str, float]:
         algorithm = self.config.algorithm
         return vitals.weights(groups, max_weight=algorithm.max_weight if algorithm.treatment == "truncate" else None)
+
+    def _measured_variance(self, batch: Batch) -> dict[str, float]:
+        every = self.config.algorithm.variance_every
+        if not every or self.policy_version % every:
+            return {}
+        return self._split_variance.measure(batch.groups, policy_version=self.policy_version)
 
     def _update(self, rho: float, *, max_lag: int) -> dict[str, float]:
         """Hand the gradient to DeepSpeed and step at this step's own learning rate."""

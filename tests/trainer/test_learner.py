@@ -260,3 +260,14 @@ def test_variance_is_measured_on_the_steps_it_is_asked_for(tiny_model_dir: Path,
         output = learner.step(batch(mixed_groups(tiny_model, version=version), version=version))
         measured.append("vitals/split_variance_opob" in output.metrics)
     assert measured == [True, False, True]
+
+
+def test_a_refused_step_measures_no_variance(tiny_model_dir: Path, tiny_model: Any) -> None:
+    learner = Learner(config(tiny_model_dir, algorithm={"variance_every": 1}))
+    groups = mixed_groups(tiny_model)
+    poisoned = replace(groups[0].trajectories[1], reward=math.nan)
+    broken = replace(groups[0], trajectories=(groups[0].trajectories[0], poisoned))
+    metrics = learner.step(batch([broken, *groups[1:]])).metrics
+    assert metrics["learner/skipped_steps"] == 1.0
+    assert not any("split_variance" in name for name in metrics)
+    assert all(map(math.isfinite, metrics.values()))

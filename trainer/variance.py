@@ -21,7 +21,7 @@ from agentrl.presets import Baseline, refusal
 from agentrl.types import TrajectoryGroup
 from trainer.gradients import Estimator
 
-COMPARED: tuple[Baseline, ...] = ("none", "mean", "leave_one_out", "length_weighted", "opob", "opob_safe")
+COMPARED: tuple[Baseline, ...] = ("none", "mean", "leave_one_out", "length_weighted", "opob", "opob_safe", "otb")
 
 
 def comparable(algorithm: AlgorithmConfig) -> list[AlgorithmConfig]:
@@ -58,6 +58,8 @@ class SplitVariance:
 
     def measure(self, groups: Sequence[TrajectoryGroup], *, policy_version: int) -> dict[str, float]:
         """`vitals/split_variance_BASELINE` for each; empty with fewer than two groups. All ranks call it alike.
+
+        For batches whose numbers are finite: what is not would be all that one learns.
 
         Costs about one step's passes a baseline. The weights stay as they are.
         """

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from trainer_builders import mixed_groups
 
 from agentrl.config import AlgorithmConfig
+from agentrl.presets import Preset
 from agentrl.types import TrajectoryGroup
 from trainer import attention
 from trainer.gradients import Estimator
@@ -46,7 +47,7 @@ def gradient(model: Any, groups: Sequence[TrajectoryGroup], algorithm: Algorithm
     return torch.cat([total.double().flatten() for total in estimator.sums.total])
 
 
-@pytest.mark.parametrize("baseline", ["none", "mean", "opob", "opob_safe"])
+@pytest.mark.parametrize("baseline", ["none", "mean", "opob", "opob_safe", "otb"])
 def test_the_mean_over_all_splits_is_the_scatter_of_the_groups(tiny_model: Any, baseline: Any) -> None:
     groups = four_groups(tiny_model)
     algorithm = AlgorithmConfig(baseline=baseline)
@@ -88,3 +89,9 @@ def test_baselines_that_need_one_weight_a_trajectory_are_left_out_where_every_to
         "leave_one_out",
         "length_weighted",
     ]
+
+
+@pytest.mark.parametrize("preset", get_args(Preset))
+def test_the_baseline_in_use_is_among_those_compared(preset: Preset) -> None:
+    algorithm = AlgorithmConfig(preset=preset)
+    assert algorithm.baseline in [one.baseline for one in comparable(algorithm)]

@@ -69,7 +69,7 @@ class AlgorithmConfig(Section):
     """A step whose ESS ratio is below this is refused: the weights stay as they are."""
     variance_every: Annotated[int, Field(ge=0)] = 0
     """Steps between measurements of the gradient's variance under each baseline, from halves of the batch; each costs
-    the passes of about six steps. 0: never."""
+    the passes of up to seven steps. 0: never."""
 
     @model_validator(mode="before")
     @classmethod

@@ -22,8 +22,8 @@ LAG_BUCKETS = (("0", 0), ("1_2", 2), ("3_8", 8), ("9_up", math.inf))
 LENGTH_BUCKETS = (("to_128", 128), ("to_512", 512), ("to_2048", 2048), ("above", math.inf))  # action tokens
 HEALTHY_MEAN_WEIGHT = (0.8, 1.25)
 
-# Baselines whose variance is compared: from the sizes of a group's episodes' weighted scores, rewards and lengths. otb's
-# would need every token's own score; trainer/variance.py compares it by measuring.
+# Baselines whose variance is compared: from the sizes of a group's episodes' weighted scores, rewards and lengths.
+# otb's would need every token's own score; trainer/variance.py compares it by measuring.
 _RULES: Mapping[str, Callable[[Tensor, Tensor, Tensor], Tensor | None]] = {
     "none": lambda size_E, reward_E, length_E: torch.zeros_like(reward_E),
     "mean": lambda size_E, reward_E, length_E: baselines.mean(reward_E),

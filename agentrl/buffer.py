@@ -19,6 +19,7 @@ from typing import Literal
 
 from agentrl.errors import NoLearningSignal, StaleTrajectoryError
 from agentrl.journal import GroupState, Journal, Resumption
+from agentrl.spread import has_spread
 from agentrl.types import Batch, Task, TrajectoryGroup
 
 OnStale = Literal["drop", "requeue", "wait"]
@@ -64,7 +65,7 @@ class TrajectoryBuffer:
         max_lag: largest allowed lag, in policy versions.
         on_stale: what happens to a group that got too old (see the config).
         journal: durable record of the groups' states.
-        drop_zero_variance: free groups whose rewards are all equal at once: a baseline leaves them no gradient.
+        drop_zero_variance: free groups of equal rewards (up to rounding) at once: a baseline leaves them no gradient.
         requeue: called with the task of a stale group when on_stale is "requeue".
         lag: admit as `set_lag` says, from the beginning; None: max_lag.
         resumed: what a run that goes on has left to do: its batches come out of `take` first, as they were.
@@ -138,7 +139,7 @@ class TrajectoryBuffer:
         async with self._changed:
             self._land(group.group_id)
             rewards_G = group.rewards_G
-            if self._drop_zero_variance and min(rewards_G) == max(rewards_G):
+            if self._drop_zero_variance and not has_spread(rewards_G):
                 self._recent_useless.append(rewards_G[0])
                 self._counts[GroupState.DROPPED_ZERO_VARIANCE] += 1
                 self._journal.useless(group)

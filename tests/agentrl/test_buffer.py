@@ -120,9 +120,11 @@ async def test_wait_mode_holds_the_learner_for_the_oldest_group() -> None:
     assert [group.group_id for group in (await buffer.take()).groups] == [slow]
 
 
-async def test_equal_rewards_free_the_slot_and_are_counted() -> None:
+@pytest.mark.parametrize("rewards", [(1.0, 1.0), (0.1 + 0.2, 0.3)])
+async def test_equal_rewards_free_the_slot_and_are_counted(rewards: tuple[float, ...]) -> None:
+    """Also those that only round differently: the learner has no gradient for them either."""
     buffer = make_buffer(max_lag=0)
-    await buffer.finish(make_group(await admit(buffer), version=0, rewards=(1.0, 1.0)))
+    await buffer.finish(make_group(await admit(buffer), version=0, rewards=rewards))
     assert buffer.ledger().dropped_zero_variance == 1
     assert await asyncio.wait_for(admit(buffer), 1) == 1
 

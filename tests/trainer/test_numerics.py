@@ -15,10 +15,12 @@ from trainer_builders import architecture, batch, config, episode, mixed_groups,
 from agentrl.algorithm import AlgorithmConfig
 from agentrl.http import wire
 from agentrl.testing import completion, group, trajectory
-from agentrl.types import Batch, Trajectory, Turn
+from agentrl.types import Batch, Task, Trajectory, Turn
 from trainer import attention
 from trainer.gradients import Estimator
 from trainer.learner import Learner
+
+NO_TASK = Task(id="t", prompt="?")
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +66,7 @@ def test_log_ratios_of_ten_thousand_either_way_are_one_ordinary_step(learner: Le
 def test_an_empty_group_changes_nothing(tiny_model: Any) -> None:
     attention.install(tiny_model)
     groups, gradients = mixed_groups(tiny_model), []
-    for found in (groups, [group(7, []), *groups]):
+    for found in (groups, [group(7, [], task=NO_TASK), *groups]):
         estimator = Estimator(tiny_model, AlgorithmConfig())
         terms = estimator.estimate(found, policy_version=0, num_episodes=12)
         gradients.append(torch.cat([total.flatten() for total in estimator.sums.total]))
@@ -73,7 +75,7 @@ def test_an_empty_group_changes_nothing(tiny_model: Any) -> None:
 
 
 def test_a_step_with_an_empty_group_reports_finite_numbers(learner: Learner, tiny_model: Any) -> None:
-    assert step(learner, [group(7, []), *mixed_groups(tiny_model)])["learner/num_trajectories"] == 12
+    assert step(learner, [group(7, [], task=NO_TASK), *mixed_groups(tiny_model)])["learner/num_trajectories"] == 12
 
 
 @pytest.mark.parametrize("ratio", ["token", "geometric_mean"])

@@ -64,10 +64,8 @@ def trajectory(name: str, turns: Sequence[Turn], *, reward: float, task_id: str 
 
 
 def group(group_id: int, members: Sequence[Trajectory], *, task: Task | None = None) -> TrajectoryGroup:
-    """Episodes of one task; `task` can be left out where nobody asks."""
-    return TrajectoryGroup(
-        group_id=group_id, task=task or Task(id=members[0].task_id, prompt="?"), trajectories=tuple(members)
-    )
+    """Episodes of one task, or none; `task` can be left out where nobody asks."""
+    return TrajectoryGroup(group_id=group_id, task=task or Task(id="t", prompt="?"), trajectories=tuple(members))
 
 
 def one_token_group(

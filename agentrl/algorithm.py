@@ -9,7 +9,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
-from agentrl.presets import OPTIMAL, Baseline, LengthNorm, Preset, Ratio, StepScale, Treatment, refusal, with_preset
+from agentrl.presets import (
+    OPTIMAL,
+    PRESETS,
+    Baseline,
+    LengthNorm,
+    Preset,
+    Ratio,
+    StepScale,
+    Treatment,
+    refusal,
+    unread,
+    with_preset,
+)
 
 
 class Section(BaseModel):
@@ -80,6 +92,8 @@ class AlgorithmConfig(Section):
     def _makes_sense(self) -> AlgorithmConfig:
         if reason := refusal(ratio=self.ratio, treatment=self.treatment, baseline=self.baseline):
             raise ValueError(reason)
+        if reason := unread(self.treatment, self._changed()):
+            raise ValueError(reason)
         if self.baseline_norms == "proxy" and self.baseline not in OPTIMAL:
             raise ValueError(f"baseline={self.baseline} uses no norms; leave baseline_norms out")
         if self.treatment == "mask" and self.min_weight >= self.max_weight:
@@ -91,6 +105,11 @@ class AlgorithmConfig(Section):
         if self.refuse_below is not None and self.ess_floor is not None and self.refuse_below >= self.ess_floor:
             raise ValueError("refuse_below must be below ess_floor: a step is refused only where shrinking is too slow")
         return self
+
+    def _changed(self) -> set[str]:
+        """Names of the settings that are not what the preset alone would make them."""
+        alone = {name: field.default for name, field in type(self).model_fields.items()} | dict(PRESETS[self.preset])
+        return {name for name, value in self if value != alone[name]}
 
     @property
     def needs_spread(self) -> bool:

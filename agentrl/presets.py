@@ -6,7 +6,7 @@ does that, and docs/algorithms.md has the equations.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 Preset = Literal[
@@ -32,6 +32,19 @@ StepScale = Literal["none", "ess_sqrt", "ess_linear"]
 LengthNorm = bool | Literal["group"]
 
 OPTIMAL: frozenset[str] = frozenset({"opob", "opob_safe"})
+
+READ_BY: Mapping[str, tuple[Treatment, ...]] = {
+    "max_weight": ("truncate", "mask"),
+    "min_weight": ("mask",),
+    "clip_low": ("clip", "clip_weight"),
+    "clip_high": ("clip", "clip_weight"),
+    "second_moment_bound": ("second_moment",),
+    "adaptive_low": ("adaptive_clip",),
+    "adaptive_high": ("adaptive_clip",),
+    "adaptive_step": ("adaptive_clip",),
+    "positive_share": ("adaptive_clip",),
+}
+"""The settings that only some treatments read, and which."""
 
 _DEEPSEEK = {"baseline": "mean", "normalize_by_std": True, "step_scale": "none"}
 _PLAIN = {"ratio": "none", "treatment": "none", "normalize_by_length": False, "step_scale": "none"}
@@ -66,6 +79,15 @@ def with_preset(given: Mapping[str, Any]) -> dict[str, Any]:
     preset = given.get("preset", "vcpo_safe")
     line = PRESETS.get(preset, {}) if isinstance(preset, str) else {}  # type: ignore[call-overload]
     return {**line, **given}
+
+
+def unread(treatment: Treatment, changed: Collection[str]) -> str | None:
+    """Why one of `changed`, the settings moved off their preset, does nothing, with the mend; None: all are read."""
+    for name, treatments in READ_BY.items():
+        if name in changed and treatment not in treatments:
+            mend = f"leave it out, or set treatment: {' or '.join(treatments)}"
+            return f"{name} does nothing under treatment={treatment}; {mend}"
+    return None
 
 
 def refusal(*, ratio: Ratio, treatment: Treatment, baseline: Baseline) -> str | None:

@@ -51,12 +51,21 @@ def exp(log_weight: Tensor) -> Tensor:
 
 
 def truncated(log_weight_N: Tensor, max_weight: float) -> Tensor:
-    """log min(w, c): truncated importance sampling. [N]"""
+    """log min(w, c): truncated importance sampling. [N]
+
+    Ionides, "Truncated Importance Sampling" (J. Comput. Graph. Stat. 17(2), 2008); of tokens, between engine and
+    learner: Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025,
+    https://fengyao.notion.site/off-policy-rl).
+    """
     return log_weight_N.clamp(max=math.log(max_weight))
 
 
 def masked(log_weight_N: Tensor, *, low: float, high: float) -> Tensor:
-    """log of w where low <= w <= high, of 0 elsewhere: masked importance sampling. [N]"""
+    """log of w where low <= w <= high, of 0 elsewhere: masked importance sampling. [N]
+
+    Liu et al., "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch" (2025,
+    https://richardli.xyz/rl-collapse).
+    """
     lowest = math.log(low) if low > 0 else -math.inf
     # Written so that a NaN is kept: it must reach whoever refuses the step.
     is_out_N = (log_weight_N < lowest) | (log_weight_N > math.log(high))
@@ -112,8 +121,10 @@ def adaptive_bounds(
     """Bounds under which tokens of positive advantage make up `positive_share` of the loss, or the widest there are.
 
     The share is P / (P + Q) with P = sum_{A > 0} min(r, high) A and Q = sum_{A < 0} max(r, low) |A|. From the lowest
-    bounds on, first the lower and then the upper one rises by `step`. BAPO (arXiv 2510.18927); the order of the two is
-    that of the authors' code.
+    bounds on, first the lower and then the upper one rises by `step`.
+
+    BAPO (arXiv 2510.18927) as in its authors' code (WooooDyy/BAPO): this order, one step for both bounds. Summaries
+    of the paper move them in turn, the upper one first, by steps of their own (docs/algorithms.md).
     """
     ratio_M = log_ratio_M.clamp(max=LARGEST_LOG_WEIGHT).exp()
 

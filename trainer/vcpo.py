@@ -50,8 +50,9 @@ def optimal_baseline(log_weight_G: Tensor, score_norm_G: Tensor, reward_G: Tenso
     """b* = sum w^2 n^2 R / sum w^2 n^2, the constant of least gradient variance (arXiv 2602.17616, section 4.2).
 
     Args:
-        log_weight_G: log of the weights *that the estimator uses*: with truncation, the truncated ones; untruncated it
-            is the paper's formula letter for letter. The minimiser is that of the estimator at hand.
+        log_weight_G: log of the weights *that the estimator uses*: with truncation, the truncated ones. The minimiser
+            is then that of the estimator at hand. The paper has untruncated weights here and truncated ones in the
+            gradient: the same while none is cut, and its formula letter for letter when given those.
         score_norm_G: norm of each member's own score, before any weight, normalised by length if the loss is.
         reward_G: R.
 

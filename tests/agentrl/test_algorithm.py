@@ -58,6 +58,14 @@ def test_what_is_written_out_wins_over_the_preset() -> None:
         ({"preset": "bapo", "ratio": "geometric_mean"}, "set ratio: token"),
         ({"preset": "rloo", "treatment": "truncate"}, "set treatment: none, or another ratio"),
         ({"preset": "mis", "min_weight": 9.0}, "must be below max_weight"),
+        (
+            {"preset": "grpo", "max_weight": 2},
+            "max_weight does nothing under .*clip; leave it out, or .*truncate or mask",
+        ),
+        ({"min_weight": 0.5}, "min_weight does nothing under treatment=truncate"),
+        ({"preset": "cispo", "second_moment_bound": 0.1}, "set treatment: second_moment"),
+        ({"preset": "m2po", "clip_high": 0.3}, "set treatment: clip or clip_weight"),
+        ({"adaptive_low": [0.5, 0.9]}, "set treatment: adaptive_clip"),
         ({"preset": "bapo", "adaptive_low": [0.9, 0.6]}, "adaptive_low must rise"),
         ({"ess_floor": 0.2, "refuse_below": 0.3}, "must be below ess_floor"),
         ({"preset": "grpo", "baseline_norms": "proxy"}, "leave baseline_norms out"),
@@ -68,6 +76,13 @@ def test_what_is_written_out_wins_over_the_preset() -> None:
 def test_what_makes_no_sense_is_refused_with_the_mend(given: dict[str, Any], mend: str) -> None:
     with pytest.raises(ConfigError, match=mend):
         settings(**given)
+
+
+@pytest.mark.parametrize("treatment", ["truncate", "mask"])
+def test_a_presets_own_clips_stand_by_idle_when_another_treatment_is_written_out(treatment: str) -> None:
+    found = settings(preset="dapo", treatment=treatment, max_weight=2)
+    assert (found.max_weight, found.clip_high) == (2, PRESETS["dapo"]["clip_high"])
+    assert AlgorithmConfig.model_validate(found.model_dump(mode="json")) == found
 
 
 @pytest.mark.parametrize("algorithm", [{}, {"preset": "reinforce", "normalize_by_std": True}])

@@ -160,6 +160,13 @@ def test_an_untreated_weight_that_leaves_float32_is_infinite_so_that_the_step_is
     assert family(treatment="none").weights(f64(79.0), 1.0).weight_N.isfinite().all()
 
 
+@pytest.mark.parametrize("preset", ["grpo", "dapo", "gspo", "bapo", "m2po"])
+def test_a_huge_ratio_is_cut_where_it_is_rewarded_and_refuses_the_step_where_it_is_not(preset: Any) -> None:
+    """PPO's own hole: with A < 0 the weight is not cut, and this one is infinite."""
+    rewarded, punished = weigh(family(preset=preset), [member(1e4, advantage=1.0), member(1e4, advantage=-1.0)])
+    assert (rewarded.weight_N.item(), punished.weight_N.item()) == (0.0, math.inf)
+
+
 BOUNDED = ["vcpo_safe", "vcpo", "tis", "mis", "cispo", "m2po", "rloo", "opo", "otb", "reinforce"]
 
 
@@ -256,6 +263,15 @@ def test_rewards_that_only_round_differently_are_equal() -> None:
         if preset != "reinforce":
             assert family(preset=preset).advantages(reward_G, torch.tensor([5] * 4)) is None
     assert family(preset="reinforce", normalize_by_std=True).score_scale(reward_G) == 1.0
+
+
+def test_the_optimal_baseline_takes_the_truncated_weights_where_the_paper_takes_whole_ones() -> None:
+    algorithm, norm, reward = family(preset="vcpo"), f64(0.3, 1.0, 1.0, 1.0), f64(1.0, 0.0, 0.0, 0.0)
+    found = [algorithm.weights(f64(math.log(weight)), 1.0) for weight in (40.0, 1.0, 1.0, 1.0)]
+    ours = algorithm.baseline(f64(*(one.log_used for one in found)), norm, reward)
+    papers = algorithm.baseline(f64(*(one.log_weight for one in found)), norm, reward)
+    assert ours is not None and ours.item() == pytest.approx(64 * 0.09 / (64 * 0.09 + 3))
+    assert papers is not None and papers.item() == pytest.approx(1600 * 0.09 / (1600 * 0.09 + 3))
 
 
 @pytest.mark.parametrize(("by_length", "expected"), [(True, (2, 1, 6)), (False, (1, 1, 1)), ("group", (8 / 3,) * 3)])

@@ -1,7 +1,8 @@
 """Run by test_transfer.py as the learner's process: sends the weights of a folder to the orchestrator's engines.
 
 Its one argument is JSON: model_dir, url, backend, weights_dir, timeout_s, stages (one ZeRO stage a version; -1: plain),
-stall_at (stop for stall_s before the n-th tensor is sent, and say so; -1: never).
+stall_at (stop for stall_s before the n-th tensor is sent, and say so; -1: never), old_dir (a model that is sent before,
+at leisure; null: none).
 """
 
 from __future__ import annotations
@@ -73,13 +74,15 @@ def main(task: dict[str, Any]) -> None:
         weights_dir=Path(task["weights_dir"]),
         timeout_s=150,
     )
-    settings = EngineConfig(update_timeout_s=task["timeout_s"])
-    for version, stage in enumerate(task["stages"], start=1):
-        model = AutoModelForCausalLM.from_pretrained(task["model_dir"], dtype="float32").eval()
+    old = [(task["old_dir"], -1, -1, 60.0)] if task["old_dir"] else []
+    new = [(task["model_dir"], stage, task["stall_at"], task["timeout_s"]) for stage in task["stages"]]
+    for version, (model_dir, stage, stall_at, timeout_s) in enumerate([*old, *new], start=1):
+        settings = EngineConfig(update_timeout_s=timeout_s)
+        model = AutoModelForCausalLM.from_pretrained(model_dir, dtype="float32").eval()
         if stage >= 0:
             model = under_zero(model, stage).module
         source = StallingSource(model, dtype=torch.float32)
-        source.stall_at, source.stall_s = task["stall_at"], task["stall_s"]
+        source.stall_at, source.stall_s = stall_at, task["stall_s"]
         sender = publisher(transfer, settings, source=source, link=link)
         try:
             send(sender, version, probe_of(model))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from agentrl.errors import ConfigError
-from trainer import attention, packing
+from trainer import attention, lora, packing
 from trainer.logprobs import score
 from trainer.packing import ActionTensors
 from trainer.score_gradients import check_modules, recording, tied_weight
@@ -33,9 +33,10 @@ def prepare(model: Any) -> None:
     """
     check_modules(model)
     members = [_text(model, index, *lengths) for index, lengths in enumerate(_LENGTHS)]
-    own_N, own_norms, own_sum = _by_autograd(model, members)
-    attention.install(model)
-    packed_N, norms, total = _by_one_pass(model, members)
+    with lora.stirred(model):
+        own_N, own_norms, own_sum = _by_autograd(model, members)
+        attention.install(model)
+        packed_N, norms, total = _by_one_pass(model, members)
     dtype = model.dtype
     error = float((packed_N - own_N).abs().max())
     if not error <= LOGPROB_BOUND[dtype]:

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from trainer_builders import ARCHITECTURES, action_logprobs, architecture, episode
 
+from agentrl.config import LoraConfig
 from agentrl.errors import ConfigError
-from trainer import self_test
+from trainer import lora, self_test
 from trainer.attention import NAME
 from trainer.logprobs import score
 from trainer.packing import action_tensors, join
@@ -45,6 +46,10 @@ class TwiceUsed(nn.Module):
         super().__init__()
         self.inner = inner
 
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.inner.weight
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = self.inner(input) - self.inner(0.5 * input)
         return output
@@ -55,6 +60,29 @@ def test_a_weight_that_acts_twice_is_refused_by_its_gradients() -> None:
     model.model.layers[0].mlp.up_proj = TwiceUsed(model.model.layers[0].mlp.up_proj)
     with pytest.raises(ConfigError, match="gradients by trajectory"):
         self_test.prepare(model)
+
+
+def fresh_adapters() -> Any:
+    return lora.adapted(architecture("Qwen3"), LoraConfig(rank=4, alpha=8, target_modules="all-linear")).eval()
+
+
+def test_a_fresh_adapter_whose_first_half_acts_twice_is_refused() -> None:
+    model = fresh_adapters()
+    adapter = model.get_base_model().model.layers[0].mlp.up_proj.lora_A
+    adapter["default"] = TwiceUsed(adapter["default"])
+    with pytest.raises(ConfigError, match="gradients by trajectory"):
+        self_test.prepare(model)
+    assert not any(bool(p.any()) for name, p in model.named_parameters() if "lora_B" in name)
+
+
+def test_adapters_are_to_the_bit_what_they_were() -> None:
+    model = fresh_adapters()
+    model.get_base_model().model.layers[1].mlp.down_proj.lora_B["default"].weight.data.normal_()
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    random_state = torch.get_rng_state()
+    self_test.prepare(model)
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+    assert torch.equal(torch.get_rng_state(), random_state)
 
 
 def with_rope(family: str, **rope: Any) -> Any:

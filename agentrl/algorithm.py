@@ -62,6 +62,9 @@ class AlgorithmConfig(Section):
     baseline: Baseline = "opob_safe"
     """opob: VCPO's optimal baseline; opob_safe: the same, never above the group's mean; length_weighted: OPO; otb: the
     optimal token baseline."""
+    baseline_weights: Literal["treated", "untreated"] = "treated"
+    """opob and opob_safe: b* has the weights of the gradient, or w as it is. The paper writes w in b* and min(w, c) in
+    the gradient; the two differ only where a weight is cut."""
     baseline_norms: Literal["exact", "proxy"] = "exact"
     """opob and opob_safe: each trajectory's own gradient norm, or a cheap stand-in where exactness costs too much."""
     step_scale: StepScale = "ess_sqrt"
@@ -96,6 +99,8 @@ class AlgorithmConfig(Section):
             raise ValueError(reason)
         if self.baseline_norms == "proxy" and self.baseline not in OPTIMAL:
             raise ValueError(f"baseline={self.baseline} uses no norms; leave baseline_norms out")
+        if "baseline_weights" in self._changed() and self.baseline not in OPTIMAL:
+            raise ValueError(f"baseline={self.baseline} is not made of weights; leave baseline_weights out")
         if self.treatment == "mask" and self.min_weight >= self.max_weight:
             raise ValueError(f"min_weight={self.min_weight:g} must be below max_weight={self.max_weight:g}")
         for name in ("adaptive_low", "adaptive_high"):

@@ -51,7 +51,7 @@ _PLAIN = {"ratio": "none", "treatment": "none", "normalize_by_length": False, "s
 
 PRESETS: Mapping[Preset, Mapping[str, Any]] = {
     "vcpo_safe": {},  # the defaults of AlgorithmConfig
-    "vcpo": {"baseline": "opob"},
+    "vcpo": {"baseline": "opob", "baseline_weights": "untreated"},  # as the paper writes it
     "grpo": {**_DEEPSEEK, "ratio": "token", "treatment": "clip", "clip_low": 0.2, "clip_high": 0.2},
     "dapo": {**_DEEPSEEK, "ratio": "token", "treatment": "clip", "clip_high": 0.28, "normalize_by_length": "group"},
     "gspo": {**_DEEPSEEK, "ratio": "geometric_mean", "treatment": "clip", "clip_low": 3e-4, "clip_high": 4e-4},

@@ -34,12 +34,17 @@ class Rule:
     @property
     def is_a_setting(self) -> bool:
         """Whether a run's config can say it: `algorithm` is all there is to it."""
-        return self.optimum in (None, published, safe) and not self.has_proxy_norms
+        return self.optimum in (None, in_use, as_written, safe) and not self.has_proxy_norms
 
 
-def published(log_used_G: Tensor, log_weight_G: Tensor, norm_G: Tensor, reward_G: Tensor) -> Tensor | None:
+def in_use(log_used_G: Tensor, log_weight_G: Tensor, norm_G: Tensor, reward_G: Tensor) -> Tensor | None:
     """b* of arXiv 2602.17616, section 4.2, with the weights in use."""
     return vcpo.optimal_baseline(log_used_G, norm_G, reward_G)
+
+
+def as_written(log_used_G: Tensor, log_weight_G: Tensor, norm_G: Tensor, reward_G: Tensor) -> Tensor | None:
+    """The same with w itself, as the paper writes it; the gradient has min(w, c)."""
+    return vcpo.optimal_baseline(log_weight_G, norm_G, reward_G)
 
 
 def safe(log_used_G: Tensor, log_weight_G: Tensor, norm_G: Tensor, reward_G: Tensor) -> Tensor | None:
@@ -60,14 +65,19 @@ def without_weights(log_used_G: Tensor, log_weight_G: Tensor, norm_G: Tensor, re
 _OPOB = AlgorithmConfig(baseline="opob", rho_base=1.0)
 
 RULES: dict[str, Rule] = {
-    "opob": Rule(algorithm=_OPOB, optimum=published, about="VCPO as published"),
+    "opob": Rule(algorithm=_OPOB, optimum=in_use, about="VCPO, b* from the weights in use"),
+    "opob_paper": Rule(
+        algorithm=AlgorithmConfig(preset="vcpo", rho_base=1.0),
+        optimum=as_written,
+        about="VCPO as the paper writes it: w in b*, min(w, c) in the gradient",
+    ),
     "opob_code": Rule(algorithm=_OPOB, optimum=published_code, about="VCPO as its code has it: w squared twice"),
     "opob_safe": Rule(
         algorithm=AlgorithmConfig(baseline="opob_safe", rho_base=1.0), optimum=safe, about="min(b*, mean)"
     ),
     "opob_no_w2": Rule(algorithm=_OPOB, optimum=without_weights, about="b* from norms alone"),
     "opob_proxy": Rule(
-        algorithm=_OPOB, optimum=published, has_proxy_norms=True, about="b* with the norms of normalisation scales"
+        algorithm=_OPOB, optimum=in_use, has_proxy_norms=True, about="b* with the norms of normalisation scales"
     ),
     "zero": Rule(algorithm=AlgorithmConfig(baseline="none", rho_base=1.0), about="no baseline, ESS step"),
     "mean": Rule(algorithm=AlgorithmConfig(baseline="mean", rho_base=1.0), about="mean baseline, ESS step"),

@@ -9,9 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.docker_engine import NoEngine, docker_engine
 from tests.workers import pytest_collection_modifyitems, pytest_xdist_make_scheduler  # noqa: F401
+
+# A property is true or not however busy the machine is.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session")

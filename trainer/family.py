@@ -110,16 +110,22 @@ class Objective:
             case "group":
                 return (length_G.sum().clamp(min=1) / max(1, num_episodes or len(length_G))).expand_as(length_G)
 
-    def baseline(self, log_used_G: Tensor, score_norm_G: Tensor, reward_G: Tensor) -> Tensor | None:
-        """b* of `opob` or `opob_safe` from the weights in use and the norms; None when no member has a gradient.
+    def log_in_baseline(self, weights: MemberWeights) -> float:
+        """log of the weight of one trajectory in b*; -inf where nothing of it is in the gradient."""
+        if self._algorithm.baseline_weights == "treated" or weights.log_used == -math.inf:
+            return weights.log_used
+        return weights.log_weight
+
+    def baseline(self, log_weight_G: Tensor, score_norm_G: Tensor, reward_G: Tensor) -> Tensor | None:
+        """b* of `opob` or `opob_safe` from `log_in_baseline` and the norms; None when no member has a gradient.
 
         Raises ValueError under any other baseline.
         """
         match self._algorithm.baseline:
             case "opob":
-                return vcpo.optimal_baseline(log_used_G, score_norm_G, reward_G)
+                return vcpo.optimal_baseline(log_weight_G, score_norm_G, reward_G)
             case "opob_safe":
-                return vcpo.safe_baseline(log_used_G, score_norm_G, reward_G)
+                return vcpo.safe_baseline(log_weight_G, score_norm_G, reward_G)
             case other:
                 raise ValueError(f"baseline {other} does not depend on norms")
 

@@ -210,9 +210,9 @@ class Estimator:
         numbers = [x for run in draft.trained for x in (run.used.log_weight, run.score_norm, run.weight)]
         if not all(map(math.isfinite, numbers)) or not bool(draft.reward_E.isfinite().all()):
             return 0.0
-        sizes = [_joint_size(episode) for episode in draft.episodes]
-        log_used_E, norm_E = torch.tensor(sizes, dtype=torch.float64).unbind(dim=1)
-        optimum = self._objective.baseline(log_used_E, norm_E, draft.reward_E)
+        sizes = [_joint_size(episode, self._objective.log_in_baseline) for episode in draft.episodes]
+        log_weight_E, norm_E = torch.tensor(sizes, dtype=torch.float64).unbind(dim=1)
+        optimum = self._objective.baseline(log_weight_E, norm_E, draft.reward_E)
         shift = 0.0 if optimum is None else float(optimum - draft.reward_E.mean())
         for run in draft.runs:
             if run.advantage is not None:
@@ -224,13 +224,13 @@ def _num_actions(segments: Sequence[Trajectory]) -> int:
     return sum(segment.num_action_tokens for segment in segments)
 
 
-def _joint_size(segments: Sequence[Run]) -> tuple[float, float]:
+def _joint_size(segments: Sequence[Run], log_of: Callable[[MemberWeights], float]) -> tuple[float, float]:
     """log w and n of an episode with w^2 n^2 = sum of its segments', taking their scores for orthogonal."""
-    trained = [run for run in segments if run.is_trained]
-    log_used = max((run.used.log_used for run in trained), default=-math.inf)
-    if log_used == -math.inf:  # nothing of it is in the gradient
+    sizes = [(log_of(run.used), run.score_norm) for run in segments if run.is_trained]
+    largest = max((log_weight for log_weight, _ in sizes), default=-math.inf)
+    if largest == -math.inf:  # nothing of it is in the gradient
         return 0.0, 0.0
-    return log_used, math.hypot(*(math.exp(run.used.log_used - log_used) * run.score_norm for run in trained))
+    return largest, math.hypot(*(math.exp(log_weight - largest) * norm for log_weight, norm in sizes))
 
 
 def _member(run: Run) -> Member:

@@ -97,6 +97,7 @@ CHARTS = (
             "length-weighted": "vitals/split_variance_length_weighted",
             "optimal": "vitals/split_variance_opob",
             "optimal, safe": "vitals/split_variance_opob_safe",
+            "optimal token": "vitals/split_variance_otb",
         },
         note="From halves of the batch, every algorithm.variance_every steps. One point is noisy: read the trend.",
     ),

@@ -23,7 +23,8 @@ def settings(**algorithm: Any) -> AlgorithmConfig:
 def test_vcpo_with_the_safe_baseline_is_the_default_and_the_papers_form_is_one_word() -> None:
     assert settings() == settings(preset="vcpo_safe")
     assert settings().baseline == "opob_safe"
-    assert settings(preset="vcpo") == settings(baseline="opob").model_copy(update={"preset": "vcpo"})
+    published = settings(baseline="opob", baseline_weights="untreated")
+    assert settings(preset="vcpo") == published.model_copy(update={"preset": "vcpo"})
     assert (settings().ratio, settings().treatment, settings().max_weight) == ("sequence", "truncate", 8.0)
     assert (settings().step_scale, settings().rho_base) == ("ess_sqrt", "auto")
 
@@ -69,6 +70,7 @@ def test_what_is_written_out_wins_over_the_preset() -> None:
         ({"preset": "bapo", "adaptive_low": [0.9, 0.6]}, "adaptive_low must rise"),
         ({"ess_floor": 0.2, "refuse_below": 0.3}, "must be below ess_floor"),
         ({"preset": "grpo", "baseline_norms": "proxy"}, "leave baseline_norms out"),
+        ({"preset": "grpo", "baseline_weights": "untreated"}, "leave baseline_weights out"),
         ({"preset": "vcpoo"}, "algorithm.preset"),
         ({"clip_lo": 0.1}, "did you mean 'clip_low'"),
     ],

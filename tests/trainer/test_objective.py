@@ -265,13 +265,21 @@ def test_rewards_that_only_round_differently_are_equal() -> None:
     assert family(preset="reinforce", normalize_by_std=True).score_scale(reward_G) == 1.0
 
 
-def test_the_optimal_baseline_takes_the_truncated_weights_where_the_paper_takes_whole_ones() -> None:
-    algorithm, norm, reward = family(preset="vcpo"), f64(0.3, 1.0, 1.0, 1.0), f64(1.0, 0.0, 0.0, 0.0)
+@pytest.mark.parametrize(
+    ("settings", "largest"), [({"baseline": "opob"}, 64), ({"preset": "vcpo"}, 1600)], ids=["treated", "as published"]
+)
+def test_the_optimal_baseline_takes_the_weights_of_the_gradient_or_as_the_paper_writes_it_whole_ones(
+    settings: Any, largest: float
+) -> None:
+    algorithm, norm, reward = family(**settings), f64(0.3, 1.0, 1.0, 1.0), f64(1.0, 0.0, 0.0, 0.0)
     found = [algorithm.weights(f64(math.log(weight)), 1.0) for weight in (40.0, 1.0, 1.0, 1.0)]
-    ours = algorithm.baseline(f64(*(one.log_used for one in found)), norm, reward)
-    papers = algorithm.baseline(f64(*(one.log_weight for one in found)), norm, reward)
-    assert ours is not None and ours.item() == pytest.approx(64 * 0.09 / (64 * 0.09 + 3))
-    assert papers is not None and papers.item() == pytest.approx(1600 * 0.09 / (1600 * 0.09 + 3))
+    optimum = algorithm.baseline(f64(*map(algorithm.log_in_baseline, found)), norm, reward)
+    assert optimum is not None and optimum.item() == pytest.approx(largest * 0.09 / (largest * 0.09 + 3))
+
+
+def test_what_is_masked_has_no_part_in_the_optimal_baseline_under_whole_weights() -> None:
+    algorithm = family(preset="vcpo", treatment="mask")
+    assert algorithm.log_in_baseline(algorithm.weights(f64(math.log(40.0)), 1.0)) == -math.inf
 
 
 @pytest.mark.parametrize(("by_length", "expected"), [(True, (2, 1, 6)), (False, (1, 1, 1)), ("group", (8 / 3,) * 3)])

@@ -74,17 +74,17 @@ def _row(rule: str, runs: Sequence[Run]) -> list[str]:
 
 
 def _variances(runs: Sequence[Run]) -> str:
-    """Median over batches of each baseline's variance, as a ratio to the mean baseline's on the same batch."""
+    """Each baseline's variance as a ratio to the mean baseline's on the same batch, by when it was measured."""
     rows = []
-    for rule in RULES:
-        batches = [one for run in runs if run["rule"] == rule for one in run["variances"]]
+    for i in range(max(len(run["variances"]) for run in runs)):
+        batches = [run["variances"][i] for run in runs if len(run["variances"]) > i]
         usable = [one for one in batches if all(one.get(VARIANCE + name, 0.0) > 0 for name in BASELINES)]
         if usable:
             ratios = [spread([one[VARIANCE + name] / one[VARIANCE + "mean"] for one in usable]) for name in BASELINES]
-            rows.append([f"`{rule}`", str(len(usable)), *ratios])
+            rows.append([str(i + 1), str(len(usable)), *ratios])
     if not rows:
         return ""
-    columns = ("made by", "batches", *(f"{name} / mean" for name in BASELINES))
+    columns = ("measurement of a run", "batches", *(f"{name} / mean" for name in BASELINES))
     return "Variance of the gradient under each baseline, on the same batches:\n\n" + table(columns, rows)
 
 

@@ -122,7 +122,8 @@ def _rows(found: Status) -> list[tuple[str, str]]:
     if at.queues:
         rows.append(("queues", ", ".join(f"{name} {count}" for name, count in at.queues.items())))
     rows.append(("last movement", f"{now.quiet_s:.0f} s before this was written, by the {now.last_beat}"))
-    rows += [("waiting" if number == 0 else "", str(wait)) for number, wait in enumerate(now.waits)]
+    waits = () if found.ending == "done" else now.waits
+    rows += [("waiting" if number == 0 else "", str(wait)) for number, wait in enumerate(waits)]
     rows.append(("written", f"{found.age_s():.0f} s ago by process {found.writer.pid}"))
     return rows
 
@@ -131,6 +132,7 @@ def _step(found: Status) -> str:
     at = found.progress.gauges
     text = f"{at.step} of {at.num_steps}"
     if found.steps_per_hour:
-        left_min = 60 * (at.num_steps - at.step) / found.steps_per_hour
-        text += f", {found.steps_per_hour:.0f} an hour, about {left_min:.0f} min to go"
+        text += f", {found.steps_per_hour:.0f} an hour"
+    if found.steps_per_hour and not found.ending:
+        text += f", about {60 * (at.num_steps - at.step) / found.steps_per_hour:.0f} min to go"
     return text

@@ -48,7 +48,7 @@ def test_a_living_run_shows_who_waits_for_whom_its_lag_and_its_ledger(folder: Pa
         "3 of 9",
         "1 in the last batch, at most 2",
         "issued 12, trained 8",
-        "the conductor waits for the rollouts (a full batch, 0 s)",
+        "the conductor waits for the rollouts (a full batch, ",
     ):
         assert text in result.stdout
 
@@ -59,6 +59,16 @@ def test_without_an_argument_it_is_the_newest_run(folder: Path) -> None:
     result = agentrl()
     assert result.exit_code == 0
     assert "quick: done" in result.stdout
+
+
+def test_a_run_that_is_over_waits_for_nobody_and_has_nothing_to_go(folder: Path) -> None:
+    status_file, progress = a_run(folder)
+    with progress.waiting("conductor", on="rollouts", what="a full batch"):
+        with status_file:
+            time.sleep(0.2)
+        result = agentrl(str(folder))
+    assert "quick: done" in result.stdout
+    assert not [text for text in ("waits for", "to go") if text in result.stdout]
 
 
 def test_a_failed_run_says_why_and_how_to_go_on(folder: Path) -> None:

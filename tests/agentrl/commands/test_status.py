@@ -90,8 +90,9 @@ def test_a_silent_run_is_looked_at_twice(folder: Path, monkeypatch: pytest.Monke
     assert "quick: stalled" in agentrl(str(folder)).stdout
     # As after a suspend: the old file is there for a moment more.
     (folder / FILE_NAME).write_text(json.dumps(written))
-    fresh = json.dumps(written | {"heartbeat_up_s": written["heartbeat_up_s"] + 100})
-    timer = threading.Timer(0.1, lambda: (folder / FILE_NAME).write_text(fresh))
+    fresh = folder / "fresh"
+    fresh.write_text(json.dumps(written | {"heartbeat_up_s": written["heartbeat_up_s"] + 100}))
+    timer = threading.Timer(0.1, lambda: fresh.replace(folder / FILE_NAME))
     timer.start()
     assert "quick: running" in agentrl(str(folder)).stdout
     timer.join()

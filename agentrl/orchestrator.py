@@ -79,8 +79,7 @@ class Orchestrator:
         source: tasks from the beginning; a run that goes on skips what it has asked.
         held_out: tasks of the evaluations, the same every time.
         canaries: checked every `rollout.canary_every` steps; the start is the caller's.
-        progress: hears what moves and who waits for whom. Whoever gives it watches it:
-                agentrl.supervision.watchdog.supervised.
+        progress: hears what moves and who waits for whom. Whoever gives it watches it: supervision/watchdog.py.
     """
 
     def __init__(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.stability_report import SETTLED, WINDOW, Run, chosen, has_collapsed, settings
 from benchmarks.stability_rules import RULES
@@ -16,11 +17,11 @@ EARLY = slice(SETTLED, SETTLED + 40)
 
 def draw(runs: Sequence[Run], folder: Path) -> list[Path]:
     """The two pictures."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams.update({"svg.hashsalt": "stability", "font.size": 8, "svg.fonttype": "none"})
-    return [_curves(runs, folder / "stability-curves.svg"), _fates(runs, folder / "stability-fates.svg")]
+    path = folder / "stability-curves.svg"
+    return [
+        grid(runs, SHOWN, path, curve=_every_8th, what=f"reward is the mean of {WINDOW} weights in a row"),
+        _fates(runs, folder / "stability-fates.svg"),
+    ]
 
 
 def smoothed(curve: Sequence[float]) -> list[float]:
@@ -28,12 +29,23 @@ def smoothed(curve: Sequence[float]) -> list[float]:
     return [statistics.fmean(curve[i : i + WINDOW]) for i in range(len(curve) - WINDOW + 1)]
 
 
-def _curves(runs: Sequence[Run], path: Path) -> Path:
-    """A row a setting, a column a rule, a line a seed."""
-    from matplotlib import pyplot
+def _every_8th(run: Run) -> tuple[list[int], list[float]]:
+    reward = smoothed(run["curve"])[::8]
+    return [8 * i for i in range(len(reward))], reward
 
+
+def grid(
+    runs: Sequence[Run],
+    rules: Sequence[str],
+    path: Path,
+    *,
+    curve: Callable[[Run], tuple[Sequence[int], Sequence[float]]],
+    what: str,
+) -> Path:
+    """A row a setting, a column a rule that was run, a line a seed. `curve`: a run's updates made, and its rewards."""
+    pyplot = _pyplot()
     rows = settings(runs)
-    rules = [rule for rule in SHOWN if any(chosen(runs, rule, *setting) for setting in rows)]
+    rules = [rule for rule in rules if any(chosen(runs, rule, *setting) for setting in rows)]
     figure, axes = pyplot.subplots(
         len(rows),
         len(rules),
@@ -49,20 +61,16 @@ def _curves(runs: Sequence[Run], path: Path) -> Path:
             if not (found := chosen(runs, rule, lr, lag)):
                 plot.text(0.5, 0.5, "not run", ha="center", transform=plot.transAxes, color="gray")
             for run in found:
-                reward = smoothed(run["curve"])[::8]
-                color = "C3" if has_collapsed(run) else "C0"
-                plot.plot([8 * i for i in range(len(reward))], reward, linewidth=0.7, color=color)
+                plot.plot(*curve(run), linewidth=0.7, color="C3" if has_collapsed(run) else "C0")
     for rule, plot in zip(rules, axes[0], strict=True):
         plot.set_title(rule)
-    figure.supxlabel(f"updates made; reward is the mean of {WINDOW} weights in a row; a line a seed, red: collapsed")
+    figure.supxlabel(f"updates made; {what}; a line a seed, red: collapsed")
     return _saved(figure, path)
 
 
 def _fates(runs: Sequence[Run], path: Path) -> Path:
     """Highest b* - mean of early steps against the lowest reward of the weights made since; a point a run."""
-    from matplotlib import pyplot
-
-    figure, plot = pyplot.subplots(figsize=(4.5, 3.2))
+    figure, plot = _pyplot().subplots(figsize=(4.5, 3.2))
     for i, rule in enumerate(name for name, rule in RULES.items() if rule.optimum is not None):
         mine = [run for run in runs if run["rule"] == rule and run["then"] is None and run["lag"] > 0]
         if not mine:
@@ -78,6 +86,17 @@ def _fates(runs: Sequence[Run], path: Path) -> Path:
 def fate(run: Run) -> tuple[float, float]:
     """(mean over EARLY steps of the highest b* - mean, lowest smoothed reward of the weights made since they began)."""
     return statistics.fmean(run["steps"]["shift_max"][EARLY]), min(smoothed(run["curve"][EARLY.start :]))
+
+
+def _pyplot() -> Any:
+    """Set for SVG that is the same each time."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams.update({"svg.hashsalt": "stability", "font.size": 8, "svg.fonttype": "none"})
+    from matplotlib import pyplot
+
+    return pyplot
 
 
 def _saved(figure: object, path: Path) -> Path:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.reporting import table
+from benchmarks.stability_pictures import grid
 from benchmarks.stability_report import (
-    WINDOW,
     Run,
     chosen,
     has_collapsed,
@@ -89,29 +89,10 @@ def _variances(runs: Sequence[Run]) -> str:
 
 
 def draw(runs: Sequence[Run], folder: Path) -> Path:
-    """Reward by updates made: a row a setting, a column a rule, a line a seed, red where it collapsed."""
-    import matplotlib
+    """Reward by updates made."""
 
-    matplotlib.use("svg")
-    matplotlib.rcParams.update({"svg.hashsalt": "stability", "font.size": 8, "svg.fonttype": "none"})
-    from matplotlib import pyplot
+    def curve(run: Run) -> tuple[range, list[float]]:
+        rewards = run["curve"]
+        return range(len(rewards)), [statistics.fmean(rewards[max(0, i - 4) : i + 1]) for i in range(len(rewards))]
 
-    rows = settings(runs)
-    rules = [rule for rule in RULES if any(run["rule"] == rule for run in runs)]
-    size = (1.3 * len(rules), 1.4 * len(rows) + 0.5)
-    figure, axes = pyplot.subplots(len(rows), len(rules), figsize=size, sharex=True, sharey=True, squeeze=False)
-    for (lr, lag), line in zip(rows, axes, strict=True):
-        line[0].set_ylabel(f"lag {lag}\nlr {lr:g}")
-        for rule, plot in zip(rules, line, strict=True):
-            plot.set_ylim(0, 1.02)
-            for run in chosen(runs, rule, lr, lag):
-                means = [statistics.fmean(run["curve"][max(0, i - 4) : i + 1]) for i in range(len(run["curve"]))]
-                plot.plot(means, linewidth=0.8, color="C3" if has_collapsed(run) else "C0")
-    for rule, plot in zip(rules, axes[0], strict=True):
-        plot.set_title(rule)
-    figure.supxlabel(f"updates made; reward, mean of 5 steps; a line a seed, red: collapsed (windows of {WINDOW})")
-    figure.tight_layout()
-    path = folder / "stability-task.svg"
-    figure.savefig(path, metadata={"Date": None})
-    pyplot.close(figure)
-    return path
+    return grid(runs, list(RULES), folder / "stability-task.svg", curve=curve, what="reward, mean of 5 steps")

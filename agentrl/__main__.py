@@ -1,6 +1,6 @@
 """`python -m agentrl` is the same as the `agentrl` command."""
 
-from agentrl.cli import main
+from agentrl.cli.main import main
 
 if __name__ == "__main__":
     main()

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from agentrl.engines.weight_keeper import WeightUpdate
+from agentrl.engine.weight_updates import WeightUpdate
 from agentrl.errors import EngineError
-from agentrl.renderer import TurnTokenizer
+from agentrl.tokens.tokenizer import TurnTokenizer
 from agentrl.types import (
     Completion,
     FinishReason,

@@ -295,7 +295,7 @@ class WeightsRef:
     policy_version: int
     num_bytes: int
     update_info: dict[str, Any]  # for vLLM's /update_weights; {"path": FOLDER} where they lie complete in a folder
-    checksum: str  # agentrl.engines.checksum of all tensors; empty where the engine cannot be asked for its own
+    checksum: str  # agentrl.engine.checksum of all tensors; empty where the engine cannot be asked for its own
     probe: Probe
 
     @property
@@ -309,3 +309,21 @@ class TransferInit:
     """What engines must know to join the learner's group: for vLLM's /init_weight_transfer_engine."""
 
     init_info: dict[str, Any]
+
+
+ROUNDING = 1e-9
+"""Rewards are weighted sums of floats: equal ones may differ in their last bits, which a standard deviation of their
+own size would blow up to a whole advantage."""
+
+
+def has_spread(rewards_G: Sequence[float]) -> bool:
+    """Whether max R - min R > 1e-9 max(1, max |R|): if not, no action is known to be better than another.
+
+    False for no member and for one. NaN and infinities among several are spread, so that whoever refuses the step sees
+    them.
+    """
+    if len(rewards_G) < 2:
+        return False
+    if not all(map(math.isfinite, rewards_G)):
+        return True
+    return max(rewards_G) - min(rewards_G) > ROUNDING * max(1.0, *map(abs, rewards_G))

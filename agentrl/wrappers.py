@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.config import WrapperConfig
-from agentrl.environments.agent_env import AgentEnv
-from agentrl.environments.base_env import Env
-from agentrl.environments.drive import total_reward
-from agentrl.environments.episode import STEP_REWARD, Action, Episode, StepResult
-from agentrl.environments.providers import Scope
-from agentrl.environments.registry import WrapEnv, load_object
+from agentrl.env.agent_env import AgentEnv
+from agentrl.env.base import Env
+from agentrl.env.driver import total_reward
+from agentrl.env.episode import STEP_REWARD, Action, Episode, StepResult
+from agentrl.env.providers import Scope
+from agentrl.env.registry import WrapEnv, load_object
 from agentrl.errors import ConfigError
 from agentrl.tools import ToolSpec
 from agentrl.types import Message, Task

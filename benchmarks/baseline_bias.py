@@ -28,7 +28,7 @@ from benchmarks.stability_policy import SHAPES, named
 from benchmarks.stability_rollout import Episodes
 from benchmarks.stability_rules import without_weights
 from benchmarks.stability_train import GROUP_SIZE, NUM_TASKS, Spec, Stack, sampled
-from trainer import vcpo
+from trainer.objective import vcpo
 
 MAX_WEIGHT = 8.0
 RULES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor | None]] = {

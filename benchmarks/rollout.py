@@ -19,14 +19,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from agentrl.chat.model import ChatModel, ChatRules
-from agentrl.chat.player import play_chat_group
+from agentrl.chat.chat_model import ChatModel, ChatRules
+from agentrl.chat.endpoint_episode import play_chat_group
 from agentrl.chat.proxy import ChatProxy
 from agentrl.config import RolloutConfig
 from agentrl.env import Episode, ToolEnv
-from agentrl.renderer import TurnTokenizer
-from agentrl.rollout import run_group
+from agentrl.rollout.episode import run_group
 from agentrl.testing import call
+from agentrl.tokens.tokenizer import TurnTokenizer
 from agentrl.tools import tool
 from agentrl.types import Completion, FinishReason, Message, Sampling, Task, TrajectoryGroup, VersionSpan, system, user
 from benchmarks import reporting
@@ -146,7 +146,7 @@ def summary(meter: Meter, groups: Sequence[TrajectoryGroup]) -> dict[str, float]
 
 def small_tokenizer() -> TurnTokenizer:
     """With a vocabulary learned from the dialogue: about four characters a token, as real ones have."""
-    from trainer.tiny_model import make_tokenizer
+    from trainer.warmstart.tiny_model import make_tokenizer
 
     with tempfile.TemporaryDirectory() as folder:
         make_tokenizer(list(VOCABULARY_TEXTS) * 4, 640).save_pretrained(folder)

@@ -1,7 +1,7 @@
 """The rules that the stability study sets side by side, as settings of the project's own objective.
 
-Where a rule is not in the project (the published code's way, b* without w^2) its b* is here, over trainer/vcpo.py.
-Knows nothing of runs.
+Where a rule is not in the project (the published code's way, b* without w^2) its b* is here, over
+trainer/objective/vcpo.py. Knows nothing of runs.
 Shapes: _G members of one group. float64.
 """
 
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from agentrl.algorithm import AlgorithmConfig
-from trainer import vcpo
+from agentrl.config.algorithm import AlgorithmConfig
+from trainer.objective import vcpo
 
 Optimum = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor | None]
 """(log weight in use, log weight untruncated, score norm, reward), all [G], to b*; None: no member has a gradient."""

@@ -27,13 +27,14 @@ from typing import TYPE_CHECKING
 
 from agentrl import config as config_module
 from agentrl.config import Config
+from agentrl.data.source import TaskSource, held_out_tasks
+from agentrl.engine import launch as launch_engines
 from agentrl.env import Env, load_env_class, opened
-from agentrl.evaluate import evaluate
-from agentrl.http.tokens import Tokens
-from agentrl.run import launch, launch_engines
-from agentrl.run.player import Player
-from agentrl.tasks.source import TaskSource, held_out_tasks
-from agentrl.train import is_model_folder
+from agentrl.report.evaluation import evaluate
+from agentrl.rollout.player import Player
+from agentrl.supervision.secrets import Tokens
+from agentrl.train import launch
+from agentrl.train.training import is_model_folder
 from agentrl.types import Batch, Probe, Task, TrajectoryGroup, WeightsRef
 from benchmarks import stability_task_report
 from benchmarks.reporting import ROOT
@@ -41,7 +42,7 @@ from benchmarks.stability import load
 from benchmarks.stability_rules import RULES
 
 if TYPE_CHECKING:
-    from agentrl.engine import TrainableEngine
+    from agentrl.engine.vllm_engine import TrainableEngine
     from trainer.learner import Learner
 
 OWN_RULES = [name for name, rule in RULES.items() if rule.is_a_setting]
@@ -82,7 +83,7 @@ class Stage:
 @asynccontextmanager
 async def staged(config: Config) -> AsyncIterator[Stage]:
     """Sandbox and engine started, and the small model made where it is missing. Raises AgentRLError."""
-    from agentrl.renderer import TurnTokenizer
+    from agentrl.tokens.tokenizer import TurnTokenizer
 
     env_class = load_env_class(config.env.target, config.env.kwargs)
     with TemporaryDirectory(prefix="stability-") as logs, launch.weights_folder(Path(logs)) as folder:
@@ -92,7 +93,7 @@ async def staged(config: Config) -> AsyncIterator[Stage]:
         ):
             await launch.sandbox_ready(sandbox, parts, max_restarts=0)
             if not is_model_folder(Path(config.model.path)):
-                from trainer.warmstart import warmstart
+                from trainer.warmstart.train import warmstart
 
                 print((await warmstart(config, out=Path(config.model.path), sandbox=sandbox)).describe(), flush=True)
             async with (
@@ -169,8 +170,8 @@ class Run:
 
     def _publish(self) -> None:
         """Lay the present weights down, and remove those that no step asks for any more."""
-        from trainer import weights
-        from trainer.weight_source import WeightSource
+        from trainer.weights import folder as weights
+        from trainer.weights.source import WeightSource
 
         version = self._learner.policy_version
         probe = Probe(token_ids=self._probe_ids, logprobs=tuple(self._learner.logprobs(self._probe_ids)))

@@ -1,7 +1,8 @@
 """Trains S runs of the calculator task at once under a fixed lag, with the project's own objective for every weight.
 
 The policies' arithmetic is stacked (stability_policy.py); weights, advantages and baselines come from
-`trainer.family.Objective`, run by run. Groups that have no gradient are scored for rho but not differentiated.
+`trainer.objective.policy_gradient.Objective`, run by run. Groups that have no gradient are scored for rho but
+not differentiated.
 
 Knows nothing of sweeps or of what makes a run a failure.
 Shapes: _S runs, _U distinct episodes of a run, _A groups with a gradient, _N distinct episodes of such a group, _G
@@ -24,8 +25,8 @@ from benchmarks.calculator import MAX_TOKENS, warm_start
 from benchmarks.stability_policy import AdamW, RowGradients, Scored, stacked
 from benchmarks.stability_rollout import Episodes, Ints, rollout
 from benchmarks.stability_rules import RULES, Rule
-from trainer import vcpo
-from trainer.family import Member, MemberWeights, Objective
+from trainer.objective import vcpo
+from trainer.objective.policy_gradient import Member, MemberWeights, Objective
 
 NUM_TASKS, GROUP_SIZE = 8, 8
 NUM_EPISODES = NUM_TASKS * GROUP_SIZE

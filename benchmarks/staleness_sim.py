@@ -1,7 +1,8 @@
 """What a lag bound costs and what it keeps: the project's own buffer in simulated time, beside the capacity formula.
 
 Engines with a fixed number of sequences play groups whose episodes have long-tailed lengths, correlated within a task;
-a learner takes a fixed time a step. The buffer is agentrl/buffer.py itself, driven through hours in seconds.
+a learner takes a fixed time a step. The buffer is agentrl/buffer/trajectory_buffer.py itself, driven
+through hours in seconds.
 
     python -m benchmarks.staleness_sim --lags 0 1 2 --out benchmarks/staleness_sim.json
     python -m benchmarks.staleness_report benchmarks/staleness_sim.json
@@ -29,8 +30,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
-from agentrl.buffer import OnStale, TrajectoryBuffer
-from agentrl.journal import GroupState, Journal
+from agentrl.buffer.journal import GroupState, Journal
+from agentrl.buffer.trajectory_buffer import OnStale, TrajectoryBuffer
 from agentrl.testing import one_token_group
 from agentrl.types import Task
 from benchmarks import reporting, virtual_time
@@ -145,7 +146,7 @@ class _Tasks:
 
 
 class OurStore:
-    """agentrl/buffer.py with its journal in memory."""
+    """agentrl/buffer/trajectory_buffer.py with its journal in memory."""
 
     def __init__(self, world: World, *, max_lag: int, on_stale: OnStale) -> None:
         self._journal = _Fates()

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
+from agentrl.data.rows import endless
 from agentrl.env import Episode, Split, ToolEnv
-from agentrl.episodes.canary import Canary
+from agentrl.env.canary import Canary
 from agentrl.errors import ConfigError, EnvError
-from agentrl.tasks.data import endless
 from agentrl.types import Message, Task, system, user
 from envs.datasets import read_rows
 from envs.grading import is_correct

@@ -16,7 +16,7 @@ from itertools import count, islice
 from random import Random
 
 from agentrl.env import Split, register
-from agentrl.episodes.canary import Canary
+from agentrl.env.canary import Canary
 from agentrl.errors import ConfigError
 from agentrl.types import Message, Task
 from envs.boxed_math import BoxedMath

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from agentrl.data.rows import Columns, read_tasks
 from agentrl.env import Split
 from agentrl.errors import ConfigError
-from agentrl.tasks.data import Columns, read_tasks
 from agentrl.types import Task
 from envs.grading import final_answer
 
@@ -69,7 +69,7 @@ NAMED_SETS: Mapping[str, NamedSet] = {
 
 
 def read_rows(data: str, split: Split) -> list[Task]:
-    """Rows with gold answers: a named set, or whatever `agentrl.tasks.data.read_tasks` reads. Raises ConfigError."""
+    """Rows with gold answers: a named set, or whatever `agentrl.data.rows.read_tasks` reads. Raises ConfigError."""
     name = next((known for known in NAMED_SETS if known.casefold() == data.casefold()), None)
     if name is None or Path(data).exists():
         return _read(data, split, None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
-from agentrl.episodes.canary import Canary
+from agentrl.env.canary import Canary
 from agentrl.tools import tool
 from agentrl.types import Message, Task, ToolCall
 from envs.boxed_math import BoxedMath

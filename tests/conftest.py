@@ -33,7 +33,7 @@ def docker_environment() -> Iterator[dict[str, str]]:
 def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in Hugging Face layout: a random 2-layer Qwen3 (about 0.1 M parameters) and its tokenizer."""
     from agentrl.config import WarmstartConfig
-    from trainer.tiny_model import make_model, make_tokenizer, save
+    from trainer.warmstart.tiny_model import make_model, make_tokenizer, save
 
     texts = [
         'You may call <tool_call>\n{"name": "python", "arguments": {"code": "print(1)"}}\n</tool_call>',
@@ -62,8 +62,8 @@ class VLLMServer:
 def vllm_server(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMServer]:
     """The real engine on the CPU, started once with the command of a run; its process group ends with the tests."""
     from agentrl.config import EngineConfig
-    from agentrl.engines import server as engine_server
-    from agentrl.run.launch import port_of
+    from agentrl.engine import vllm_server as engine_server
+    from agentrl.train.launch import port_of
 
     server = VLLMServer(
         url=f"http://127.0.0.1:{(port := port_of('127.0.0.1', 0, key='port'))}",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agentrl.run.batch_server import LearnerPort
+from agentrl.train.learner_api import LearnerPort
 
 
 class OpenDoor:

@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.metrics import read
+from agentrl.report.metrics import read
 from sandbox.client import SandboxClient
 
 pytestmark = [pytest.mark.docker, pytest.mark.e2e, pytest.mark.engine, pytest.mark.timeout(1000)]

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import get_args
 
 from agentrl import config as config_module
-from agentrl.engines.server import Transfer
+from agentrl.engine.vllm_server import Transfer
 from agentrl.errors import AgentRLError, ConfigError
-from agentrl.http import tokens
+from agentrl.supervision import secrets as tokens
 
 
 def main() -> int:
@@ -49,7 +49,7 @@ def _run(arguments: argparse.Namespace) -> None:
 
     transformers_logging.disable_progress_bar()
     # After the defaults: DeepSpeed reads its accelerator when it is imported.
-    from trainer import serve
+    from trainer import loop as serve
 
     serve.run(
         config,

@@ -25,7 +25,7 @@ import torch
 from torch import distributed
 
 from agentrl.errors import ConfigError, LearnerError, boundary
-from trainer.score_sums import full_shape
+from trainer.gradient.score_sums import full_shape
 
 if TYPE_CHECKING:
     from trainer.learner import Learner

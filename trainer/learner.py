@@ -18,13 +18,17 @@ from torch import Tensor, distributed
 from agentrl.config import Config
 from agentrl.errors import LearnerError, StaleTrajectoryError
 from agentrl.types import Batch, StepOutput, TrajectoryGroup
-from trainer import feed, ranks, self_test, vcpo, vitals
+from trainer import diagnostics as vitals
+from trainer import ranks
+from trainer import startup_proof as self_test
 from trainer.deepspeed_settings import set_rates, start_engine
-from trainer.gradients import Estimator
+from trainer.gradient import handoff as feed
+from trainer.gradient.score_sums import full_shape, total_norm
+from trainer.gradient.step_gradient import Estimator
 from trainer.model import checkpoint_layers, load_model
+from trainer.objective import vcpo
 from trainer.packing import share_of_rank
-from trainer.score_sums import full_shape, total_norm
-from trainer.terms import GroupTerms
+from trainer.step_stats import GroupTerms
 from trainer.variance import SplitVariance
 
 log = logging.getLogger(__name__)

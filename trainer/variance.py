@@ -16,10 +16,10 @@ from typing import Any
 
 from torch import Tensor
 
-from agentrl.algorithm import AlgorithmConfig
-from agentrl.presets import Baseline, refusal
+from agentrl.config.algorithm import AlgorithmConfig
+from agentrl.config.presets import Baseline, refusal
 from agentrl.types import TrajectoryGroup
-from trainer.gradients import Estimator
+from trainer.gradient.step_gradient import Estimator
 
 COMPARED: tuple[Baseline, ...] = ("none", "mean", "leave_one_out", "length_weighted", "opob", "opob_safe", "otb")
 

@@ -1,1 +1,4 @@
-"""Chats with a model that somebody else's agent holds over HTTP, and the records that become trajectories."""
+"""HTTP endpoints for agents that bring their own loop, and for models behind an OpenAI-compatible endpoint.
+
+May import: everything up to `agentrl.rollout`. Start reading in `session.py`.
+"""

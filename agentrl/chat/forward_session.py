@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from agentrl.chat.model import ChatModel, ChatRules, PromptTooLong
+from agentrl.chat.chat_model import ChatModel, ChatRules, PromptTooLong
+from agentrl.chat.openai_schema import ChatAnswer, ChatRequest, Finish
 from agentrl.chat.session import ChatSession, Record
-from agentrl.chat.wire import ChatAnswer, ChatRequest, Finish
 from agentrl.errors import AgentRLError
 from agentrl.types import FinishReason, Message, StopReason
 

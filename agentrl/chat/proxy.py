@@ -20,10 +20,18 @@ from typing import Any, Protocol
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from agentrl.chat.wire import ApiError, ChatAnswer, ChatRequest, answer_body, answer_events, models_body, read_request
-from agentrl.environments.agent_env import Endpoint
-from agentrl.http.body import BodyTooLarge, read_body
-from agentrl.http.serving import serving
+from agentrl.chat.openai_schema import (
+    ApiError,
+    ChatAnswer,
+    ChatRequest,
+    answer_body,
+    answer_events,
+    models_body,
+    read_request,
+)
+from agentrl.env.agent_env import Endpoint
+from agentrl.supervision.http_body import BodyTooLarge, read_body
+from agentrl.supervision.serving import serving
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from agentrl.chat.wire import ApiError, ChatAnswer, ChatRequest
+from agentrl.chat.openai_schema import ApiError, ChatAnswer, ChatRequest
 from agentrl.errors import AgentRLError
 from agentrl.types import Message, StopReason, Turn
 

@@ -9,14 +9,14 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 
+from agentrl.chat.openai_schema import ApiError, ChatAnswer, ChatRequest, Finish
 from agentrl.chat.session import ChatSession, Record
-from agentrl.chat.wire import ApiError, ChatAnswer, ChatRequest, Finish
 from agentrl.config import RolloutConfig
-from agentrl.engine import Engine
+from agentrl.engine.vllm_engine import Engine
 from agentrl.errors import ConfigError, EngineError, boundary
-from agentrl.parsers import THINK_CLOSE, THINK_OPEN, parse_hermes
-from agentrl.renderer import TurnTokenizer
-from agentrl.turns.segments import SegmentStore
+from agentrl.tokens.branches import SegmentStore
+from agentrl.tokens.tokenizer import TurnTokenizer
+from agentrl.tokens.tool_calls import THINK_CLOSE, THINK_OPEN, parse_hermes
 from agentrl.types import Completion, FinishReason, Message, Sampling, StopReason
 
 

@@ -21,7 +21,7 @@ from typing import Literal, Self
 import msgspec
 
 from agentrl.errors import ConfigError
-from agentrl.supervision.progress import Progress, Snapshot
+from agentrl.supervision.wait_graph import Progress, Snapshot
 
 log = logging.getLogger(__name__)
 

@@ -25,14 +25,14 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from agentrl.errors import RunStalled, raise_first
-from agentrl.supervision import lookout
-from agentrl.supervision.progress import Progress, Snapshot
+from agentrl.supervision import gil_watchdog as lookout
 from agentrl.supervision.stacks import innermost, innermost_of_thread, task_stacks, thread_stacks
 from agentrl.supervision.status import StatusFile
+from agentrl.supervision.wait_graph import Progress, Snapshot
 
 if TYPE_CHECKING:
     from agentrl.config import TrainConfig
-    from agentrl.run.run_folder import RunFolder
+    from agentrl.run_folder import RunFolder
 
 EXIT_CODE = 70  # EX_SOFTWARE of sysexits.h
 
@@ -251,7 +251,7 @@ class _Watchdog:
         raise self.error
 
     def _exit(self, how: str) -> None:
-        """End the process here and now. Its parts end with it: agentrl/supervision/guard.py."""
+        """End the process here and now. Its parts end with it: agentrl/supervision/orphan_guard.py."""
         why = f"{self.error}; the run was told so {how}, and was ended with exit code {EXIT_CODE}"
         with suppress(OSError):
             self._last_words(why)

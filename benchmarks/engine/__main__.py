@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.config import EngineConfig
-from agentrl.engines import server as engine_server
+from agentrl.engine import vllm_server as engine_server
 from benchmarks import reporting
 from benchmarks.engine import gap, goals, kv, parity, prefix, throughput
 

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from agentrl.config import EngineConfig
-from agentrl.engine import KvOnUpdate, VLLMEngine, sampling_body
-from agentrl.engines.http import VLLMServer
-from agentrl.engines.server import BACKENDS
+from agentrl.engine.vllm_client import VLLMServer
+from agentrl.engine.vllm_engine import KvOnUpdate, VLLMEngine, sampling_body
+from agentrl.engine.vllm_server import BACKENDS
 from agentrl.types import Probe, Sampling
 from benchmarks import reporting
 from benchmarks.engine import goals, models

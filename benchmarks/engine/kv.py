@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.config import EngineConfig
-from agentrl.engine import KvOnUpdate, VLLMEngine
-from agentrl.engines.parity import parity
-from agentrl.run.run_folder import RunFolder
+from agentrl.engine.parity import parity
+from agentrl.engine.vllm_engine import KvOnUpdate, VLLMEngine
+from agentrl.run_folder import RunFolder
 from agentrl.types import Completion, Probe, Sampling
 from benchmarks import reporting
 from benchmarks.engine import goals, models

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from agentrl.engine import VLLMEngine
+from agentrl.engine.vllm_engine import VLLMEngine
 from agentrl.types import Sampling
 
 END_OF_HEAD, END_OF_STREAM = b"\r\n\r\n", b"\r\n0\r\n\r\n"

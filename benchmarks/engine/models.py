@@ -100,7 +100,7 @@ def make(architecture: str, shape: Shape, *, tied: bool, dtype: str = "float32",
 
 def save(model: Any, folder: Path) -> Path:
     """Model and tokenizer. The tokenizer knows no end of text: every generation has the length that was asked for."""
-    from trainer.tiny_model import make_tokenizer
+    from trainer.warmstart.tiny_model import make_tokenizer
 
     model.save_pretrained(folder, max_shard_size="1000GB")
     tokenizer = make_tokenizer(["def f(x):\n    return x\n"] * 4, min(model.config.vocab_size, 300))

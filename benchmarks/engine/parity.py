@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.config import EngineConfig
-from agentrl.engine import VLLMEngine
-from agentrl.engines.parity import Parity, parity
+from agentrl.engine.parity import Parity, parity
+from agentrl.engine.vllm_engine import VLLMEngine
 from agentrl.types import Sampling
 from benchmarks import reporting
 from benchmarks.engine import goals, models

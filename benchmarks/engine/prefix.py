@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentrl.config import EngineConfig
-from agentrl.engine import VLLMEngine
+from agentrl.engine.vllm_engine import VLLMEngine
 from agentrl.types import Sampling
 from benchmarks import reporting
 from benchmarks.engine import goals, models

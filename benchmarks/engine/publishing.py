@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from agentrl.config import EngineConfig
-from agentrl.engine import VLLMEngine
-from agentrl.engines import server as engine_server
-from agentrl.engines.weight_keeper import WeightUpdate
+from agentrl.engine import vllm_server as engine_server
+from agentrl.engine.vllm_engine import VLLMEngine
+from agentrl.engine.weight_updates import WeightUpdate
 from agentrl.types import Probe, TransferInit, WeightsRef
-from trainer.transfer import Transfer, publisher
-from trainer.weight_source import WeightSource
+from trainer.weights.source import WeightSource
+from trainer.weights.transfer import Transfer, publisher
 
 T = TypeVar("T")
 

@@ -14,9 +14,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from agentrl.config import EngineConfig
-from agentrl.engines import server as engine_server
-from agentrl.run.launch import port_of
-from agentrl.supervise import child
+from agentrl.engine import vllm_server as engine_server
+from agentrl.supervision.child import child
+from agentrl.train.launch import port_of
 from sandbox.backends import processes
 
 SERVED_NAME = "policy"

@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from agentrl.algorithm import AlgorithmConfig
+from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.types import Completion, FinishReason, StopReason, Task, Trajectory, TrajectoryGroup, Turn, VersionSpan
 from benchmarks.learner import workload
 from benchmarks.learner.workload import Sample
-from trainer import attention, packing
-from trainer.gradients import Estimator
-from trainer.terms import GroupTerms
+from trainer import packing
+from trainer.gradient import attention
+from trainer.gradient.step_gradient import Estimator
+from trainer.step_stats import GroupTerms
 
 CLIP = 0.2
 MAX_WEIGHT = 8.0

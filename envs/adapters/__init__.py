@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from agentrl.environments.base_env import Env
+    from agentrl.env.base import Env
 
 FACTORIES = {
     "gymnasium": "envs.adapters.from_gymnasium:from_gymnasium",

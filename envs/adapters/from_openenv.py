@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
+from agentrl.data.rows import read_tasks
 from agentrl.env import Action, Split, StepResult, ToolEnv
 from agentrl.errors import EnvError
-from agentrl.tasks.data import read_tasks
 from agentrl.tools import ToolError, ToolSpec
 from agentrl.types import Message, Task, user
 from envs.adapters.openenv_wire import ActionRefused, Answer, OpenEnvServer, OpenEnvSession

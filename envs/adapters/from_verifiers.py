@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from agentrl.env import Episode, Split
-from agentrl.environments.agent_env import AgentEnv, Endpoint
+from agentrl.env.agent_env import AgentEnv, Endpoint
 from agentrl.errors import ConfigError, EnvError
 from agentrl.types import Task
 from envs.adapters.line_process import LineProcess

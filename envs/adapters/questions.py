@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
+from agentrl.data.rows import read_tasks
 from agentrl.env import Episode, Split, ToolEnv
 from agentrl.errors import ConfigError
-from agentrl.tasks.data import read_tasks
 from agentrl.types import Message, Task, system, user
 
 

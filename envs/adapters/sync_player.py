@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from agentrl import env as environments
 from agentrl.env import Action, Env, Episode
-from agentrl.parsers import parse_hermes
+from agentrl.tokens.tool_calls import parse_hermes
 from agentrl.types import Message, StopReason, Task
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ import gymnasium
 from gymnasium.envs.registration import EnvSpec
 
 from agentrl.config import EnvConfig
+from agentrl.data.source import TaskSource
 from agentrl.env import Env, Split, load_env_class
-from agentrl.environments.agent_env import AgentEnv
+from agentrl.env.agent_env import AgentEnv
 from agentrl.errors import ConfigError
-from agentrl.tasks.source import TaskSource
 from agentrl.types import Message, Task
 from envs.adapters.sync_player import OpenSandbox, SyncPlayer
 from envs.adapters.unicode_space import UnicodeText

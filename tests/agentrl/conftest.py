@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from agentrl.renderer import TurnTokenizer
-from tests.agentrl.judge import Judge
+from agentrl.tokens.tokenizer import TurnTokenizer
+from tests.agentrl.engine.judge import Judge
 
 QWEN_LIKE = """
 {%- if tools %}

@@ -1,8 +1,8 @@
 import pytest
 
 from agentrl.errors import EngineError
-from agentrl.renderer import TurnTokenizer
 from agentrl.testing import ScriptedEngine, call
+from agentrl.tokens.tokenizer import TurnTokenizer
 from agentrl.types import FinishReason, Sampling, user
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 import pytest
 
-from agentrl.environments.providers import collect_providers, provide
+from agentrl.env.providers import collect_providers, provide
 from agentrl.errors import ConfigError
 from agentrl.supervision.threads import StopSignal
 from agentrl.tools import ToolArgumentError, collect_tools, tool

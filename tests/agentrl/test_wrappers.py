@@ -10,7 +10,7 @@ import pytest
 from agentrl import config
 from agentrl.config import WrapperConfig
 from agentrl.env import Action, Env, Episode, StepResult, ToolEnv, make, play_script
-from agentrl.environments.agent_env import AgentEnv, Endpoint
+from agentrl.env.agent_env import AgentEnv, Endpoint
 from agentrl.errors import ConfigError, EnvError
 from agentrl.tools import tool
 from agentrl.types import Message, StopReason, Task, ToolCall, user

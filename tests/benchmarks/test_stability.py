@@ -19,8 +19,8 @@ from benchmarks.stability_report import has_collapsed, has_fallen, steps_to, tab
 from benchmarks.stability_rollout import Episodes, rollout
 from benchmarks.stability_rules import RULES
 from benchmarks.stability_train import GROUP_SIZE, Spec, Stack, Step
-from trainer import vcpo
-from trainer.family import Member, Objective
+from trainer.objective import vcpo
+from trainer.objective.policy_gradient import Member, Objective
 
 LR = 1e-3
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from agentrl.config import Config, parse
+from agentrl.data.source import held_out_tasks
 from agentrl.env import Episode, Split, ToolEnv, load_env_class
-from agentrl.renderer import TurnTokenizer
-from agentrl.run.player import Player
-from agentrl.tasks.source import held_out_tasks
+from agentrl.rollout.player import Player
 from agentrl.testing import ScriptedEngine
+from agentrl.tokens.tokenizer import TurnTokenizer
 from agentrl.types import Message, Task, user
 from benchmarks import stability_task_report
 from benchmarks.stability_task import NOTED, OWN_RULES, Run, Spec, Stage

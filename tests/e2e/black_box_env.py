@@ -10,7 +10,7 @@ from typing import Any
 from openai import AsyncOpenAI
 
 from agentrl.env import Action, Env, Episode, StepResult
-from agentrl.environments.agent_env import AgentEnv, Endpoint, run_command
+from agentrl.env.agent_env import AgentEnv, Endpoint, run_command
 from agentrl.types import Message, Task, user
 
 TASKS = [Task(id=f"t{i}", prompt=f"Write. {i}") for i in range(8)]

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import psutil
 
-from agentrl.engines import server as engine_server
-from agentrl.run.launch import port_of
+from agentrl.engine import vllm_server as engine_server
+from agentrl.train.launch import port_of
 
 
 class OutsideEngine:

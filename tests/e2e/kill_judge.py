@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from agentrl.buffer.journal import GroupState
 from agentrl.config import Config
-from agentrl.journal import GroupState
-from agentrl.metrics import MetricsLine, read
-from agentrl.run.run_folder import RunFolder
+from agentrl.report.metrics import MetricsLine, read
+from agentrl.run_folder import RunFolder
 
 ENDED = frozenset(
     {

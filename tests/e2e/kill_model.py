@@ -16,7 +16,7 @@ def make_model_folder(folder: Path) -> Path:
     import torch
 
     from agentrl.config import WarmstartConfig
-    from trainer.tiny_model import TURN_END, make_model, make_tokenizer, save
+    from trainer.warmstart.tiny_model import TURN_END, make_model, make_tokenizer, save
 
     shape = WarmstartConfig(
         vocab_size=384, hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=1, intermediate_size=128

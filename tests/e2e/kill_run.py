@@ -25,7 +25,7 @@ import psutil
 
 from agentrl import config as configs
 from agentrl.config import Config
-from agentrl.run.run_folder import RunFolder
+from agentrl.run_folder import RunFolder
 from tests.e2e.kill_engine import OutsideEngine
 from tests.e2e.kill_judge import Fate, fates
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from agentrl.metrics import read
-from agentrl.run.run_folder import RunFolder
+from agentrl.report.metrics import read
+from agentrl.run_folder import RunFolder
 from agentrl.types import StopReason
 
 if TYPE_CHECKING:

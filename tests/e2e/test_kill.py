@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.buffer.journal import GroupState, Journal, StepState
 from agentrl.config import Config, parse
-from agentrl.journal import GroupState, Journal, StepState
-from agentrl.metrics import MetricsLog
-from agentrl.run.run_folder import RunFolder
+from agentrl.report.metrics import MetricsLog
+from agentrl.run_folder import RunFolder
 from agentrl.testing import one_token_group
 from agentrl.types import Task, TrajectoryGroup
 from tests.e2e.kill_engine import OutsideEngine

@@ -18,14 +18,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from agentrl.config import Config, parse
-from agentrl.engines.checksum import checksum_of
-from agentrl.engines.weight_keeper import WeightUpdate
-from agentrl.metrics import MetricsLine, read
-from agentrl.renderer import TurnTokenizer
-from agentrl.run import launch
+from agentrl.engine.checksum import checksum_of
+from agentrl.engine.weight_updates import WeightUpdate
+from agentrl.report.metrics import MetricsLine, read
 from agentrl.testing import ScriptedEngine
+from agentrl.tokens.tokenizer import TurnTokenizer
+from agentrl.train import launch
 from agentrl.types import Completion, Sampling, WeightsRef
-from tests.agentrl.whole_run import TOKEN, orchestrating
+from tests.agentrl.train.whole_run import TOKEN, orchestrating
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.metrics import MetricsLine, read
-from agentrl.run.run_folder import RunFolder
+from agentrl.report.metrics import MetricsLine, read
+from agentrl.run_folder import RunFolder
 
 pytestmark = [pytest.mark.e2e, pytest.mark.engine, pytest.mark.timeout(400)]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.metrics import read
+from agentrl.report.metrics import read
 
 pytestmark = [pytest.mark.e2e, pytest.mark.engine, pytest.mark.timeout(400)]
 

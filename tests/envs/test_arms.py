@@ -13,7 +13,7 @@ import pytest_asyncio
 
 from agentrl.check import check_env
 from agentrl.env import Env, load_env_class, make, play_script
-from agentrl.episodes.canary import Canaries
+from agentrl.env.canary import Canaries
 from agentrl.testing import call
 from agentrl.types import StopReason, Task
 from sandbox.client import SandboxClient

@@ -9,8 +9,8 @@ import pytest
 
 from agentrl.check import wrong_answer
 from agentrl.config import EnvConfig, RolloutConfig
+from agentrl.data.hub import OPTIONS
 from agentrl.env import load_env_class
-from agentrl.tasks.hub import OPTIONS
 from envs.datasets import NAMED_SETS
 from envs.grading import is_correct
 

@@ -22,14 +22,14 @@ from typing import Any
 
 import torch
 from torch import distributed
-from trainer_builders import batch, config, divide_small_weights, mixed_groups, whole_weights
 from transformers import AutoModelForCausalLM
 
 from agentrl.types import Batch, TrajectoryGroup
+from tests.trainer.trainer_builders import batch, config, divide_small_weights, mixed_groups, whole_weights
 from trainer import learner as learner_module
 from trainer import packing, ranks
 from trainer.learner import Learner
-from trainer.terms import GroupTerms
+from trainer.step_stats import GroupTerms
 
 LEARNER = {"lr": 1e-4, "grad_clip": 0.5, "weight_decay": 0.01}
 NUM_STEPS = 3

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from agentrl.algorithm import AlgorithmConfig
-from trainer.baselines import logit_norm2
-from trainer.family import Member, Objective
+from agentrl.config.algorithm import AlgorithmConfig
+from trainer.objective.baselines import logit_norm2
+from trainer.objective.policy_gradient import Member, Objective
 
 NUM_STATES, NUM_ACTIONS = 5, 4
 

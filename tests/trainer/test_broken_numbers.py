@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from trainer_builders import batch, config, mixed_groups
 
 from agentrl.errors import LearnerError
 from agentrl.types import TrajectoryGroup
-from tests.agentrl.troubles import Trouble
+from tests.agentrl.train.troubles import Trouble
+from tests.trainer.trainer_builders import batch, config, mixed_groups
 from trainer.learner import MAX_BROKEN, Learner
 
 BROKEN_WEIGHTS = Trouble("the weights of version ... are broken: their logprobs are NaN or infinite.")

@@ -13,9 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from trainer_builders import architecture, batch, config, divide_small_weights, mixed_groups, whole_weights
 
 from agentrl.errors import ConfigError, LearnerError
+from tests.trainer.trainer_builders import (
+    architecture,
+    batch,
+    config,
+    divide_small_weights,
+    mixed_groups,
+    whole_weights,
+)
 from trainer import checkpoint, deepspeed_settings
 from trainer.learner import Learner
 

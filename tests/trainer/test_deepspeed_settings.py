@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from trainer_builders import batch, config, mixed_groups
 
 from agentrl.errors import ConfigError
+from tests.trainer.trainer_builders import batch, config, mixed_groups
 from trainer import ranks
 from trainer.deepspeed_settings import deepspeed_config, start_engine
 from trainer.learner import Learner

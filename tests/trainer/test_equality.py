@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from equality import Difference, Outcome, Setting, difference, on_two_ranks, outcome
 
+from tests.trainer.equality import Difference, Outcome, Setting, difference, on_two_ranks, outcome
 from trainer import deepspeed_settings
 from trainer import learner as learner_module
 
@@ -93,7 +93,7 @@ TWO_RANKS = {
 @pytest.fixture(autouse=True)
 def restored(monkeypatch: pytest.MonkeyPatch) -> None:
     """ZeRO-3 divides every weight, and the split is a setting, for these tests alone."""
-    from trainer_builders import divide_small_weights
+    from tests.trainer.trainer_builders import divide_small_weights
 
     monkeypatch.setattr(learner_module, "share_of_rank", learner_module.share_of_rank)
     monkeypatch.setattr(deepspeed_settings, "deepspeed_config", deepspeed_settings.deepspeed_config)

@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from trainer_builders import batch, config, divide_small_weights, episode, mixed_groups, whole_weights
 
 from agentrl.errors import ConfigError, LearnerError, StaleTrajectoryError
 from agentrl.testing import group
 from agentrl.types import TrajectoryGroup
-from trainer import deepspeed_settings, vcpo
-from trainer.gradients import Estimator
+from tests.trainer.trainer_builders import batch, config, divide_small_weights, episode, mixed_groups, whole_weights
+from trainer import deepspeed_settings
+from trainer.gradient.step_gradient import Estimator
 from trainer.learner import Learner
+from trainer.objective import vcpo
 
 LR, CLIP = 1e-3, 0.05
 SETTINGS = {"lr": LR, "grad_clip": CLIP, "weight_decay": 0.01}

@@ -11,8 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from test_score_gradients import assert_same, one_pass, single_backwards
-from trainer_builders import (
+
+from agentrl.config import Config, LoraConfig, load
+from agentrl.engine.checksum import checksum_of
+from agentrl.engine.vllm_engine import VLLMEngine
+from agentrl.errors import ConfigError
+from agentrl.types import Probe, WeightsRef
+from tests.conftest import VLLMServer
+from tests.trainer.gradient.test_score_gradients import assert_same, one_pass, single_backwards
+from tests.trainer.trainer_builders import (
     ARCHITECTURES,
     architecture,
     batch,
@@ -22,17 +29,11 @@ from trainer_builders import (
     plain_logprobs,
     whole_weights,
 )
-
-from agentrl.config import Config, LoraConfig, load
-from agentrl.engine import VLLMEngine
-from agentrl.engines.checksum import checksum_of
-from agentrl.errors import ConfigError
-from agentrl.types import Probe, WeightsRef
-from tests.conftest import VLLMServer
-from trainer import deepspeed_settings, lora, weights
+from trainer import deepspeed_settings, lora
 from trainer.learner import Learner
 from trainer.model import checkpoint_layers, load_model
-from trainer.weight_source import WeightSource
+from trainer.weights import folder as weights
+from trainer.weights.source import WeightSource
 
 TEXT = list(range(100, 180))
 SETTINGS = {"lr": 1e-2, "grad_clip": 0.05, "weight_decay": 0.01}

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from trainer_builders import architecture, episode
 
 from agentrl.config import AlgorithmConfig
 from agentrl.testing import group
-from trainer import attention
-from trainer.gradients import Estimator
+from tests.trainer.trainer_builders import architecture, episode
+from trainer.gradient import attention
+from trainer.gradient.step_gradient import Estimator
 
 
 class Live(TorchDispatchMode):

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from trainer_builders import VOCAB, config, episode
 
 from agentrl.config import LoraConfig
-from trainer import lora, self_test
+from tests.trainer.trainer_builders import VOCAB, config, episode
+from trainer import lora
+from trainer import startup_proof as self_test
+from trainer.gradient.logprobs import score
 from trainer.learner import Learner
-from trainer.logprobs import score
 from trainer.model import checkpoint_layers
 from trainer.packing import action_tensors, join
 

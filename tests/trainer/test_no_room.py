@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from trainer_builders import config
 
 from agentrl.errors import LearnerError
 from agentrl.types import Probe, WeightsRef
-from tests.agentrl.troubles import Trouble
+from tests.agentrl.train.troubles import Trouble
+from tests.trainer.trainer_builders import config
 from trainer import checkpoint
 from trainer.learner import Learner
-from trainer.transfer import FolderPublisher, Transfer
-from trainer.weight_source import WeightSource
+from trainer.weights.source import WeightSource
+from trainer.weights.transfer import FolderPublisher, Transfer
 
 NO_CHECKPOINT = Trouble("LearnerError: writing the checkpoint ...: ...")
 NO_WEIGHTS = Trouble("LearnerError: writing weights of version ... to ...: ...")

@@ -10,14 +10,14 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from trainer_builders import architecture, batch, config, episode, mixed_groups, whole_weights
 
-from agentrl.algorithm import AlgorithmConfig
-from agentrl.http import wire
+from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.testing import completion, group, trajectory
+from agentrl.train import learner_schema as wire
 from agentrl.types import Batch, Task, Trajectory, Turn
-from trainer import attention
-from trainer.gradients import Estimator
+from tests.trainer.trainer_builders import architecture, batch, config, episode, mixed_groups, whole_weights
+from trainer.gradient import attention
+from trainer.gradient.step_gradient import Estimator
 from trainer.learner import Learner
 
 NO_TASK = Task(id="t", prompt="?")

@@ -9,11 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trainer_builders import episode, mixed_groups
 
 from agentrl.errors import LearnerError
 from agentrl.testing import completion, group, trajectory
 from agentrl.types import Turn
+from tests.trainer.trainer_builders import episode, mixed_groups
 from trainer.packing import action_tensors, join, num_tokens, plan, share_of_rank
 
 CPU = torch.device("cpu")

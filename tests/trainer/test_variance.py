@@ -8,13 +8,13 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from trainer_builders import mixed_groups
 
 from agentrl.config import AlgorithmConfig
-from agentrl.presets import Preset
+from agentrl.config.presets import Preset
 from agentrl.types import TrajectoryGroup
-from trainer import attention
-from trainer.gradients import Estimator
+from tests.trainer.trainer_builders import mixed_groups
+from trainer.gradient import attention
+from trainer.gradient.step_gradient import Estimator
 from trainer.variance import SplitVariance, comparable
 
 

@@ -127,7 +127,7 @@ def batch(groups: Sequence[TrajectoryGroup], *, version: int = 0, max_lag: int =
 
 def whole_weights(model: Any) -> torch.Tensor:
     """All parameters in one float32 vector, also where ZeRO-3 divided them; every rank must call it."""
-    from trainer.weight_source import WeightSource
+    from trainer.weights.source import WeightSource
 
     source = WeightSource(model, dtype=torch.float32)
     return torch.cat([tensor.clone().flatten() for _, tensor in source])

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 from torch import distributed
-from trainer_builders import batch, config, divide_small_weights, mixed_groups, whole_weights
 from transformers import AutoModelForCausalLM
 
+from tests.trainer.trainer_builders import batch, config, divide_small_weights, mixed_groups, whole_weights
 from trainer import ranks
 from trainer.learner import Learner
 

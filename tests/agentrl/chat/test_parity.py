@@ -15,8 +15,8 @@ from openai import AsyncOpenAI, BadRequestError
 from agentrl.chat.proxy import ChatProxy
 from agentrl.chat.token_session import TokenSession
 from agentrl.config import RolloutConfig
-from agentrl.engine import VLLMEngine
-from agentrl.renderer import TurnTokenizer
+from agentrl.engine.vllm_engine import VLLMEngine
+from agentrl.tokens.tokenizer import TurnTokenizer
 from agentrl.types import Completion, Probe, Sampling, Turn, WeightsRef
 from tests.conftest import VLLMServer
 

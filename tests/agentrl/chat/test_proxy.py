@@ -17,10 +17,10 @@ from openai import AsyncOpenAI
 from agentrl.chat.proxy import ChatProxy
 from agentrl.chat.token_session import TokenSession
 from agentrl.config import RolloutConfig
-from agentrl.environments.agent_env import Endpoint
+from agentrl.env.agent_env import Endpoint
 from agentrl.errors import EngineError
-from agentrl.renderer import TurnTokenizer
 from agentrl.testing import ScriptedEngine, call
+from agentrl.tokens.tokenizer import TurnTokenizer
 from agentrl.types import Completion, FinishReason, Sampling, StopReason
 
 LIMITS = RolloutConfig(max_context=600, max_turn_tokens=100)

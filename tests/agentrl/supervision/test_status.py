@@ -15,8 +15,8 @@ import msgspec
 import pytest
 
 from agentrl.errors import ConfigError, EngineError
-from agentrl.supervision.progress import Gauges, Progress
 from agentrl.supervision.status import FILE_NAME, State, Status, StatusFile, Writer, judge, newest_run, read_status
+from agentrl.supervision.wait_graph import Gauges, Progress
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_the_end_is_written_last_and_says_how(
 
 def test_a_run_that_was_killed_is_dead(folder: Path) -> None:
     program = (
-        "import sys, time, pathlib; from agentrl.supervision.progress import Progress\n"
+        "import sys, time, pathlib; from agentrl.supervision.wait_graph import Progress\n"
         "from agentrl.supervision.status import StatusFile\n"
         "with StatusFile(pathlib.Path(sys.argv[1]), Progress(), stall_timeout_s=900):\n"
         "    print('on', flush=True); time.sleep(60)"

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.errors import EngineError, RunStalled
-from agentrl.supervision.progress import Gauges, Progress
+from agentrl.supervision.wait_graph import Gauges, Progress
 from agentrl.supervision.watchdog import EXIT_CODE, AwakeClock, Patience, watched
 
 ROOT = Path(__file__).parents[3]
@@ -136,7 +136,7 @@ PROGRAM = """
 import asyncio, itertools, re, sys, time
 from pathlib import Path
 from agentrl.errors import RunStalled
-from agentrl.supervision.progress import Progress
+from agentrl.supervision.wait_graph import Progress
 from agentrl.supervision.watchdog import Patience, watched
 
 folder = Path(sys.argv[1])

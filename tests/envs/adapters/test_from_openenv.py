@@ -17,9 +17,9 @@ from agentrl.check import check_env
 from agentrl.config import RolloutConfig
 from agentrl.env import Action, Env, load_env_class, play_script
 from agentrl.errors import ConfigError, EnvError
-from agentrl.renderer import TurnTokenizer
-from agentrl.rollout import run_group
+from agentrl.rollout.episode import run_group
 from agentrl.testing import ScriptedEngine, call
+from agentrl.tokens.tokenizer import TurnTokenizer
 from agentrl.tools import ToolError
 from agentrl.types import Message, StopReason, Task
 from envs.adapters.from_openenv import OpenEnv, from_openenv

@@ -14,9 +14,9 @@ from agentrl import env as environments
 from agentrl.config import RolloutConfig
 from agentrl.env import Env, load_env_class
 from agentrl.errors import ConfigError, EnvError
-from agentrl.renderer import TurnTokenizer
-from agentrl.rollout import run_group
+from agentrl.rollout.episode import run_group
 from agentrl.testing import Script, ScriptedEngine, call
+from agentrl.tokens.tokenizer import TurnTokenizer
 from agentrl.types import Trajectory, TrajectoryGroup
 from tests.envs.adapters.side_venv import python_of
 

@@ -12,10 +12,10 @@ from gymnasium.utils.env_checker import check_env
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 
 from agentrl.env import Env, Episode, StepResult, ToolEnv
-from agentrl.environments.agent_env import AgentEnv
+from agentrl.env.agent_env import AgentEnv
 from agentrl.errors import ConfigError, EnvError
-from agentrl.parsers import format_message
 from agentrl.testing import call
+from agentrl.tokens.tool_calls import format_message
 from agentrl.tools import tool
 from agentrl.types import Message, Task, user
 from envs.adapters.to_gymnasium import TextEnv, to_gymnasium

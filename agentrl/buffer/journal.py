@@ -1,0 +1,325 @@
+"""Durable record of every group's fate (SQLite, WAL), and what of it goes on after a crash. Knows no slots, no models.
+
+A finished group is on disk before the buffer offers it to the learner, and a batch before the learner can take it, so
+`kill -9` of any process loses no finished work. A learner that comes back at an older version is given the batches
+after it again, exactly as they were: nothing finished is generated twice, nothing trained twice in the same weights.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from agentrl.errors import ConfigError, JournalError, boundary
+from agentrl.report.statistics import EvalResult
+from agentrl.train import learner_schema as wire
+from agentrl.types import Task, TrajectoryGroup
+
+FORMAT = 2
+
+
+class GroupState(StrEnum):
+    """Every issued group is in exactly one of these."""
+
+    IN_FLIGHT = "in_flight"
+    READY = "ready"
+    TRAINING = "training"
+    TRAINED = "trained"
+    DROPPED_STALE = "dropped_stale"
+    DROPPED_ZERO_VARIANCE = "dropped_zero_variance"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    """The run ended while it was in flight; it is played again when the run goes on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepState:
+    """What the orchestrator itself must remember of a step."""
+
+    ess_guard: dict[str, int]  # EssGuard.state_dict
+    train_s: float  # spent training by then
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumption:
+    """What is left to do where a run goes on. All empty for a run that begins."""
+
+    version: int = 0  # where the learner stands
+    num_issued: int = 0
+    counts: dict[GroupState, int] = field(default_factory=dict)  # of the final states
+    batches: tuple[
+        tuple[TrajectoryGroup, ...], ...
+    ] = ()  # of steps version+1, version+2, ...: trained again as they were
+    ready: tuple[TrajectoryGroup, ...] = ()
+    in_flight: tuple[tuple[int, Task], ...] = ()  # group id and task: played again
+    state: StepState | None = None  # of step `version`, or the newest known before it
+    unrecorded: tuple[TrajectoryGroup, ...] = ()  # of step `version`, where its learner lived on and nobody else
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a finished group did."""
+
+    group_id: int
+    task_id: str
+    admitted: int  # version at its admission
+    rewards: tuple[float, ...]  # one an episode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceHistory:
+    """How far the tasks were read."""
+
+    cursor: int  # rows drawn
+    outcomes: tuple[Outcome, ...]  # by group id
+    returned: tuple[Task, ...]  # wait to be asked again
+
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS groups (
+  group_id INTEGER PRIMARY KEY, task_id TEXT NOT NULL, task BLOB NOT NULL, cursor INTEGER NOT NULL,
+  admitted INTEGER NOT NULL, state TEXT NOT NULL, step INTEGER, reason TEXT, rewards BLOB, payload BLOB
+);
+CREATE INDEX IF NOT EXISTS groups_by_state ON groups (state);
+CREATE INDEX IF NOT EXISTS groups_by_step ON groups (step);
+CREATE TABLE IF NOT EXISTS returned (id INTEGER PRIMARY KEY, task_id TEXT NOT NULL, task BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS steps (step INTEGER PRIMARY KEY, state BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS evaluations (policy_version INTEGER PRIMARY KEY, result BLOB NOT NULL);
+"""
+
+_FINAL = tuple(set(GroupState) - {GroupState.IN_FLIGHT, GroupState.READY, GroupState.TRAINING})
+
+
+class Journal:
+    """One row a group. The payload stays until the group was dropped, or trained and the learner's checkpoints hold it.
+
+    Raises JournalError where the disk refuses, ConfigError at construction for a file of another version of agentrl.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self._path = path
+        with self._boundary("opening"):
+            self._db = sqlite3.connect(path, isolation_level=None)
+            self._db.execute("PRAGMA journal_mode=WAL")
+            # NORMAL survives a killed process; only a power cut can lose the last transactions, and never corrupts.
+            self._db.execute("PRAGMA synchronous=NORMAL")
+            self._check_format()
+            self._db.executescript(_SCHEMA)
+            self._db.execute(f"PRAGMA user_version={FORMAT}")
+
+    # What happens to a group, in order.
+
+    def issued(self, group_id: int, task: Task, *, version: int = 0, cursor: int = 0) -> None:
+        """A group was admitted at `version`. `cursor`: rows drawn from the source by then."""
+        row = (group_id, task.id, wire.encode(task), cursor, version, GroupState.IN_FLIGHT)
+        with self._transaction():
+            self._db.execute(
+                "INSERT INTO groups (group_id, task_id, task, cursor, admitted, state) VALUES (?, ?, ?, ?, ?, ?)", row
+            )
+            self._db.execute(
+                "DELETE FROM returned WHERE id = (SELECT MIN(id) FROM returned WHERE task_id = ?)", (task.id,)
+            )
+
+    def ready(self, group: TrajectoryGroup) -> None:
+        """A group is finished: keep all of it."""
+        self._execute(
+            "UPDATE groups SET state = ?, rewards = ?, payload = ? WHERE group_id = ?",
+            (GroupState.READY, wire.encode(group.episode_rewards), wire.encode(group), group.group_id),
+        )
+
+    def useless(self, group: TrajectoryGroup) -> None:
+        """A group is finished and carries no gradient: keep its rewards."""
+        self._execute(
+            "UPDATE groups SET state = ?, rewards = ? WHERE group_id = ?",
+            (GroupState.DROPPED_ZERO_VARIANCE, wire.encode(group.episode_rewards), group.group_id),
+        )
+
+    def taken(self, group_ids: Sequence[int], *, step: int) -> None:
+        """These groups are the batch that makes version `step`."""
+        with self._transaction():
+            self._db.executemany(
+                "UPDATE groups SET state = ?, step = ? WHERE group_id = ?",
+                [(GroupState.TRAINING, step, group_id) for group_id in group_ids],
+            )
+
+    def trained(self, group_ids: Sequence[int]) -> None:
+        """Their step was made. The payloads stay until `step_made` says that checkpoints cover them."""
+        with self._transaction():
+            self._db.executemany(
+                "UPDATE groups SET state = ? WHERE group_id = ?",
+                [(GroupState.TRAINED, group_id) for group_id in group_ids],
+            )
+
+    def ended(self, group_id: int, state: GroupState, reason: str | None = None, *, again: Task | None = None) -> None:
+        """A group ended without being trained; its payload is freed. `again`: its task, where it is asked once more."""
+        with self._transaction():
+            self._db.execute(
+                "UPDATE groups SET state = ?, reason = ?, payload = NULL WHERE group_id = ?", (state, reason, group_id)
+            )
+            if again is not None:
+                self._db.execute("INSERT INTO returned (task_id, task) VALUES (?, ?)", (again.id, wire.encode(again)))
+
+    # What else a run must remember.
+
+    def step_made(self, step: int, state: StepState, *, resumable_from: int | None) -> None:
+        """Version `step` is in the engines. Batches up to the learner's checkpoint `resumable_from` are forgotten."""
+        with self._transaction():
+            self._db.execute("INSERT OR REPLACE INTO steps (step, state) VALUES (?, ?)", (step, wire.encode(state)))
+            if resumable_from is not None:
+                self._db.execute(
+                    "UPDATE groups SET payload = NULL WHERE step <= ? AND payload IS NOT NULL", (resumable_from,)
+                )
+
+    def evaluated(self, result: EvalResult) -> None:
+        """A held-out measurement was made."""
+        self._execute(
+            "INSERT OR REPLACE INTO evaluations (policy_version, result) VALUES (?, ?)",
+            (result.policy_version, wire.encode(result)),
+        )
+
+    # What goes on.
+
+    def evaluations(self) -> dict[int, EvalResult]:
+        """By policy version, rising."""
+        rows = self._rows("SELECT policy_version, result FROM evaluations ORDER BY policy_version")
+        return {version: wire.decode(result, EvalResult) for version, result in rows}
+
+    def source_history(self) -> SourceHistory:
+        """What the tasks' source must be told to go on where it was."""
+        ((cursor,),) = self._rows("SELECT COALESCE(MAX(cursor), 0) FROM groups")
+        finished = self._rows(
+            "SELECT group_id, task_id, admitted, rewards FROM groups WHERE rewards IS NOT NULL ORDER BY group_id"
+        )
+        return SourceHistory(
+            cursor=cursor,
+            outcomes=tuple(
+                Outcome(group_id=i, task_id=task_id, admitted=at, rewards=wire.decode(rewards, tuple[float, ...]))
+                for i, task_id, at, rewards in finished
+            ),
+            returned=tuple(wire.decode(task, Task) for (task,) in self._rows("SELECT task FROM returned ORDER BY id")),
+        )
+
+    def resume_at(self, version: int) -> Resumption:
+        """Take the learner's `version` as the truth, and say what is left to do from there.
+
+        Raises ConfigError where the batches between it and the last step are not there any more.
+        """
+        self._check_known(version)
+        with self._transaction():
+            move = "UPDATE groups SET state = ? WHERE state = ?"
+            self._db.execute(f"{move} AND step <= ?", (GroupState.TRAINED, GroupState.TRAINING, version))
+            self._db.execute(f"{move} AND step > ?", (GroupState.TRAINING, GroupState.TRAINED, version))
+            self._db.execute(move, (GroupState.IN_FLIGHT, GroupState.CANCELLED))
+        ((num_issued,),) = self._rows("SELECT COALESCE(MAX(group_id) + 1, 0) FROM groups")
+        in_flight = self._of_state(GroupState.IN_FLIGHT, "group_id, task")
+        known = self._rows("SELECT step, state FROM steps WHERE step <= ? ORDER BY step DESC LIMIT 1", (version,))
+        is_recorded = not version or (known and known[0][0] == version)
+        return Resumption(
+            version=version,
+            num_issued=num_issued,
+            counts={state: count for state, count in self.counts().items() if state in _FINAL},
+            batches=self._batches_after(version),
+            ready=tuple(_group(payload) for (payload,) in self._of_state(GroupState.READY, "payload")),
+            in_flight=tuple((group_id, wire.decode(task, Task)) for group_id, task in in_flight),
+            state=wire.decode(known[0][1], StepState) if known else None,
+            unrecorded=() if is_recorded else self._batch(version),
+        )
+
+    def counts(self) -> dict[GroupState, int]:
+        """Groups by state."""
+        return {
+            GroupState(state): count for state, count in self._rows("SELECT state, COUNT(*) FROM groups GROUP BY 1")
+        }
+
+    def last_step(self) -> int:
+        """The newest version whose step was made."""
+        ((step,),) = self._rows("SELECT COALESCE(MAX(step), 0) FROM steps")
+        return int(step)
+
+    def train_s(self) -> float:
+        """Time spent training up to `last_step`."""
+        rows = self._rows("SELECT state FROM steps ORDER BY step DESC LIMIT 1")
+        return wire.decode(rows[0][0], StepState).train_s if rows else 0.0
+
+    def close(self) -> None:
+        """Close the database."""
+        self._db.close()
+
+    def _check_format(self) -> None:
+        ((found,),) = self._db.execute("PRAGMA user_version").fetchall()
+        is_new = not self._db.execute("SELECT 1 FROM sqlite_master").fetchall()
+        if found != FORMAT and not is_new:
+            raise ConfigError(
+                f"{self._path} was written by another version of agentrl (format {found}, this one reads {FORMAT}): "
+                "begin a new run, from the weights that the old one exported if you like (model.path)"
+            )
+
+    def _check_known(self, version: int) -> None:
+        if version > 0 and not self._rows("SELECT 1 FROM groups WHERE step = ? LIMIT 1", (version,)):
+            raise ConfigError(
+                f"{self._path} knows no step {version}, at which the learner's checkpoint stands: the journal and "
+                "checkpoints/states are not of one run; put the run folder back as it was"
+            )
+
+    def _batches_after(self, version: int) -> tuple[tuple[TrajectoryGroup, ...], ...]:
+        rows = self._rows(
+            "SELECT step, payload FROM groups WHERE state = ? ORDER BY step, group_id", (GroupState.TRAINING,)
+        )
+        by_step = {step: [payload for _, payload in members] for step, members in groupby(rows, key=lambda row: row[0])}
+        missing = [step for step in range(version + 1, max(by_step, default=version) + 1) if step not in by_step]
+        missing += [step for step, payloads in by_step.items() if None in payloads]
+        if missing:
+            raise ConfigError(
+                f"{self._path} holds the batch of step {missing[0]} no more, and the learner stands at version "
+                f"{version}: its newer checkpoints in checkpoints/states are gone; put them back, or begin a new run"
+            )
+        return tuple(tuple(_group(payload) for payload in by_step[step]) for step in sorted(by_step))
+
+    def _batch(self, step: int) -> tuple[TrajectoryGroup, ...]:
+        rows = self._rows("SELECT payload FROM groups WHERE step = ? ORDER BY group_id", (step,))
+        return tuple(_group(payload) for (payload,) in rows if payload is not None)
+
+    def _of_state(self, state: GroupState, columns: str) -> list[Any]:
+        return self._rows(f"SELECT {columns} FROM groups WHERE state = ? ORDER BY group_id", (state,))
+
+    def _rows(self, statement: str, values: Sequence[object] = ()) -> list[Any]:
+        with self._boundary("reading"):
+            return self._db.execute(statement, values).fetchall()
+
+    def _execute(self, statement: str, values: Sequence[object]) -> None:
+        with self._boundary("writing"):
+            self._db.execute(statement, values)
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        with self._boundary("writing"):
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+            except BaseException:
+                self._db.execute("ROLLBACK")
+                raise
+            self._db.execute("COMMIT")
+
+    @contextmanager
+    def _boundary(self, what: str) -> Iterator[None]:
+        try:
+            with boundary(JournalError, f"{what} the run's journal {self._path}"):
+                yield
+        except JournalError as error:
+            if isinstance(error.__cause__, sqlite3.OperationalError):
+                raise JournalError(
+                    f"{error}. Free space on its disk (df -h {self._path}), then go on with "
+                    f"agentrl train --resume {Path(self._path).parent}"
+                ) from error.__cause__
+            raise
+
+
+def _group(payload: bytes) -> TrajectoryGroup:
+    return wire.decode(payload, TrajectoryGroup)

@@ -1,0 +1,282 @@
+"""Bounded store between rollout and learner: slots, the staleness rule, the ledger. Knows nothing of tokens or HTTP.
+
+A group holds a slot from admission until the engines hold the weights that its step produced. There are
+`(max_lag + 1) * groups_per_step` slots, derived and not tuned: consumed oldest first, everything outstanding when a
+group is admitted is used up within `max_lag` further steps, so a group that finishes in turn is never born stale. One
+that is overtaken while it still runs can become stale; `on_stale` says what happens then. max_lag = 0 is exactly
+synchronous. `set_lag` makes admission work with less lag for a while: what was admitted before stays, and is consumed
+under the bound that it was admitted with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from bisect import insort
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from agentrl.buffer.journal import GroupState, Journal, Resumption
+from agentrl.errors import NoLearningSignal, StaleTrajectoryError
+from agentrl.types import Batch, Task, TrajectoryGroup, has_spread
+
+OnStale = Literal["drop", "requeue", "wait"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ledger:
+    """Where every issued group is. Balances at every moment."""
+
+    issued: int
+    in_flight: int
+    ready: int
+    training: int
+    trained: int
+    dropped_stale: int
+    dropped_zero_variance: int
+    failed: int
+    cancelled: int
+
+    def balanced(self) -> bool:
+        """Issued = everything else."""
+        parts = (self.in_flight, self.ready, self.training, self.trained, self.dropped_stale)
+        return self.issued == sum(parts) + self.dropped_zero_variance + self.failed + self.cancelled
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    task: Task
+    version: int  # at admission: a lower bound of every version the group will carry
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    group: TrajectoryGroup
+    version: int  # its oldest
+
+
+class TrajectoryBuffer:
+    """Admission on one side, batches on the other.
+
+    Args:
+        groups_per_step: groups an optimizer step consumes.
+        max_lag: largest allowed lag, in policy versions.
+        on_stale: what happens to a group that got too old (see the config).
+        journal: durable record of the groups' states.
+        drop_zero_variance: free groups of equal rewards (up to rounding) at once: a baseline leaves them no gradient.
+        requeue: called with the task of a stale group when on_stale is "requeue".
+        lag: admit as `set_lag` says, from the beginning; None: max_lag.
+        resumed: what a run that goes on has left to do: its batches come out of `take` first, as they were.
+    """
+
+    def __init__(
+        self,
+        *,
+        groups_per_step: int,
+        max_lag: int,
+        journal: Journal,
+        on_stale: OnStale = "drop",
+        drop_zero_variance: bool = True,
+        requeue: Callable[[Task], None] = lambda task: None,
+        lag: int | None = None,
+        resumed: Resumption | None = None,
+    ) -> None:
+        resumed = resumed or Resumption()
+        self.num_slots = ((max_lag if lag is None else lag) + 1) * groups_per_step
+        """Groups that may be outstanding for another one to be admitted."""
+        self._groups_per_step = groups_per_step
+        self._max_lag = max_lag
+        self._on_stale = on_stale
+        self._drop_zero_variance = drop_zero_variance
+        self._requeue = requeue
+        self._journal = journal
+        self._changed = asyncio.Condition()
+        self._version = resumed.version
+        self._again = deque(resumed.batches)
+        self._goes_on_at = resumed.version + len(resumed.batches)  # before it nothing is played
+        self._in_flight = {group_id: _InFlight(task, self._goes_on_at) for group_id, task in resumed.in_flight}
+        self._ready = {group.group_id: _Ready(group, group.policy_version) for group in resumed.ready}
+        self._ready_ids = sorted(self._ready)
+        # How many there are of each version, for the "wait" rule: it is asked again whenever a group ends.
+        self._num_flying = Counter(entry.version for entry in self._in_flight.values())
+        self._num_ready = Counter(ready.version for ready in self._ready.values())
+        self._training: dict[int, TrajectoryGroup] = {}
+        self._counts = Counter(resumed.counts)
+        self._num_issued = resumed.num_issued
+        # A run in which no group carries signal would otherwise wait for ever (or spin) without a word.
+        self._recent_useless: deque[float] = deque(maxlen=8 * self.num_slots)
+        self._dropped_lengths: list[int] = []
+        # The learner may have made the step whose end nobody lived to commit.
+        for group_id in list(self._ready):
+            self._drop_if_stale(group_id)
+
+    async def caught_up(self) -> dict[int, Task]:
+        """Wait until the batches of before are trained again; then the groups in flight, to be played again."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._version >= self._goes_on_at)
+            return {group_id: entry.task for group_id, entry in self._in_flight.items()}
+
+    async def admit(self, draw: Callable[[], tuple[Task, int]]) -> tuple[int, Task]:
+        """Wait for a free slot, take it for the task that is drawn then; the new group's id, and the task.
+
+        `draw` gives a task and the source's cursor (see the journal). It is called when nothing can be waited for any
+        more before the task is in the journal: nobody who is cancelled takes a drawn task with him.
+        """
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._outstanding() < self.num_slots)
+            task, cursor = draw()
+            group_id = self._num_issued
+            self._num_issued += 1
+            self._in_flight[group_id] = _InFlight(task, self._version)
+            self._num_flying[self._version] += 1
+            self._journal.issued(group_id, task, version=self._version, cursor=cursor)
+            return group_id, task
+
+    async def finish(self, group: TrajectoryGroup) -> None:
+        """A group's episodes are done: offer it to the learner, or free its slot if it carries no gradient."""
+        async with self._changed:
+            self._land(group.group_id)
+            rewards_G = group.rewards_G
+            if self._drop_zero_variance and not has_spread(rewards_G):
+                self._recent_useless.append(rewards_G[0])
+                self._counts[GroupState.DROPPED_ZERO_VARIANCE] += 1
+                self._journal.useless(group)
+            else:
+                self._recent_useless.clear()
+                self._journal.ready(group)
+                self._offer(group)
+                self._drop_if_stale(group.group_id)
+            self._changed.notify_all()
+
+    async def fail(self, group_id: int, reason: str, *, state: GroupState = GroupState.FAILED) -> None:
+        """A group could not be finished, for a reason that is not the model's."""
+        async with self._changed:
+            self._land(group_id)
+            self._close(group_id, state, reason)
+            self._changed.notify_all()
+
+    async def take(self) -> Batch:
+        """Wait for a full batch of groups with lag <= max_lag, oldest first. Slots stay held until `commit`.
+
+        After a resume the batches of before come first; their lag was checked when they were put together.
+
+        Raises NoLearningSignal when so many groups in a row had equal rewards that waiting on is pointless.
+        """
+        async with self._changed:
+            while not self._again and not self._batch_is_ready():
+                await self._changed.wait()
+            chosen = self._again.popleft() if self._again else self._oldest()
+            self._training = {group.group_id: group for group in chosen}
+            self._journal.taken(list(self._training), step=self._version + 1)
+            return Batch(policy_version=self._version, max_lag=self._max_lag, groups=chosen)
+
+    async def commit(self, policy_version: int) -> None:
+        """Every engine holds `policy_version`: the batch that made it is trained, its slots are free."""
+        async with self._changed:
+            self._version = policy_version
+            self._journal.trained(list(self._training))
+            self._counts[GroupState.TRAINED] += len(self._training)
+            self._training = {}
+            self._num_flying, self._num_ready = +self._num_flying, +self._num_ready  # versions that are over go
+            for group_id in list(self._ready):
+                self._drop_if_stale(group_id)
+            self._changed.notify_all()
+
+    async def set_lag(self, lag: int) -> None:
+        """Admit from now on as if max_lag were `lag`. Raises ValueError outside [0, max_lag]."""
+        if not 0 <= lag <= self._max_lag:
+            raise ValueError(f"lag {lag} is outside [0, {self._max_lag}]")
+        async with self._changed:
+            self.num_slots = (lag + 1) * self._groups_per_step
+            self._changed.notify_all()
+
+    @property
+    def version(self) -> int:
+        """The policy version that every engine holds."""
+        return self._version
+
+    def pop_dropped_lengths(self) -> list[int]:
+        """Action tokens of each trajectory dropped as stale since the last call: dropping stale is dropping long."""
+        lengths, self._dropped_lengths = self._dropped_lengths, []
+        return lengths
+
+    def ledger(self) -> Ledger:
+        """A consistent snapshot."""
+        return Ledger(
+            issued=self._num_issued,
+            in_flight=len(self._in_flight),
+            ready=len(self._ready),
+            training=len(self._training) + sum(map(len, self._again)),
+            trained=self._counts[GroupState.TRAINED],
+            dropped_stale=self._counts[GroupState.DROPPED_STALE],
+            dropped_zero_variance=self._counts[GroupState.DROPPED_ZERO_VARIANCE],
+            failed=self._counts[GroupState.FAILED],
+            cancelled=self._counts[GroupState.CANCELLED],
+        )
+
+    def _land(self, group_id: int) -> None:
+        self._num_flying[self._in_flight.pop(group_id).version] -= 1
+
+    def _offer(self, group: TrajectoryGroup) -> None:
+        self._ready[group.group_id] = _Ready(group, group.policy_version)
+        insort(self._ready_ids, group.group_id)
+        self._num_ready[group.policy_version] += 1
+
+    def _withdraw(self, group_id: int) -> _Ready:
+        self._ready_ids.remove(group_id)
+        ready = self._ready.pop(group_id)
+        self._num_ready[ready.version] -= 1
+        return ready
+
+    def _oldest(self) -> tuple[TrajectoryGroup, ...]:
+        chosen = [self._withdraw(group_id) for group_id in self._ready_ids[: self._groups_per_step]]
+        for ready in chosen:
+            if (lag := self._version - ready.version) > self._max_lag:
+                raise StaleTrajectoryError(f"group {ready.group.group_id} has lag {lag}, allowed is {self._max_lag}")
+        return tuple(ready.group for ready in chosen)
+
+    def _batch_is_ready(self) -> bool:
+        if len(self._ready) >= self._groups_per_step:
+            return self._on_stale != "wait" or not self._would_strand()
+        if len(self._recent_useless) == self._recent_useless.maxlen:
+            mean = sum(self._recent_useless) / len(self._recent_useless)
+            raise NoLearningSignal(
+                f"the last {len(self._recent_useless)} groups each had equal rewards (mean {mean:.2f}): there is "
+                + ("nothing left to learn here" if mean > 0.5 else "no success to learn from; use easier tasks")
+            )
+        return False
+
+    def _would_strand(self) -> bool:
+        """Whether a batch without the groups in flight would leave more of them than later batches can take in time.
+
+        A group of version v must be taken at v + max_lag or before: max_lag + v - version batches are left for it and
+        all older ones.
+        """
+        left = self._num_flying + self._num_ready
+        left.subtract(self._ready[group_id].version for group_id in self._ready_ids[: self._groups_per_step])
+        num_flying = num_left = 0
+        for version in sorted(left):
+            num_flying += self._num_flying[version]
+            num_left += left[version]
+            if num_flying and num_left > self._groups_per_step * (version + self._max_lag - self._version):
+                return True
+        return False
+
+    def _drop_if_stale(self, group_id: int) -> None:
+        if self._version - self._ready[group_id].version <= self._max_lag:
+            return
+        group = self._withdraw(group_id).group
+        again = group.task if self._on_stale == "requeue" else None
+        self._close(group_id, GroupState.DROPPED_STALE, again=again)
+        self._dropped_lengths.extend(trajectory.num_action_tokens for trajectory in group.trajectories)
+        if again is not None:
+            self._requeue(again)
+
+    def _close(self, group_id: int, state: GroupState, reason: str | None = None, *, again: Task | None = None) -> None:
+        self._counts[state] += 1
+        self._journal.ended(group_id, state, reason, again=again)
+
+    def _outstanding(self) -> int:
+        again = sum(map(len, self._again))
+        return len(self._in_flight) + len(self._ready) + len(self._training) + again

@@ -1,0 +1,199 @@
+"""A model behind any OpenAI-compatible endpoint: messages in, a message out. For evaluation: it tells no tokens.
+
+Knows OpenAI's client library and nothing of episodes or rewards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, NoReturn, Self
+
+from agentrl.chat.openai_schema import message_body, read_arguments
+from agentrl.config import RolloutConfig
+from agentrl.errors import ConfigError, EngineError, MissingDependencyError
+from agentrl.tokens.tool_calls import OPEN, parse_hermes
+from agentrl.types import FinishReason, Message, ToolCall
+
+MAX_RETRIES = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRules:
+    """What holds for every episode of a measurement."""
+
+    limits: RolloutConfig
+    temperature: float
+    top_p: float
+    max_turns: int | None = None  # None: the environment's own
+
+
+class PromptTooLong(Exception):
+    """The endpoint says that the messages do not fit its context."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """One turn of the model, as the endpoint tells it. The counts are the endpoint's own; 0 where it counts none."""
+
+    message: Message
+    parse_errors: tuple[str, ...]
+    finish_reason: FinishReason
+    num_prompt_tokens: int
+    num_completion_tokens: int
+
+
+class ChatModel:
+    """Client of one endpoint.
+
+    Args:
+        url: base URL as OpenAI's clients want it; it mostly ends in /v1.
+        model: the name under which the endpoint serves it.
+        api_key: sent as a bearer token; None where the endpoint wants none.
+        api_key_name: where the user keeps the key, for error messages.
+        request_timeout_s: deadline of one try.
+        max_retries: times the library tries again after a lost connection, a rate limit or a server's failure.
+
+    Raises MissingDependencyError without the openai package.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        model: str,
+        api_key: str | None,
+        api_key_name: str,
+        request_timeout_s: float,
+        max_retries: int = MAX_RETRIES,
+    ) -> None:
+        try:
+            import openai
+        except ImportError as error:
+            raise MissingDependencyError(
+                "a model behind an OpenAI-compatible endpoint needs the openai package: pip install 'agentrl[chat]'"
+            ) from error
+        self._openai = openai
+        self._client = openai.AsyncOpenAI(
+            base_url=url, api_key=api_key or "none", timeout=request_timeout_s, max_retries=max_retries
+        )
+        self._what = f"model {model!r} at {url}"
+        self._model = model
+        self._api_key_name = api_key_name
+        self._num_tries = max_retries + 1
+        self._names: dict[str, str] = {}
+        self._omitted: set[str] = set()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._client.close()
+
+    async def say(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]],
+        *,
+        max_tokens: int,
+        temperature: float,
+        top_p: float,
+        stop: Sequence[str] = (),
+    ) -> Reply:
+        """The next message. Raises PromptTooLong, ConfigError for what the user can mend, else EngineError."""
+        wished: dict[str, Any] = {
+            "model": self._model,
+            "messages": [_outgoing(message) for message in messages],
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+            "top_p": top_p,
+            **({"tools": list(tools)} if tools else {}),
+            **({"stop": list(stop)} if stop else {}),
+        }
+        create: Any = self._client.chat.completions.create
+        while True:
+            fields = {self._names.get(name, name): value for name, value in wished.items() if name not in self._omitted}
+            try:
+                return self._read(await create(**fields), has_tools=bool(tools))
+            except self._openai.OpenAIError as error:
+                if not self._adapted(error, fields):
+                    self._refused(error)
+
+    def _adapted(self, error: Any, fields: dict[str, Any]) -> bool:
+        """Whether another try has a chance: OpenAI's newer models have another name for the limit, and no knobs."""
+        param = getattr(error, "param", None)
+        if param not in fields or getattr(error, "code", None) not in ("unsupported_parameter", "unsupported_value"):
+            return False
+        if param == "max_tokens":
+            self._names[param] = "max_completion_tokens"
+        elif param in ("temperature", "top_p") and fields[param] == 1:  # the default of those that refuse it
+            self._omitted.add(param)
+        else:
+            return False
+        return True
+
+    def _refused(self, error: Any) -> NoReturn:
+        openai = self._openai
+        text = " ".join(str(error).split())[:500]
+        if isinstance(error, openai.AuthenticationError | openai.PermissionDeniedError):
+            raise ConfigError(f"{self._what} refuses the key; set {self._api_key_name} ({text})") from error
+        if isinstance(error, openai.NotFoundError):
+            raise ConfigError(
+                f"{self._what} is not there; does the URL end as its service says, mostly in /v1, and is this the "
+                f"served name? ({text})"
+            ) from error
+        if isinstance(error, openai.BadRequestError | openai.UnprocessableEntityError):
+            if error.code == "context_length_exceeded" or "maximum context length" in text:
+                raise PromptTooLong(text) from error
+            mend = (
+                "; start vLLM with --enable-auto-tool-choice --tool-call-parser hermes" if "tool-call" in text else ""
+            )
+            raise ConfigError(f"{self._what} refuses the request: {text}{mend}") from error
+        if isinstance(error, openai.APITimeoutError):
+            raise EngineError(f"{self._what} did not answer in time, {self._num_tries} times") from error
+        raise EngineError(f"{self._what} failed, {self._num_tries} times: {type(error).__name__}: {text}") from error
+
+    def _read(self, answer: Any, *, has_tools: bool) -> Reply:
+        if not answer.choices:
+            raise EngineError(f"{self._what} answered without a choice")
+        choice = answer.choices[0]
+        message, errors = _incoming(choice.message, has_tools=has_tools)
+        return Reply(
+            message=message,
+            parse_errors=errors,
+            finish_reason=FinishReason.LENGTH if choice.finish_reason == "length" else FinishReason.STOP,
+            num_prompt_tokens=answer.usage.prompt_tokens if answer.usage else 0,
+            num_completion_tokens=answer.usage.completion_tokens if answer.usage else 0,
+        )
+
+
+def _outgoing(message: Message) -> dict[str, Any]:
+    """As OpenAI writes it. An answer to a call that did not parse answers no call there: the user says it."""
+    if message.role == "tool" and not message.tool_call_id:
+        return {"role": "user", "content": message.content}
+    return message_body(message)
+
+
+def _incoming(message: Any, *, has_tools: bool) -> tuple[Message, tuple[str, ...]]:
+    """The message with its calls, and what did not parse, which stays in the text, as in a rollout."""
+    content: str = message.content or ""
+    calls: list[ToolCall] = []
+    errors: list[str] = []
+    if has_tools and OPEN in content:  # a server that leaves malformed calls, or all of them, in the text
+        parsed = parse_hermes(content)
+        content, calls, errors = parsed.content, list(parsed.tool_calls), list(parsed.errors)
+    for call in message.tool_calls or ():
+        if call.type != "function":
+            errors.append(f"a call of type {call.type!r} is not known")
+            continue
+        try:
+            arguments = read_arguments(call.function.arguments)
+        except ValueError as error:
+            errors.append(f"the arguments of {call.function.name!r} are {error}")
+            content += f"\n{call.function.name}({call.function.arguments})"
+        else:
+            calls.append(ToolCall(id=call.id, name=call.function.name, arguments=arguments))
+    return Message(role="assistant", content=content, tool_calls=tuple(calls)), tuple(errors)

@@ -1,0 +1,194 @@
+"""`agentrl doctor`: what is right and wrong with this machine, and with a config on it, one line each."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Self
+
+import typer
+
+from agentrl.cli.options import Debug, Overrides, run
+from agentrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from agentrl.cli.doctor.findings import Finding
+    from agentrl.config import Config
+
+WITHOUT_CONFIG = "model, template, ports, weight sync and logprob parity: give a CONFIG, e.g. configs/quickstart.yaml"
+WITHOUT_DEEP = "weight sync and logprob parity of engine and learner: --deep starts both (half a minute, or more)"
+AFTER_A_FAIL = "weight sync and logprob parity of engine and learner: mend what failed first"
+INTERRUPTED = "nothing was left running"
+NAME_WIDTH = 15  # so that what --deep finds stands under the rest
+STYLES = {"OK": "green", "WARN": "yellow", "FAIL": "bold red"}
+
+
+def doctor(
+    config_path: Annotated[
+        Path | None, typer.Argument(metavar="[CONFIG]", help="YAML file; without it only the machine is looked at.")
+    ] = None,
+    overrides: Overrides = None,
+    deep: Annotated[
+        bool, typer.Option("--deep", help="Start engine and learner, update weights, compare checksum and logprobs.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for programs.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Say what would keep a run from working here, and the mend. Exit code 1 where anything is a FAIL."""
+    from rich.console import Console
+
+    if deep and config_path is None:
+        raise typer.BadParameter("--deep needs a CONFIG: it starts that config's engine and learner")
+    console = Console(highlight=False, soft_wrap=True)
+    with _quiet(debug), redirect_stdout(sys.stderr) if as_json else nullcontext():  # environments may print
+        config, findings = _config(config_path, overrides or [])
+        findings += run(_examined(config, _Waiting(console, quiet=as_json)), debug=debug, interrupted=INTERRUPTED)
+    if not as_json:
+        _print_findings(console, findings)
+    left_out = _left_out(config, findings, deep=deep)
+    if config and not left_out:
+        with _quiet(debug):
+            tried = run(_tried(config, _Waiting(console, quiet=as_json)), debug=debug, interrupted=INTERRUPTED)
+        findings += tried
+        if not as_json:
+            _print_findings(console, tried)
+    failed = _has_failed(findings)
+    if as_json:
+        report = {"ok": not failed, "findings": [asdict(one) for one in findings], "not_checked": left_out}
+        typer.echo(json.dumps(report, indent=2, ensure_ascii=False))
+    else:
+        _print_sums(console, findings, left_out)
+    raise typer.Exit(int(failed))
+
+
+def _left_out(config: Config | None, findings: Sequence[Finding], *, deep: bool) -> list[str]:
+    """What is not checked, and why; nothing where engine and learner are to be tried now."""
+    if config is None:
+        return [WITHOUT_CONFIG]
+    if not deep:
+        return [WITHOUT_DEEP]
+    return [AFTER_A_FAIL] if _has_failed(findings) else []
+
+
+@contextmanager
+def _quiet(debug: bool) -> Iterator[None]:
+    """What a part warns of is in its line."""
+    log = logging.getLogger("agentrl")
+    level = log.level
+    log.setLevel(level if debug else logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
+def _config(path: Path | None, overrides: Sequence[str]) -> tuple[Config | None, list[Finding]]:
+    """One that cannot be read is a finding: the machine is looked at all the same."""
+    from agentrl import config as configs
+    from agentrl.cli.doctor.findings import fail, ok, shortened
+
+    if path is None:
+        return None, []
+    try:
+        return configs.load(path, overrides), [ok("config", f"{path} is valid")]
+    except ConfigError as error:
+        return None, [fail("config", shortened(str(error)), "correct it; the machine alone is looked at")]
+
+
+def _has_failed(findings: Sequence[Finding]) -> bool:
+    return any(one.status == "FAIL" for one in findings)
+
+
+class _Waiting:
+    """In a terminal, one line that says what is waited for."""
+
+    def __init__(self, console: Console, *, quiet: bool) -> None:
+        self._width = console.width
+        self._status = console.status("") if console.is_terminal and not quiet else None
+
+    def __enter__(self) -> Self:
+        if self._status:
+            self._status.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._status:
+            self._status.stop()
+
+    def say(self, text: str) -> None:
+        """Now for this."""
+        from rich.text import Text
+
+        if self._status:
+            self._status.update(Text(text[: self._width - 4]))
+
+
+async def _examined(config: Config | None, waiting: _Waiting) -> list[Finding]:
+    from agentrl.cli.doctor import plan
+    from agentrl.cli.doctor.findings import crashed, examine
+    from agentrl.supervision import secrets as tokens
+
+    found: list[Finding] = []
+    secrets: dict[str, str | None] = {}
+    for key, name in (("engine_token", tokens.ENGINE), ("sandbox_token", tokens.SANDBOX)):
+        try:
+            secrets[key] = tokens.read(name, os.environ)
+        except ConfigError as error:
+            found.append(crashed(key.replace("_", " "), error))
+    checks = plan.checks(config, **secrets)
+    left = [check.name for check in checks]
+
+    def on_done(name: str) -> None:
+        left.remove(name)
+        waiting.say(f"looking at {', '.join(left)}")
+
+    with waiting:
+        return found + await examine(checks, on_done=on_done)
+
+
+async def _tried(config: Config, waiting: _Waiting) -> list[Finding]:
+    from agentrl.cli.doctor.deep import engine_and_learner
+
+    with waiting:
+        return await engine_and_learner(config, say=waiting.say)
+
+
+def _print_findings(console: Console, findings: Sequence[Finding]) -> None:
+    """A table in a terminal; elsewhere one line a finding."""
+    from rich.table import Table
+    from rich.text import Text
+
+    if not console.is_terminal:
+        for one in findings:
+            console.print(Text(f"{one.status:<5}{one.name}: {one.found}" + (f" -> {one.mend}" if one.mend else "")))
+        return
+    table = Table(show_header=False, box=None, padding=(0, 1, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True, min_width=NAME_WIDTH)
+    table.add_column(overflow="fold")
+    for one in findings:
+        said = Text(one.found)
+        if one.mend:
+            said.append(f"\n→ {one.mend}", style=STYLES[one.status])
+        table.add_row(Text(one.status, style=STYLES[one.status]), Text(one.name), said)
+    console.print(table, soft_wrap=False)
+
+
+def _print_sums(console: Console, findings: Sequence[Finding], left_out: Sequence[str]) -> None:
+    from rich.text import Text
+
+    from agentrl.cli.doctor.findings import Status
+
+    counts = Counter(one.status for one in findings)
+    console.print(Text("\n" + ", ".join(f"{counts[status]} {status}" for status in Status)))
+    for text in left_out:
+        console.print(Text(f"Not checked: {text}"))

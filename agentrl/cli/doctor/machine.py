@@ -1,0 +1,230 @@
+"""Doctor's checks of the machine: GPUs, memory, disks, loopback, clock, file descriptors.
+
+Each gets what it needs as plain numbers and paths. Knows no config: cli/doctor/run.py turns one into these numbers.
+"""
+
+from __future__ import annotations
+
+import csv
+import errno
+import json
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from agentrl.cli.doctor.findings import Finding, fail, ok, shortened, warn
+
+MIB, GIB = 2**20, 2**30
+NVIDIA_SMI = ("nvidia-smi", "--query-gpu=name,driver_version,memory.total,memory.free", "--format=csv,noheader,nounits")
+ASK_TORCH = (
+    "import json, torch; there = torch.cuda.is_available(); "
+    "print(json.dumps([torch.__version__, torch.version.cuda, torch.cuda.device_count() if there else 0]))"
+)
+CUDA_BUILD = "make a fresh virtual environment here: `make clean; rm -rf .venv; make setup` finds the GPU"
+DRIVER = "install NVIDIA's driver, and in a container start it with its GPUs (docker: `--gpus all`)"
+MAX_CLOCK_DRIFT_S = 0.05
+CLOCK_S = 0.5
+MAX_READING_S = 0.005
+EARLIEST_TIME_S = 1_735_689_600.0  # 2025: a clock before it was never set, and no certificate is valid yet
+MIN_DESCRIPTORS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """One line of nvidia-smi."""
+
+    name: str
+    driver: str
+    total_bytes: int
+    free_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchCuda:
+    """What torch says of GPUs, asked in a process of its own."""
+
+    version: str
+    cuda: str | None  # None: a CPU build
+    num_gpus: int  # that it can use
+
+
+def read_gpus(command: Sequence[str] = NVIDIA_SMI, *, timeout_s: float = 20.0) -> list[Gpu]:
+    """What the driver says of its GPUs; none where there is no driver. Raises OSError where it fails."""
+    if shutil.which(command[0]) is None:
+        return []
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+    if done.returncode:
+        raise OSError(f"{command[0]} says: {(done.stdout + done.stderr).strip()}")
+    rows = csv.reader(done.stdout.splitlines(), skipinitialspace=True)
+    return [
+        Gpu(name=name, driver=driver, total_bytes=int(total_mib) * MIB, free_bytes=int(free_mib) * MIB)
+        for name, driver, total_mib, free_mib in rows
+    ]
+
+
+def ask_torch(*, timeout_s: float = 90.0) -> TorchCuda:
+    """In a process of its own: a driver that does not fit may crash it. Raises OSError with what it said."""
+    done = subprocess.run(
+        [sys.executable, "-c", ASK_TORCH], capture_output=True, text=True, timeout=timeout_s, check=False
+    )
+    if done.returncode:
+        raise OSError(f"`import torch` ends with exit code {done.returncode}: {done.stderr.strip()[-300:]}")
+    version, cuda, num_gpus = json.loads(done.stdout.splitlines()[-1])
+    return TorchCuda(version=version, cuda=cuda, num_gpus=num_gpus)
+
+
+def gpus(found: Sequence[Gpu], torch: TorchCuda | None, *, has_device: bool, wanted: int | None) -> Finding:
+    """Driver and GPUs beside what torch can use.
+
+    Args:
+        torch: None where torch is not installed.
+        has_device: the kernel shows an NVIDIA device.
+        wanted: how many GPUs a run needs; None where it may do without.
+    """
+    if not found:
+        if has_device:
+            return fail("GPU", "an NVIDIA device is here, and nvidia-smi shows no GPU", DRIVER)
+        if wanted:
+            return fail("GPU", f"none; the run wants {wanted}", f"{DRIVER}; or set engine.device=cpu")
+        return ok("GPU", "none: engine and learner run on the CPU")
+    what = f"{len(found)} x {found[0].name}, driver {found[0].driver}"
+    if torch is not None and torch.cuda is None:
+        return warn("GPU", f"{what}; torch {torch.version} is a CPU build and uses none of it", CUDA_BUILD)
+    if torch is not None and torch.num_gpus == 0:
+        mend = f"update the driver to one for CUDA {torch.cuda}, or unset CUDA_VISIBLE_DEVICES if it is empty"
+        return fail("GPU", f"{what}; torch {torch.version} (CUDA {torch.cuda}) can use none", mend)
+    usable = len(found) if torch is None else torch.num_gpus
+    if wanted is not None and wanted > usable:
+        mend = "lower engine.replicas, engine.tensor_parallel or learner.num_ranks, or name other engine.gpus"
+        return fail("GPU", f"{what}; the run wants {wanted}, and {usable} can be used", mend)
+    return ok("GPU", what if torch is None else f"{what}, torch {torch.version} uses {usable}")
+
+
+def gpu_memory(found: Sequence[Gpu], *, fraction: float) -> Finding:
+    """Whether others left the engine's share of each GPU free."""
+    short = [
+        f"GPU {at}: {_size(gpu.free_bytes)} of {_size(gpu.total_bytes)} free"
+        for at, gpu in enumerate(found)
+        if gpu.free_bytes < fraction * gpu.total_bytes
+    ]
+    if short:
+        mend = "`nvidia-smi` shows who has it: end that, or lower engine.gpu_memory_fraction"
+        return warn("GPU memory", f"{', '.join(short)}; the engine takes {fraction:.0%}", mend)
+    return ok("GPU memory", f"{fraction:.0%} of each GPU is free for the engine")
+
+
+def memory(*, needed_bytes: int, available_bytes: int | None = None) -> Finding:
+    """What programs can still take, here and in this control group. `needed_bytes` is an estimate."""
+    available = available_memory_bytes() if available_bytes is None else available_bytes
+    found = f"{_size(available)} available; about {_size(needed_bytes)} are needed"
+    if available < needed_bytes:
+        mend = "end other programs, give the container more, or take a smaller model or engine.kv_cache_bytes"
+        return (fail if available < needed_bytes / 2 else warn)("memory", found, mend)
+    return ok("memory", found)
+
+
+def available_memory_bytes(proc: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """The machine's, or what is left of the control group's limit where that is less."""
+    lines = dict(line.split(":", 1) for line in proc.read_text().splitlines())
+    available = int(lines["MemAvailable"].split()[0]) * 1024
+    try:
+        limit, used = ((cgroup / name).read_text().strip() for name in ("memory.max", "memory.current"))
+    except OSError:  # no control group of version 2, or the root's, which has no limit
+        return available
+    return available if limit == "max" else min(available, int(limit) - int(used))
+
+
+def disk(name: str, path: Path, *, needed_bytes: int, mend: str, enough_bytes: int = 0) -> Finding:
+    """Whether a folder, or the nearest that exists, can be written and has room: WARN below `enough_bytes` too."""
+    folder = next(one for one in (path, *path.absolute().parents) if one.exists())
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"agentrl")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        mend = mend if error.errno in (errno.ENOSPC, errno.EDQUOT) else "choose a folder that you may write"
+        return fail(name, f"cannot write in {folder}: {error.strerror}", mend)
+    state = os.statvfs(folder)
+    free = state.f_bavail * state.f_frsize
+    found = f"{_size(free)} free in {folder}"
+    if state.f_files and not state.f_favail:
+        return fail(name, f"{found}, and no file can be added (no inodes)", "delete files there")
+    if free < needed_bytes:
+        return fail(name, f"{found}; at least {_size(needed_bytes)} are needed", mend)
+    if free < enough_bytes:
+        return warn(name, f"{found}; a whole run may write {_size(enough_bytes)}", mend)
+    return ok(name, found)
+
+
+def loopback(host: str = "127.0.0.1") -> Finding:
+    """Whether programs here can speak to each other: all of a run's parts do."""
+    try:
+        with socket.create_server((host, 0)) as server:
+            server.settimeout(5)
+            with socket.create_connection(server.getsockname()[:2], timeout=5) as there:
+                here, _ = server.accept()
+                with here:
+                    there.sendall(b"x")
+                    here.settimeout(5)
+                    heard = here.recv(1)
+    except OSError as error:
+        return fail("loopback", f"{host} does not answer: {error}", "bring it up: `ip link set lo up`")
+    if heard != b"x":
+        return fail("loopback", f"{host} loses what is sent", "see the firewall's rules for lo")
+    return ok("loopback", f"free ports on {host} answer")
+
+
+def read_clocks(*, seconds: float = CLOCK_S, every_s: float = 0.02) -> list[tuple[float, float]]:
+    """(monotonic, wall) pairs over a while, at least two."""
+    pairs: list[tuple[float, float]] = []
+    end = time.monotonic() + seconds
+    while time.monotonic() < end or len(pairs) < 2:
+        before, wall, after = time.monotonic(), time.time(), time.monotonic()
+        if after - before < MAX_READING_S:  # else somebody else had the core in between
+            pairs.append((before, wall))
+        time.sleep(every_s)
+    return pairs
+
+
+def clock(pairs: Sequence[tuple[float, float]], *, max_drift_s: float = MAX_CLOCK_DRIFT_S) -> Finding:
+    """Whether the wall clock goes as the monotonic one does. Deadlines use the latter, so a jump spoils times only."""
+    offsets = [wall - monotonic for monotonic, wall in pairs]
+    drift_s, seconds = max(offsets) - min(offsets), pairs[-1][0] - pairs[0][0]
+    monotonic = [one for one, _ in pairs]
+    if monotonic != sorted(monotonic):
+        return fail("clock", "the monotonic clock goes backwards", "every deadline depends on it: mend the machine")
+    if pairs[-1][1] < EARLIEST_TIME_S:
+        year = time.gmtime(pairs[-1][1]).tm_year
+        return fail("clock", f"it is set to {year}: nothing that uses TLS works", "set it, e.g. with chrony or ntpd")
+    if drift_s > max_drift_s:
+        found = f"the wall clock moved by {drift_s:.2g} s against the monotonic one in {seconds:.1f} s"
+        return warn("clock", found, "let one program set it, slowly: chrony or ntpd; times in logs and plots jump")
+    return ok("clock", f"wall and monotonic agree to {drift_s * 1000:.1f} ms over {seconds:.1f} s")
+
+
+def descriptors(*, needed: int, limits: tuple[int, int] | None = None) -> Finding:
+    """Open files and connections a process may have. `limits`: (soft, hard), by default this process's."""
+    soft, hard = (_endless(limit) for limit in limits or resource.getrlimit(resource.RLIMIT_NOFILE))
+    found = f"{soft} may be open (ulimit -n); about {needed} are needed"
+    if soft >= needed:
+        return ok("open files", found)
+    target = max(needed, 65_536)
+    mend = f"`ulimit -n {min(target, hard)}`" if hard >= needed else f"raise the hard limit of {hard} to {target}"
+    return (fail if soft < MIN_DESCRIPTORS else warn)("open files", found, mend)
+
+
+def _endless(limit: int) -> int:
+    return sys.maxsize if limit == resource.RLIM_INFINITY else limit
+
+
+def _size(num_bytes: int) -> str:
+    return shortened(f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB // 10 else f"{num_bytes / MIB:.0f} MiB")

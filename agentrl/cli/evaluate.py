@@ -1,0 +1,195 @@
+"""`agentrl eval`: any model folder, hub name or running server, on held-out rows, with the rollout's own code."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from agentrl.chat.chat_model import ChatModel, ChatRules
+from agentrl.chat.endpoint_episode import play_chat_group
+from agentrl.chat.proxy import ChatProxy
+from agentrl.config import Config, parse
+from agentrl.data.source import held_out_tasks
+from agentrl.engine import launch as launch_engines
+from agentrl.engine.openai import OpenAIEngine
+from agentrl.engine.vllm_engine import Engine
+from agentrl.env import Env, load_env_class, opened
+from agentrl.env.canary import Canaries
+from agentrl.errors import ConfigError
+from agentrl.report.console import EvalConsole
+from agentrl.report.evaluation import Evaluation, MakeGroup, evaluate
+from agentrl.rollout.player import Player
+from agentrl.supervision.secrets import Tokens
+from agentrl.train import launch
+from agentrl.train.training import check_model
+from agentrl.wrappers import load_wrappers
+
+EVERYTHING = 10**9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What to measure."""
+
+    config: Config
+    url: str | None  # of a running server; else one is started for config.model.path
+    served_model: str | None  # set: `url` is an OpenAI-compatible chat endpoint that serves this name
+    api_key: str | None
+    api_key_env: str
+    tokenizer: str
+    num_tasks: int
+    tokens: Tokens
+
+    @classmethod
+    def from_options(
+        cls,
+        config: Config,
+        *,
+        model: str | None,
+        data: str | Path | None,
+        target: str | None,
+        tokenizer: str | None,
+        samples: int | None,
+        limit: int | None,
+        served_model: str | None = None,
+        api_key_env: str | None = None,
+        environ: Mapping[str, str] | None = None,
+    ) -> Request:
+        """The command line's options laid over the config. Raises ConfigError."""
+        is_url = model is not None and model.startswith(("http://", "https://"))
+        if served_model is not None and not is_url:
+            raise ConfigError("--served-model is what a running server serves: give its URL with --model https://...")
+        if served_model is not None and tokenizer is not None:
+            raise ConfigError("a chat endpoint takes messages: leave out --tokenizer, or --served-model")
+        if served_model is None and api_key_env is not None:
+            raise ConfigError("--api-key-env is for a chat endpoint: name its model with --served-model")
+        key_name = api_key_env or "OPENAI_API_KEY"
+        tree = config.model_dump(mode="json")
+        if model is not None and not is_url:
+            tree["model"] |= {"path": model, "warmstart": None}
+        if data is not None:
+            tree["env"]["eval_data"] = str(data)
+        if target is not None:
+            tree["env"] |= {"target": target, "kwargs": {}}
+        if samples is not None:
+            tree["eval"]["samples_per_task"] = samples
+        laid_over = parse(tree, source="eval options")
+        if not is_url:
+            check_model(parse(tree | {"model": tree["model"] | {"warmstart": None}}, source="eval options"))
+        default_tasks = EVERYTHING if data is not None else config.eval.num_tasks
+        return cls(
+            config=laid_over,
+            url=model if is_url else None,
+            served_model=served_model,
+            api_key=(environ or {}).get(key_name),
+            api_key_env=key_name,
+            tokenizer=tokenizer or laid_over.model.path,
+            num_tasks=limit or default_tasks,
+            tokens=Tokens.of(environ or {}),
+        )
+
+
+async def measure(request: Request) -> Evaluation:
+    """Play every task and show the numbers. Raises AgentRLError."""
+    config = request.config
+    env_class = load_env_class(config.env.target, config.env.kwargs)
+    tasks = held_out_tasks(env_class, config.env, num_tasks=request.num_tasks)
+    console = EvalConsole()
+    async with playing(request, env_class, console) as make_group:
+        with console.progress("playing") as advance:
+            evaluation = await evaluate(
+                tasks,
+                make_group=make_group,
+                policy_version=0,
+                max_concurrent_groups=max(1, 2 * config.engine.max_running // config.eval.samples_per_task),
+                progress=advance,
+            )
+    console.result(evaluation.result)
+    return evaluation
+
+
+@asynccontextmanager
+async def playing(request: Request, env_class: type[Env], console: EvalConsole) -> AsyncIterator[MakeGroup]:
+    """All started that it takes, and stopped again: yields (index, task) -> its group. Raises AgentRLError."""
+    config = request.config
+    wrappers = load_wrappers(config.env.wrappers)
+    through = _by_tokens if request.served_model is None else _by_messages
+    with TemporaryDirectory(prefix="agentrl-eval-") as logs:
+        async with launch.sandbox_service(config, logs=Path(logs), token=request.tokens.sandbox) as (sandbox, parts):
+            with console.phase("starting the sandbox"):
+                await launch.sandbox_ready(sandbox, parts, max_restarts=config.sandbox.max_restarts)
+            async with launch.watching(*parts), opened(env_class, sandbox=sandbox, wrappers=wrappers) as make_env:
+                await Canaries(env_class, make_env=make_env, sandbox=sandbox).check(when="at the start")
+                async with through(request, make_env, Path(logs), console) as make_group:
+                    yield make_group
+
+
+@asynccontextmanager
+async def _by_tokens(
+    request: Request, make_env: Callable[[], Env], logs: Path, console: EvalConsole
+) -> AsyncIterator[MakeGroup]:
+    """Through an engine that takes and tells token ids: the code path of training."""
+    from agentrl.tokens.tokenizer import TurnTokenizer
+
+    tokenizer = await asyncio.to_thread(TurnTokenizer.load, request.tokenizer)
+    player = Player(request.config, make_env=make_env, tokenizer=tokenizer)
+    async with _engine(request, logs, console) as engine:
+        yield lambda index, task: player.play_group(engine, index, task, kind="eval")
+
+
+@asynccontextmanager
+async def _by_messages(
+    request: Request, make_env: Callable[[], Env], logs: Path, console: EvalConsole
+) -> AsyncIterator[MakeGroup]:
+    """Through any chat endpoint."""
+    config = request.config
+    assert request.url is not None and request.served_model is not None
+    rules = ChatRules(
+        limits=config.rollout,
+        temperature=config.eval.temperature,
+        top_p=config.eval.top_p,
+        max_turns=config.env.max_turns,
+    )
+    proxy = ChatProxy()
+    async with ChatModel(
+        request.url,
+        model=request.served_model,
+        api_key=request.api_key,
+        api_key_name=request.api_key_env,
+        request_timeout_s=config.engine.request_timeout_s,
+    ) as model:
+        yield lambda index, task: play_chat_group(
+            make_env,
+            task,
+            group_id=index,
+            size=config.eval.samples_per_task,
+            model=model,
+            rules=rules,
+            seed=config.seed,
+            proxy=proxy,
+        )
+
+
+@asynccontextmanager
+async def _engine(request: Request, logs: Path, console: EvalConsole) -> AsyncIterator[Engine]:
+    """A server started for the model folder, or the running one."""
+    config = request.config
+    if request.url is not None:
+        timeout_s, token = config.engine.request_timeout_s, request.tokens.engine
+        async with OpenAIEngine(request.url, request_timeout_s=timeout_s, token=token) as running:
+            yield running
+        return
+    async with launch_engines.engine_servers(
+        config, model_path=config.model.path, logs=logs, token=request.tokens.engine
+    ) as servers:
+        with console.phase("starting the engine (vLLM)"):
+            await launch_engines.engines_ready(servers, config.engine)
+        async with (
+            launch.watching(*launch_engines.parts_of(servers)),
+            launch_engines.engine_client(servers, config, token=request.tokens.engine) as engine,
+        ):
+            yield engine

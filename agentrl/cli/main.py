@@ -1,0 +1,183 @@
+"""The `agentrl` command. Parses, calls one function of the library, shows errors on one screen, sets the exit code.
+
+Exit codes: 0 done, 1 a part failed, 2 the settings or files are wrong, 130 interrupted. Heavy modules are imported by
+the command that needs them, so that `--help` is instant.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from agentrl.cli.doctor.command import doctor
+from agentrl.cli.env import env_app
+from agentrl.cli.options import ApiKeyEnv, ConfigPath, Data, Debug, Model, Overrides, ServedModel, Target, Tokenizer
+from agentrl.cli.options import fail as _fail
+from agentrl.cli.options import guarded as _guarded
+from agentrl.cli.options import run as _run
+from agentrl.cli.rollout import rollout
+from agentrl.cli.services import learner, orchestrator
+from agentrl.cli.status import status
+from agentrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from agentrl.config import Config
+    from agentrl.run_folder import RunFolder
+
+app = typer.Typer(
+    name="agentrl",
+    help="Train language models to use tools over many turns, asynchronously.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(env_app, name="env")
+app.command(name="rollout")(rollout)
+app.command(name="status")(status)
+app.command(name="orchestrator")(orchestrator)
+app.command(name="learner")(learner)
+app.command(name="doctor")(doctor)
+
+
+@app.command()
+def train(
+    config: Annotated[
+        str | None,
+        typer.Argument(metavar="[CONFIG]", help="YAML file, e.g. configs/quickstart.yaml", show_default=False),
+    ] = None,
+    overrides: Overrides = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(metavar="RUN", help="Go on with this run's folder, after a crash, Ctrl-C or its last step."),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Start sandbox, engine and learner on this machine, train, write the run folder with report.html, stop them."""
+    _guarded(lambda: _run(_train(*_new_or_resumed(config, overrides or [], resume)), debug=debug), debug=debug)
+
+
+def _new_or_resumed(config: str | None, overrides: list[str], resume: Path | None) -> tuple[Config, RunFolder | None]:
+    from agentrl import config as configs
+    from agentrl.train.resume import reopen
+
+    if resume is not None:
+        run, resumed = reopen(resume, [*filter(None, [config]), *overrides])
+        return resumed, run
+    if config is None:
+        raise ConfigError("give a config, e.g. agentrl train configs/quickstart.yaml, or --resume and a run's folder")
+    return configs.load(config, overrides), None
+
+
+async def _train(config: Config, resumed: RunFolder | None) -> None:
+    from agentrl.report.console import TrainConsole
+    from agentrl.run_folder import RunFolder
+    from agentrl.supervision.secrets import Tokens
+    from agentrl.train.training import Training, train
+
+    console = TrainConsole(total_steps=config.train.steps)
+    training = Training(config, console, tokens=Tokens.of(os.environ))
+    await train(training, resumed or RunFolder.create(config.out_dir, config.name, config=config), console)
+
+
+@app.command(name="eval")
+def evaluate(
+    config_path: ConfigPath,
+    overrides: Overrides = None,
+    model: Model = None,
+    served_model: ServedModel = None,
+    api_key_env: ApiKeyEnv = None,
+    data: Data = None,
+    target: Target = None,
+    tokenizer: Tokenizer = None,
+    samples: Annotated[int | None, typer.Option("-n", min=1, help="Samples a task.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first rows.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Measure a model on held-out rows: avg@n and pass@k with 95 % confidence intervals."""
+    from agentrl import config as configs
+    from agentrl.cli.evaluate import Request, measure
+
+    config = configs.load(config_path, overrides or [])
+    request = Request.from_options(
+        config,
+        model=model,
+        data=data,
+        target=target,
+        tokenizer=tokenizer,
+        samples=samples,
+        limit=limit,
+        served_model=served_model,
+        api_key_env=api_key_env,
+        environ=os.environ,
+    )
+    _run(measure(request), debug=debug)
+
+
+@app.command()
+def warmstart(
+    config_path: Annotated[Path, typer.Argument(help="YAML config, or a run's config.json.")],
+    overrides: Overrides = None,
+    out: Annotated[Path | None, typer.Option(help="Folder to make; default model.path of the config.")] = None,
+    sandbox_url: Annotated[str | None, typer.Option(help="A running sandbox; default: one is started.")] = None,
+    if_missing: Annotated[bool, typer.Option("--if-missing", help="Nothing to do is no error.")] = False,
+    progress_json: Annotated[bool, typer.Option(hidden=True)] = False,
+    debug: Debug = False,
+) -> None:
+    """Make a small model from the environment's scripted demonstrations (supervised, a minute or two)."""
+    from agentrl import config as configs
+    from agentrl.cli.warmstart import make_model
+
+    config = configs.load(config_path, overrides or [])
+    making = make_model(config, out=out, sandbox_url=sandbox_url, progress_json=progress_json, if_missing=if_missing)
+    _run(making, debug=debug)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+def sandbox(context: typer.Context) -> None:
+    """Serve the sandbox that runs model-written code (`agentrl sandbox --help` lists its options)."""
+    from sandbox.__main__ import main as serve
+
+    raise typer.Exit(serve(context.args))
+
+
+@app.command()
+def engine(config_path: ConfigPath, overrides: Overrides = None, debug: Debug = False) -> None:
+    """Serve the config's model with vLLM, with the flags that in-flight weight updates need."""
+    from agentrl import config as configs
+    from agentrl.engine.launch import replace_by_engine
+    from agentrl.supervision import secrets as tokens
+    from agentrl.train.training import check_model, is_model_folder
+
+    config = configs.load(config_path, overrides or [])
+    check_model(config)
+    if config.model.warmstart is not None and not is_model_folder(Path(config.model.path)):
+        raise ConfigError(
+            f"model.path: there is no {config.model.path} yet: run `agentrl warmstart {config_path}` first"
+        )
+    _guarded(lambda: replace_by_engine(config, token=tokens.read(tokens.ENGINE, os.environ)), debug=debug)
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(help="Run folder, e.g. runs/quickstart; the run may still be going on.")],
+    debug: Debug = False,
+) -> None:
+    """Draw report.html again from what a run folder holds now."""
+    from agentrl.report.page import write_report
+    from agentrl.run_folder import RunFolder
+
+    _guarded(lambda: typer.echo(write_report(RunFolder.open(run))), debug=debug)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        app()
+    except ConfigError as error:
+        _fail(error, code=2, debug="--debug" in sys.argv)

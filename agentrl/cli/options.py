@@ -1,0 +1,93 @@
+"""What every command of the command line shares: its common options, Ctrl-C, errors on one screen, exit codes."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, TypeVar
+
+import typer
+
+from agentrl.errors import AgentRLError, ConfigError
+
+T = TypeVar("T")
+RUN_INTERRUPTED = "every part was stopped; what was finished is in the run folder"
+
+ConfigPath = Annotated[Path, typer.Argument(help="YAML file, e.g. configs/quickstart.yaml", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="e.g. learner.lr=1e-4 train.steps=20", show_default=False),
+]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")]
+
+# What `agentrl eval` and `agentrl rollout` have in common: agentrl.cli.evaluate.Request.
+Model = Annotated[str | None, typer.Option(help="Folder, hub name, or URL of a running server.")]
+ServedModel = Annotated[
+    str | None, typer.Option(help="MODEL is any OpenAI-compatible chat endpoint (.../v1), and serves this name.")
+]
+ApiKeyEnv = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Environment variable with the endpoint's key; default OPENAI_API_KEY."),
+]
+Data = Annotated[str | None, typer.Option(help="Rows: a file, a set's name, hf:owner/name (docs/math.md).")]
+Target = Annotated[str | None, typer.Option("--env", help="Another environment, module:Class.")]
+Tokenizer = Annotated[str | None, typer.Option(help="Tokenizer folder, where MODEL is a vLLM's URL.")]
+
+
+def run(work: Coroutine[Any, Any, T], *, debug: bool, interrupted: str = RUN_INTERRUPTED) -> T:
+    """The result of asynchronous work. `interrupted` is what Ctrl-C says once the work has cleaned up."""
+    return guarded(lambda: asyncio.run(_interruptible(work)), debug=debug, interrupted=interrupted)
+
+
+class _Interrupted(Exception):
+    """A signal to end arrived, and the work has cleaned up."""
+
+
+async def _interruptible(work: Coroutine[Any, Any, T]) -> T:
+    """Ctrl-C, SIGTERM (a container being stopped) and SIGHUP (a terminal closed) cancel the work: all is cleaned up.
+
+    Handled here and not by Python's default, which is missing where a shell started us in the background.
+    """
+    task = asyncio.ensure_future(work)
+    interrupted = False
+
+    def stop() -> None:
+        nonlocal interrupted
+        interrupted = True
+        task.cancel()
+
+    is_kept = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # nohup
+    for number in (signal.SIGINT, signal.SIGTERM, *(() if is_kept else (signal.SIGHUP,))):
+        asyncio.get_running_loop().add_signal_handler(number, stop)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        if interrupted:
+            raise _Interrupted from None
+        raise
+
+
+def guarded(work: Callable[[], T], *, debug: bool, interrupted: str = RUN_INTERRUPTED) -> T:
+    """Run it; show what went wrong on one screen and exit with the code that belongs to it."""
+    try:
+        return work()
+    except (KeyboardInterrupt, _Interrupted):
+        typer.echo(f"interrupted: {interrupted}", err=True)
+        raise typer.Exit(130) from None
+    except ConfigError as error:
+        fail(error, code=2, debug=debug)
+    except AgentRLError as error:
+        fail(error, code=1, debug=debug)
+
+
+def fail(error: AgentRLError, *, code: int, debug: bool) -> NoReturn:
+    """Show an error on one screen, and exit with `code`; with `debug` raise it."""
+    from agentrl.report.console import show_error
+
+    if debug:
+        raise error
+    show_error(error)
+    sys.exit(code)

@@ -1,0 +1,122 @@
+"""`agentrl orchestrator` and `agentrl learner`: parts of a run that others start and watch, such as Docker.
+
+Beside them go `agentrl sandbox` and `agentrl engine`. The only place of these two that reads the environment.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+from agentrl.cli import options as cli_run
+from agentrl.cli.options import ConfigPath, Debug, Overrides
+from agentrl.errors import ConfigError
+from agentrl.supervision import secrets as tokens
+
+if TYPE_CHECKING:
+    from agentrl.config import Config
+    from agentrl.run_folder import RunFolder
+
+
+def orchestrator(
+    config_path: ConfigPath,
+    overrides: Overrides = None,
+    host: Annotated[str, typer.Option(help="Where the learner finds it.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8400,
+    latest: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="LINK",
+            help="Keep a link to the run's folder here. Where it leads to a run that is not over, that one goes on.",
+        ),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Play episodes and hand batches to a learner that is started apart. Both need AGENTRL_TOKEN, the same secret."""
+    cli_run.guarded(
+        lambda: _orchestrate(config_path, overrides or [], at=(host, port), latest=latest, debug=debug), debug=debug
+    )
+
+
+def learner(
+    config_path: Annotated[Path, typer.Argument(metavar="RUN/config.json", help="Of the orchestrator's run.")],
+    orchestrator_url: Annotated[str, typer.Option("--orchestrator", metavar="URL")] = "http://127.0.0.1:8400",
+    weights_dir: Annotated[
+        Path | None, typer.Option(help="Folder that the engines see under the same name; default RUN/weights.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Train for an orchestrator, from the run's newest checkpoint where it has one, on all ranks of the config."""
+    cli_run.guarded(lambda: _learn(config_path, orchestrator_url, weights_dir), debug=debug)
+
+
+def _orchestrate(
+    config_path: Path, overrides: list[str], *, at: tuple[str, int], latest: Path | None, debug: bool
+) -> None:
+    from agentrl import config as configs
+    from agentrl.report.console import TrainConsole
+    from agentrl.run_folder import RunFolder
+    from agentrl.train.training import Training, train
+
+    if tokens.read(tokens.RUN, os.environ) is None:
+        raise ConfigError(f"set {tokens.RUN} (or {tokens.RUN}_FILE), the same for orchestrator and learner")
+    config = configs.load(config_path, overrides)
+    console = TrainConsole(total_steps=config.train.steps)
+    training = Training(config, console, tokens=tokens.Tokens.of(os.environ), learner_at=at)
+    run = _unfinished(latest, config) or RunFolder.create(config.out_dir, config.name, config=config)
+    if latest is not None:
+        _point(latest, run.path)
+    cli_run.run(train(training, run, console), debug=debug)
+
+
+def _unfinished(latest: Path | None, config: Config) -> RunFolder | None:
+    """The run that `latest` leads to, where it is this config's and something is left to do; it says why where not."""
+    from agentrl.run_folder import RunFolder
+    from agentrl.train import resume
+
+    if latest is None or not (latest / "config.json").is_file():
+        return None
+    run = RunFolder.open(latest.resolve())
+    try:
+        resume.go_on(run, config)
+    except resume.CannotGoOn as error:
+        typer.echo(f"a new run begins, since the last one does not go on: {error}")
+        return None
+    typer.echo(f"{run.path.name} goes on")
+    return run
+
+
+def _point(link: Path, folder: Path) -> None:
+    """Make `link` lead to `folder`, at once; relative, so that it holds where both are seen under another path."""
+    fresh = link.with_name(f".{link.name}.{os.getpid()}")
+    fresh.unlink(missing_ok=True)
+    try:
+        fresh.symlink_to(os.path.relpath(folder, link.parent))
+        fresh.replace(link)
+    except OSError as error:
+        fresh.unlink(missing_ok=True)
+        raise ConfigError(f"--latest: cannot make the link {link}: {error.strerror}") from error
+
+
+def _learn(config_path: Path, orchestrator_url: str, weights_dir: Path | None) -> NoReturn:
+    from agentrl import config as configs
+    from agentrl.train import launch
+
+    token = tokens.read(tokens.RUN, os.environ)
+    if token is None:
+        raise ConfigError(f"set {tokens.RUN} (or {tokens.RUN}_FILE), the same for orchestrator and learner")
+    config = configs.load(config_path)
+    run_dir = config_path.resolve().parent
+    command = launch.learner_command(
+        config,
+        config_path=run_dir / config_path.name,
+        orchestrator_url=orchestrator_url,
+        weights_dir=weights_dir or run_dir / "weights",
+        run_dir=run_dir,
+        token_file=Path(path) if (path := os.environ.get(f"{tokens.RUN}_FILE")) else None,
+    )
+    added = {tokens.RUN: token, "OMP_NUM_THREADS": str(config.learner.num_threads)}
+    os.execvpe(command[0], command, {**os.environ, **added})

@@ -1,0 +1,138 @@
+"""`agentrl status`: a run from another terminal, once or live. Knows how a status looks, and not how it is judged."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from agentrl.cli.options import Debug, guarded
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from agentrl.supervision.status import Status, Verdict
+
+REFRESH_S = 1.0
+SECOND_LOOK_S = 2.0
+"""A run that was silent is looked at again after so long: it may just have been woken, with the machine."""
+COLORS = {"running": "green", "done": "green", "stalled": "yellow", "stopped": "yellow", "dead": "red", "failed": "red"}
+
+
+def status(
+    run: Annotated[Path | None, typer.Argument(help="Run folder; default: the newest in runs/.")] = None,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Stay, and follow the run until it is over.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object, for programs.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Show how a run fares: who waits for whom, lag, ledger. Exit code 1 when it failed, is dead or stalled."""
+    from agentrl.supervision.status import newest_run
+
+    def show() -> str:
+        folder = newest_run() if run is None else run
+        return _follow(folder, json=json) if watch else _once(folder, json=json)
+
+    state = guarded(show, debug=debug, interrupted="the run is not touched")
+    raise typer.Exit(1 if state in ("failed", "dead", "stalled") else 0)
+
+
+def _once(folder: Path, *, json: bool) -> str:
+    found, verdict = _look(folder)
+    if json:
+        typer.echo(_json(found, verdict))
+    else:
+        from rich.console import Console
+
+        Console(highlight=False).print(_panel(found, verdict))
+    return verdict.state
+
+
+def _follow(folder: Path, *, json: bool) -> str:
+    """Until the run is over. A run that stalls may recover, one that died may be resumed: these are followed on."""
+    from rich.console import Console
+    from rich.live import Live
+
+    found, verdict = _look(folder)
+    if json:
+        typer.echo(_json(found, verdict))
+        while not found.ending:
+            time.sleep(REFRESH_S)
+            found, verdict = _look(folder)
+            typer.echo(_json(found, verdict))
+        return verdict.state
+    with Live(_panel(found, verdict), console=Console(highlight=False), auto_refresh=False) as live:
+        while not found.ending:
+            time.sleep(REFRESH_S)
+            found, verdict = _look(folder)
+            live.update(_panel(found, verdict), refresh=True)
+    return verdict.state
+
+
+def _look(folder: Path) -> tuple[Status, Verdict]:
+    from agentrl.supervision.status import OLD_S, State, judge, read_status
+
+    found = read_status(folder)
+    verdict = judge(found, folder)
+    if verdict.state is State.STALLED and found.age_s() > OLD_S:
+        time.sleep(SECOND_LOOK_S)
+        found = read_status(folder)
+        verdict = judge(found, folder)
+    return found, verdict
+
+
+def _json(found: Status, verdict: Verdict) -> str:
+    import msgspec
+
+    fields = {name: getattr(found, name) for name in found.__slots__}
+    head = {"state": verdict.state, "sentence": verdict.sentence, "advice": verdict.advice, "age_s": found.age_s()}
+    return msgspec.json.encode(head | fields).decode()
+
+
+def _panel(found: Status, verdict: Verdict) -> RenderableType:
+    from rich.console import Group
+    from rich.panel import Panel
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2))
+    for name, text in _rows(found):
+        table.add_row(Text(name, style="dim"), Text(text))
+    parts: list[RenderableType] = [Text(verdict.sentence, style=COLORS[verdict.state])]
+    if verdict.advice:
+        parts.append(Text(verdict.advice))
+    return Panel(Group(*parts, Text(), table), title=Text(f"{found.run}: {verdict.state}"), expand=False)
+
+
+def _rows(found: Status) -> list[tuple[str, str]]:
+    now = found.progress
+    at = now.gauges
+    rows = [] if found.ending == "done" else [("phase", f"{now.phase}, {now.phase_s:.0f} s")]
+    if at.num_steps:
+        rows += [
+            ("step", _step(found)),
+            ("version", f"{at.version} in the engines, {at.learner_version} at the learner"),
+            ("lag", f"{at.lag} in the last batch, at most {at.max_lag}"),
+        ]
+    if found.tokens_per_s is not None and at.num_tokens:
+        rows.append(("generating", f"{found.tokens_per_s:.0f} tokens/s"))
+    if at.ledger:
+        rows.append(("ledger", ", ".join(f"{name} {count}" for name, count in at.ledger.items() if count) or "empty"))
+    if at.queues:
+        rows.append(("queues", ", ".join(f"{name} {count}" for name, count in at.queues.items())))
+    rows.append(("last movement", f"{now.quiet_s:.0f} s before this was written, by the {now.last_beat}"))
+    waits = () if found.ending == "done" else now.waits
+    rows += [("waiting" if number == 0 else "", str(wait)) for number, wait in enumerate(waits)]
+    rows.append(("written", f"{found.age_s():.0f} s ago by process {found.writer.pid}"))
+    return rows
+
+
+def _step(found: Status) -> str:
+    at = found.progress.gauges
+    text = f"{at.step} of {at.num_steps}"
+    if found.steps_per_hour:
+        text += f", {found.steps_per_hour:.0f} an hour"
+    if found.steps_per_hour and not found.ending:
+        text += f", about {60 * (at.num_steps - at.step) / found.steps_per_hour:.0f} min to go"
+    return text

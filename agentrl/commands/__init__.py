@@ -1,1 +1,0 @@
-"""What the subcommands of `agentrl` do, and what they say."""

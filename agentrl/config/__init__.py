@@ -1,0 +1,41 @@
+"""The settings of a run as one typed, frozen tree: YAML in, resolved JSON out.
+
+May import: `agentrl.errors`, `agentrl.types`. Start reading in `tree.py` (the sections), then `loading.py`.
+"""
+
+from agentrl.config.algorithm import AlgorithmConfig, Section
+from agentrl.config.loading import load, parse, save
+from agentrl.config.rollout import RolloutConfig
+from agentrl.config.tree import (
+    Config,
+    EngineConfig,
+    EnvConfig,
+    EvalConfig,
+    LearnerConfig,
+    LoraConfig,
+    ModelConfig,
+    SandboxConfig,
+    TrainConfig,
+    WarmstartConfig,
+    WrapperConfig,
+)
+
+__all__ = [
+    "AlgorithmConfig",
+    "Config",
+    "EngineConfig",
+    "EnvConfig",
+    "EvalConfig",
+    "LearnerConfig",
+    "LoraConfig",
+    "ModelConfig",
+    "RolloutConfig",
+    "SandboxConfig",
+    "Section",
+    "TrainConfig",
+    "WarmstartConfig",
+    "WrapperConfig",
+    "load",
+    "parse",
+    "save",
+]

@@ -1,0 +1,122 @@
+"""The settings of the policy gradient, as one frozen section of a run's config.
+
+Says which combinations exist; knows nothing of how they are carried out (see trainer/objective/policy_gradient.py).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+
+from agentrl.config.presets import (
+    OPTIMAL,
+    PRESETS,
+    Baseline,
+    LengthNorm,
+    Preset,
+    Ratio,
+    StepScale,
+    Treatment,
+    refusal,
+    unread,
+    with_preset,
+)
+
+
+class Section(BaseModel):
+    """A frozen node of the tree; unknown keys are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class AlgorithmConfig(Section):
+    """The policy gradient as settings over independent axes; docs/algorithms.md has the equations.
+
+    `preset` is one line of settings (agentrl/config/presets.py); keys that are written out win over it.
+    """
+
+    preset: Preset = "vcpo_safe"
+    ratio: Ratio = "sequence"
+    """What pi/mu is taken of: each token, the whole episode, its geometric mean; none: no correction."""
+    treatment: Treatment = "truncate"
+    """What happens to large ratios: none; truncate (TIS); mask (MIS); clip (PPO); clip_weight (CISPO: the weight is
+    clipped, the gradient kept); second_moment (M2PO); adaptive_clip (BAPO)."""
+    max_weight: PositiveFloat = 8.0
+    """The c of truncate, min(w, c), and the upper end of mask."""
+    min_weight: Annotated[float, Field(ge=0)] = 0.0
+    """The lower end of mask."""
+    clip_low: Annotated[float, Field(ge=0, le=1)] = 0.2
+    """clip and clip_weight: ratios below 1 - clip_low are cut; 1 is no lower bound."""
+    clip_high: Annotated[float, Field(ge=0)] = 0.2
+    """clip and clip_weight: ratios above 1 + clip_high are cut."""
+    second_moment_bound: PositiveFloat = 0.04
+    """second_moment: largest mean of (log ratio)^2 over the tokens that stay."""
+    adaptive_low: tuple[PositiveFloat, PositiveFloat] = (0.6, 0.9)
+    """adaptive_clip: range in which the lower bound of the ratio moves."""
+    adaptive_high: tuple[PositiveFloat, PositiveFloat] = (1.2, 3.0)
+    """adaptive_clip: range in which the upper bound of the ratio moves."""
+    adaptive_step: PositiveFloat = 0.05
+    positive_share: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """adaptive_clip: share of the loss that tokens of positive advantage should have."""
+    baseline: Baseline = "opob_safe"
+    """opob: VCPO's optimal baseline; opob_safe: the same, never above the group's mean; length_weighted: OPO; otb: the
+    optimal token baseline."""
+    baseline_weights: Literal["treated", "untreated"] = "treated"
+    """opob and opob_safe: b* has the weights of the gradient, or w as it is. The paper writes w in b* and min(w, c) in
+    the gradient; the two differ only where a weight is cut."""
+    baseline_norms: Literal["exact", "proxy"] = "exact"
+    """opob and opob_safe: each trajectory's own gradient norm, or a cheap stand-in where exactness costs too much."""
+    step_scale: StepScale = "ess_sqrt"
+    """Learning rate times (rho / rho_base)^p: p = 1/2 for AdamW, 1 (ess_linear) for SGD."""
+    rho_base: PositiveFloat | Literal["auto"] = "auto"
+    """ESS ratio at which the full learning rate is used; `auto` learns it from the first near-on-policy steps."""
+    normalize_by_length: LengthNorm = True
+    """Divide each trajectory's summed log-probability gradient by its number of action tokens; `group`: by its
+    group's tokens over the group's episodes, so that every token of a group counts alike (DAPO, CISPO)."""
+    normalize_by_std: bool = False
+    """Divide a group's advantages by the standard deviation of its rewards."""
+    ess_floor: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Below this ESS ratio for `ess_floor_steps` steps in a row, admission works with one version of lag less, down to
+    0; it comes back by one after ten times as many steps above."""
+    ess_floor_steps: PositiveInt = 3
+    refuse_below: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """A step whose ESS ratio is below this is refused: the weights stay as they are."""
+    variance_every: Annotated[int, Field(ge=0)] = 0
+    """Steps between measurements of the gradient's variance under each baseline, from halves of the batch; each costs
+    the passes of up to seven steps. 0: never."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_preset(cls, given: Any) -> Any:
+        return with_preset(given) if isinstance(given, dict) else given
+
+    @model_validator(mode="after")
+    def _makes_sense(self) -> AlgorithmConfig:
+        if reason := refusal(ratio=self.ratio, treatment=self.treatment, baseline=self.baseline):
+            raise ValueError(reason)
+        if reason := unread(self.treatment, self._changed()):
+            raise ValueError(reason)
+        if self.baseline_norms == "proxy" and self.baseline not in OPTIMAL:
+            raise ValueError(f"baseline={self.baseline} uses no norms; leave baseline_norms out")
+        if "baseline_weights" in self._changed() and self.baseline not in OPTIMAL:
+            raise ValueError(f"baseline={self.baseline} is not made of weights; leave baseline_weights out")
+        if self.treatment == "mask" and self.min_weight >= self.max_weight:
+            raise ValueError(f"min_weight={self.min_weight:g} must be below max_weight={self.max_weight:g}")
+        for name in ("adaptive_low", "adaptive_high"):
+            low, high = getattr(self, name)
+            if low > high:
+                raise ValueError(f"{name} must rise, got [{low:g}, {high:g}]")
+        if self.refuse_below is not None and self.ess_floor is not None and self.refuse_below >= self.ess_floor:
+            raise ValueError("refuse_below must be below ess_floor: a step is refused only where shrinking is too slow")
+        return self
+
+    def _changed(self) -> set[str]:
+        """Names of the settings that are not what the preset alone would make them."""
+        alone = {name: field.default for name, field in type(self).model_fields.items()} | dict(PRESETS[self.preset])
+        return {name for name, value in self if value != alone[name]}
+
+    @property
+    def needs_spread(self) -> bool:
+        """Whether a group of equal rewards has no gradient."""
+        return self.baseline != "none" or self.normalize_by_std

@@ -1,1 +1,0 @@
-"""`agentrl doctor`: whether this machine can do what a config asks."""

@@ -1,0 +1,171 @@
+"""Starts a run's vLLM servers, or joins those that URLs name, and makes the one engine that the run speaks to.
+
+Knows no training loop; the servers' flags are engine/vllm_server.py's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from agentrl.config import Config, EngineConfig
+from agentrl.engine import vllm_server as engine_server
+from agentrl.engine.pool import EnginePool
+from agentrl.engine.vllm_engine import VLLMEngine
+from agentrl.errors import ConfigError, raise_first
+from agentrl.supervision.child import Child, child, never
+from agentrl.train.launch import port_of
+
+SERVED_NAME = "policy"
+PARITY_BOUNDS = {"float32": 1e-4, "bfloat16": 0.5}
+"""Largest allowed |engine - learner| logprob by model.dtype: some ten times what benchmarks/engine.md measures."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """One vLLM server of the run."""
+
+    url: str
+    part: Child | None = None
+    """None: started by others."""
+
+
+def parts_of(servers: Sequence[Server]) -> list[Child]:
+    """Those that were started here."""
+    return [server.part for server in servers if server.part is not None]
+
+
+@asynccontextmanager
+async def engine_servers(
+    config: Config, *, model_path: str, logs: Path, token: str | None = None
+) -> AsyncIterator[list[Server]]:
+    """The servers of `config.engine`, which may still be starting: wait with `engines_ready`.
+
+    Those started here demand `token` where it is given. Raises ConfigError.
+    """
+    settings = config.engine
+    async with AsyncExitStack() as stack:
+        servers = [Server(url=url) for url in settings.urls]
+        for index in range(0 if servers else settings.replicas):
+            url, command, env = _command(config, model_path, index, token)
+            name = "engine" if settings.replicas == 1 else f"engine-{index}"
+            part = await stack.enter_async_context(
+                child(name, command, log_path=logs / f"{name}.log", env=env, may_end=never)
+            )
+            servers.append(Server(url=url, part=part))
+        yield servers
+
+
+async def engines_ready(servers: Sequence[Server], settings: EngineConfig) -> None:
+    """Wait until all serve; from then on those started here are started again when they die.
+
+    Raises EngineError with the end of its log for the first that does not.
+    """
+    try:
+        async with asyncio.TaskGroup() as waiting:
+            for server in servers:
+                waiting.create_task(_ready(server, settings), name=f"start of {server.url}")
+    except BaseExceptionGroup as errors:
+        raise_first(errors)
+
+
+async def _ready(server: Server, settings: EngineConfig) -> None:
+    part = server.part
+    await engine_server.wait_ready(
+        server.url,
+        poll=part.poll if part else lambda: None,
+        log=partial(part.log_tail, num_lines=2000, max_bytes=2**18) if part else lambda: "",
+        timeout_s=settings.start_timeout_s,
+    )
+    if part:
+        part.allow_restarts(settings.max_restarts)
+
+
+def engine_client(
+    servers: Sequence[Server],
+    config: Config,
+    *,
+    token: str | None = None,
+    on_tokens: Callable[[], None] = lambda: None,
+) -> VLLMEngine | EnginePool:
+    """A client of servers that are ready: of the one, or of all as one. `on_tokens` is called when tokens come."""
+    settings = config.engine
+    common: dict[str, Any] = {"token": token, "on_tokens": on_tokens}
+    return_timeout_s = settings.start_timeout_s if settings.max_restarts else 0.0
+    if len(servers) == 1:
+        return vllm_client(servers[0], config, return_timeout_s=return_timeout_s, **common)
+    # A pool does not wait for a server that is gone: it has others, and brings this one back itself.
+    clients = [vllm_client(server, config, return_timeout_s=0.0, **common) for server in servers]
+    return EnginePool(clients, order=settings.update_order, return_timeout_s=return_timeout_s)
+
+
+def vllm_client(
+    server: Server,
+    config: Config,
+    *,
+    return_timeout_s: float,
+    token: str | None = None,
+    on_tokens: Callable[[], None] = lambda: None,
+) -> VLLMEngine:
+    """A client of one of them; a server that was not started here names its model itself."""
+    settings, part = config.engine, server.part
+    bound = settings.parity_bound
+    return VLLMEngine(
+        server.url,
+        model=SERVED_NAME if part else None,
+        request_timeout_s=settings.request_timeout_s,
+        update_timeout_s=settings.update_timeout_s,
+        return_timeout_s=return_timeout_s,
+        kv_on_update=settings.kv_on_update,
+        by_folder=engine_server.transfer_of(settings) == "reload",
+        parity_bound=PARITY_BOUNDS[config.model.dtype] if bound == "auto" else bound,
+        parity_every=settings.parity_every,
+        num_starts=lambda: part.num_starts if part else 0,
+        on_tokens=on_tokens,
+        token=token,
+    )
+
+
+def replace_by_engine(config: Config, *, token: str | None = None) -> None:
+    """Become the engine server of `config`, in the foreground: `agentrl engine`. Raises ConfigError."""
+    url, command, env = _command(config, config.model.path, 0, token)
+    sys.stderr.write(f"{engine_server.describe(config.engine)}\n{url} serves {config.model.path}\n")
+    os.execvpe(command[0], command, {**os.environ, **env})
+
+
+def _command(config: Config, model_path: str, index: int, token: str | None) -> tuple[str, list[str], dict[str, str]]:
+    """(base URL, command, added environment) of the `index`-th server of our own. Raises ConfigError."""
+    settings = _of_replica(config.engine, index)
+    port = port_of(settings.host, settings.port, key="engine.port")
+    command, env = engine_server.command(
+        model_path=model_path,
+        served_name=SERVED_NAME,
+        host=settings.host,
+        port=port,
+        config=settings,
+        max_context=config.rollout.max_context,
+        dtype=config.model.dtype,
+        seed=config.seed + index,  # engines that draw alike would write the same episodes
+        token=token,
+    )
+    return f"http://{settings.host}:{port}", command, env
+
+
+def _of_replica(settings: EngineConfig, index: int) -> EngineConfig:
+    """Its own port and GPUs. Raises ConfigError where GPUs are to be divided and are not named."""
+    if settings.replicas == 1:
+        return settings
+    changes: dict[str, object] = {"port": settings.port and settings.port + index}
+    if engine_server.device_of(settings) == "cuda":
+        if settings.gpus is None:
+            raise ConfigError(f"engine.replicas={settings.replicas}: name the GPUs to divide, e.g. engine.gpus=[0,1]")
+        width = settings.tensor_parallel
+        changes["gpus"] = settings.gpus[index * width : (index + 1) * width]
+    return settings.model_copy(update=changes)

@@ -1,0 +1,85 @@
+"""Counts what an engine generates, when it was busy, and who waits for it. Knows nothing of what is generated."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from agentrl.engine.vllm_engine import TrainableEngine
+from agentrl.engine.weight_updates import WeightUpdate
+from agentrl.supervision.wait_graph import Progress
+from agentrl.types import Completion, Sampling, TransferInit, WeightsRef
+
+
+class BusyClock:
+    """Seconds during which at least one piece of work was under way."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._num_running = 0
+        self._since = 0.0
+        self._total_s = 0.0
+
+    def start(self) -> None:
+        """One more piece of work."""
+        if self._num_running == 0:
+            self._since = self._clock()
+        self._num_running += 1
+
+    def stop(self) -> None:
+        """One piece of work less."""
+        self._num_running -= 1
+        if self._num_running == 0:
+            self._total_s += self._clock() - self._since
+
+    @property
+    def seconds(self) -> float:
+        """Busy time so far, the current stretch included."""
+        return self._total_s + (self._clock() - self._since if self._num_running else 0.0)
+
+
+class MeteredEngine:
+    """An engine that counts its tokens and its busy seconds; time paused for new weights is not busy.
+
+    `progress` hears of every call.
+    """
+
+    def __init__(self, engine: TrainableEngine, progress: Progress | None = None) -> None:
+        self._engine = engine
+        self.progress = progress or Progress()
+        """Where the calls are noted."""
+        url = getattr(engine, "url", "")  # one that runs in this process has none
+        self.name = f"engine at {url}" if url else "engine"
+        """What it is called there."""
+        self.busy = BusyClock()
+        self.num_tokens = 0
+
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling, *, request_id: str) -> Completion:
+        """See Engine.generate."""
+        self.busy.start()
+        try:
+            with self.progress.waiting("episodes", on=self.name, what="generate"):
+                completion = await self._engine.generate(token_ids, sampling, request_id=request_id)
+        finally:
+            self.busy.stop()
+        self.num_tokens += len(completion.token_ids)
+        return completion
+
+    @property
+    def wants_weights(self) -> bool:
+        """See TrainableEngine.wants_weights."""
+        return self._engine.wants_weights
+
+    async def init_transfer(self, init: TransferInit) -> None:
+        """See TrainableEngine.init_transfer."""
+        with self.progress.waiting("learner", on=self.name, what="joining its group"):
+            await self._engine.init_transfer(init)
+
+    async def update_weights(self, ref: WeightsRef) -> WeightUpdate:
+        """See TrainableEngine.update_weights."""
+        with self.progress.waiting("learner", on=self.name, what="taking new weights"):
+            return await self._engine.update_weights(ref)
+
+    def metrics(self) -> dict[str, float]:
+        """See TrainableEngine.metrics."""
+        return self._engine.metrics()

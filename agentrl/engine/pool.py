@@ -1,0 +1,287 @@
+"""Several engines as one: an episode stays where its prefix is cached, new ones go where least is running.
+
+An engine that fails is out at once, its requests go to another, and it is back only with the present weights, proven.
+So no two versions serve unnoticed: an update commits on every engine that serves. Knows no HTTP and no processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Literal, Protocol, Self
+
+from agentrl.engine.vllm_engine import TrainableEngine
+from agentrl.engine.weight_updates import WeightUpdate
+from agentrl.errors import EngineError, EngineGone, WeightSyncError
+from agentrl.supervision.backoff import backoff_s
+from agentrl.types import Completion, Sampling, TransferInit, WeightsRef
+
+log = logging.getLogger(__name__)
+
+Order = Literal["simultaneous", "rolling"]
+MAX_SESSIONS = 100_000
+MAX_FAILURES = 3
+"""Failures in a row after which an engine that answers is taken out all the same."""
+MAX_FALSE_UPDATES = 3
+"""Times that an engine may fail to take weights, or to prove them, before it is not asked again."""
+FIRST_RETURN_S = 0.5
+
+
+class Replica(TrainableEngine, AbstractAsyncContextManager["Replica"], Protocol):
+    """One engine of a pool. `generate` must not wait for a server that is gone: the pool has others."""
+
+    @property
+    def url(self) -> str:
+        """For people."""
+        ...
+
+    async def health(self) -> None:
+        """Raises EngineError unless it lives."""
+        ...
+
+    async def recover(self) -> None:
+        """After a restart before the first update: know again what it holds. Raises EngineError."""
+        ...
+
+
+@dataclass(kw_only=True, eq=False)
+class _Seat:
+    """What the pool knows of one engine."""
+
+    engine: Replica
+    is_serving: bool = True
+    num_running: int = 0
+    failures: int = 0
+    """In a row."""
+    false_updates: int = 0
+    """In a row."""
+
+    @property
+    def is_lost(self) -> bool:
+        return self.false_updates >= MAX_FALSE_UPDATES
+
+
+class EnginePool:
+    """A TrainableEngine over others, which are entered and left with it.
+
+    Args:
+        engines: at least one; all serve the same model.
+        order: whether an update reaches all at once, or one after the other: then most go on generating.
+        return_timeout_s: how long a request waits when no engine is left, before that is an error.
+
+    Raises on entering: EngineError when one of them cannot be used.
+    """
+
+    def __init__(
+        self, engines: Sequence[Replica], *, order: Order = "simultaneous", return_timeout_s: float = 180.0
+    ) -> None:
+        self._seats = [_Seat(engine=engine) for engine in engines]
+        self._order = order
+        self._return_timeout_s = return_timeout_s
+        self._seat_of: OrderedDict[str, _Seat] = OrderedDict()
+        self._changed = asyncio.Condition()
+        self._updating = asyncio.Lock()  # one update, or one return, at a time
+        self._ref: WeightsRef | None = None
+        self._stack = AsyncExitStack()
+        self._returns: set[asyncio.Task[None]] = set()
+        self._num_ejections = 0
+        self._num_moved = 0
+        self._last_error: EngineError | None = None
+
+    async def __aenter__(self) -> Self:
+        try:
+            for seat in self._seats:
+                await self._stack.enter_async_context(seat.engine)
+        except BaseException:
+            await self._stack.aclose()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for task in self._returns:
+            task.cancel()
+        await asyncio.gather(*self._returns, return_exceptions=True)
+        await self._stack.aclose()
+
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling, *, request_id: str) -> Completion:
+        """Continue `token_ids` ([T]) on the engine that has the session: `request_id` without its last part.
+
+        A request whose engine goes away is made anew on another one. Raises EngineError: what an engine that lives
+        made of the request, or that none came back in time.
+        """
+        session = request_id.rpartition("-")[0]
+        while True:
+            seat = await self._seat(session)
+            seat.num_running += 1
+            try:
+                completion = await seat.engine.generate(token_ids, sampling, request_id=request_id)
+            except EngineError as error:
+                if not await self._is_engines_fault(seat, error):
+                    raise
+                await self._eject(seat, error)
+                self._num_moved += 1
+                continue
+            finally:
+                seat.num_running -= 1
+            seat.failures = 0
+            return completion
+
+    @property
+    def url(self) -> str:
+        """Of all engines, for people."""
+        return ", ".join(seat.engine.url for seat in self._seats)
+
+    @property
+    def wants_weights(self) -> bool:
+        """Never: weights lie in a folder, from which an engine that returns takes them."""
+        return False
+
+    async def init_transfer(self, init: TransferInit) -> None:
+        """Raises EngineError: a group of processes would have to be made anew with every engine that goes."""
+        raise EngineError(
+            "several engines take their weights from a folder: set engine.weight_transfer to safetensors or reload"
+        )
+
+    async def update_weights(self, ref: WeightsRef) -> WeightUpdate:
+        """Swap weights in every engine that serves; one that cannot is out, and takes them when it returns.
+
+        Returns the longest gap and the worst parity. Raises WeightSyncError when no engine took them.
+        """
+        async with self._updating:
+            self._ref = ref
+            seats = [seat for seat in self._seats if seat.is_serving]
+            if self._order == "rolling":
+                outcomes = [await self._updated(seat, ref) for seat in seats]
+            else:
+                outcomes = list(await asyncio.gather(*(self._updated(seat, ref) for seat in seats)))
+        updates = [outcome for outcome in outcomes if isinstance(outcome, WeightUpdate)]
+        if updates:
+            return _worst(updates)
+        errors = [outcome for outcome in outcomes if isinstance(outcome, EngineError)]
+        return await self._first_return(ref, errors[0] if errors else None)
+
+    def metrics(self) -> dict[str, float]:
+        """Counts since the start, over all engines."""
+        totals: dict[str, float] = {}
+        for seat in self._seats:
+            for name, value in seat.engine.metrics().items():
+                totals[name] = totals.get(name, 0.0) + value
+        return totals | {
+            "engine/num_serving": float(sum(seat.is_serving for seat in self._seats)),
+            "engine/ejections": float(self._num_ejections),
+            "engine/moved_requests": float(self._num_moved),
+        }
+
+    async def _seat(self, session: str) -> _Seat:
+        """Where the session is, or the engine with the least to do. Waits while there is none."""
+        seat = self._seat_of.get(session)
+        if seat is None or not seat.is_serving:
+            await self._someone_serves()
+            seat = min((seat for seat in self._seats if seat.is_serving), key=lambda seat: seat.num_running)
+            self._seat_of[session] = seat
+        self._seat_of.move_to_end(session)
+        if len(self._seat_of) > MAX_SESSIONS:
+            self._seat_of.popitem(last=False)
+        return seat
+
+    async def _someone_serves(self) -> None:
+        """Raises EngineError when nobody does within `return_timeout_s`, or nobody ever will."""
+        try:
+            async with asyncio.timeout(self._return_timeout_s), self._changed:
+                await self._changed.wait_for(
+                    lambda: any(seat.is_serving for seat in self._seats) or all(seat.is_lost for seat in self._seats)
+                )
+        except TimeoutError:
+            raise EngineError(
+                f"none of {len(self._seats)} engines came back within {self._return_timeout_s:g} s: {self._last_error}"
+            ) from self._last_error
+        if all(seat.is_lost for seat in self._seats):
+            raise WeightSyncError(f"no engine is left: {self._last_error}") from self._last_error
+
+    async def _is_engines_fault(self, seat: _Seat, error: EngineError) -> bool:
+        """Whether another engine might do better; the request itself may be what is wrong."""
+        seat.failures += 1
+        if isinstance(error, EngineGone | WeightSyncError) or not seat.is_serving or seat.failures >= MAX_FAILURES:
+            return True
+        try:
+            await seat.engine.health()
+        except EngineError:
+            return True
+        return False
+
+    async def _eject(self, seat: _Seat, error: EngineError) -> None:
+        self._last_error = error
+        if not seat.is_serving:
+            return
+        seat.is_serving = False
+        self._num_ejections += 1
+        log.warning("the engine at %s is out: %s", seat.engine.url, error)
+        task = asyncio.create_task(self._bring_back(seat), name=f"return of {seat.engine.url}")
+        self._returns.add(task)
+        task.add_done_callback(self._returns.discard)
+
+    async def _bring_back(self, seat: _Seat) -> None:
+        """Until it serves the present weights again, or has failed to take them too often."""
+        began, number = time.monotonic(), 0
+        while not seat.is_lost:
+            await asyncio.sleep(backoff_s(number, base_s=FIRST_RETURN_S))
+            number += 1
+            try:
+                await seat.engine.health()
+                await self._renewed(seat)
+            except WeightSyncError as error:
+                seat.false_updates += 1
+                self._last_error = error
+                log.warning("%s", error)
+            except EngineError as error:
+                self._last_error = error
+            else:
+                log.warning("the engine at %s serves again, after %.1f s", seat.engine.url, time.monotonic() - began)
+                break
+        else:
+            log.error("the engine at %s is given up: %s", seat.engine.url, self._last_error)
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _renewed(self, seat: _Seat) -> None:
+        async with self._updating:
+            if self._ref is None:
+                await seat.engine.recover()
+            else:
+                await seat.engine.update_weights(self._ref)
+            seat.failures = seat.false_updates = 0
+            seat.is_serving = True
+
+    async def _updated(self, seat: _Seat, ref: WeightsRef) -> WeightUpdate | EngineError:
+        try:
+            return await seat.engine.update_weights(ref)
+        except EngineError as error:
+            seat.false_updates += 1
+            await self._eject(seat, error)
+            return error
+
+    async def _first_return(self, ref: WeightsRef, error: EngineError | None) -> WeightUpdate:
+        """What to say of an update that no engine took at once: those that return take it then."""
+        began = time.monotonic()
+        try:
+            await self._someone_serves()
+        except EngineError as gone:
+            raise WeightSyncError(f"no engine took version {ref.policy_version}: {error or gone}") from gone
+        return WeightUpdate(gap_s=max(time.monotonic() - began, 1e-9), num_bytes=ref.num_bytes, parity=None)
+
+
+def _worst(updates: Sequence[WeightUpdate]) -> WeightUpdate:
+    probed = [update.parity for update in updates if update.parity is not None]
+    return WeightUpdate(
+        gap_s=max(update.gap_s for update in updates),
+        num_bytes=updates[0].num_bytes,
+        parity=max(probed, key=lambda parity: parity.max_abs) if probed else None,
+    )

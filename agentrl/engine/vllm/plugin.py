@@ -1,0 +1,28 @@
+"""vLLM's plugin entry point: makes our weight-transfer backends known, each loaded only where it is configured.
+
+    safetensors    reads a folder that learner and engine both see       agentrl.engine.vllm.safetensors
+    gloo           broadcast between processes, for CPUs                  agentrl.engine.vllm.gloo
+    agentrl_nccl   vLLM's own NCCL backend, checked and summed            agentrl.engine.vllm.device
+    agentrl_ipc    vLLM's own CUDA IPC backend, checked and summed        agentrl.engine.vllm.device
+
+All speak vLLM's own calls (init, start, update, finish, shutdown). Knows nothing of versions, HTTP or training.
+"""
+
+from __future__ import annotations
+
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+# The last two have a prefix: vLLM refuses to register a name twice.
+ENGINES = {
+    "safetensors": ("agentrl.engine.vllm.safetensors", "SafetensorsEngine"),
+    "gloo": ("agentrl.engine.vllm.gloo", "GlooEngine"),
+    "agentrl_nccl": ("agentrl.engine.vllm.device", "NCCLEngine"),
+    "agentrl_ipc": ("agentrl.engine.vllm.device", "IPCEngine"),
+}
+
+
+def register() -> None:
+    """Make the backends known; again is harmless. vLLM calls it in each of its processes."""
+    for name, (module, class_name) in ENGINES.items():
+        if name not in WeightTransferEngineFactory._registry:
+            WeightTransferEngineFactory.register_engine(name, module, class_name)

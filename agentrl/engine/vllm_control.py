@@ -1,0 +1,125 @@
+"""The verbs of a vLLM server in RL mode, one call each. Knows no order in which they make sense: see engine.py."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from agentrl.engine.generation_stream import version_of
+from agentrl.engine.vllm_client import VLLMServer
+from agentrl.engine.vllm_schema import Anything, Models, Paused, Results, Scored, WeightInfo
+from agentrl.errors import EngineError, EngineGone, boundary
+
+log = logging.getLogger(__name__)
+
+ALREADY_STARTED = "already active"  # in what vLLM says to a second /start_weight_update
+HEALTH_TIMEOUT_S = 5.0
+TAKES_SEEDS = "yes"
+
+
+class VLLMControl:
+    """One server's control routes. Every method raises EngineError, and EngineGone where nobody answers."""
+
+    def __init__(self, server: VLLMServer) -> None:
+        self._server = server
+
+    async def only_model(self) -> str:
+        """The name of the one model it serves."""
+        models = await self._server.get("/v1/models", Models)
+        if len(models.data) != 1:
+            raise EngineError(f"engine at {self._server.url} serves {[m.id for m in models.data]}: name the model")
+        return models.data[0].id
+
+    async def health(self) -> None:
+        """Raises EngineGone unless the server and its engine process live."""
+        if (status := await self._server.status("/health", timeout_s=HEALTH_TIMEOUT_S)) != 200:
+            raise EngineGone(f"engine at {self._server.url}: its engine process is dead (/health says {status})")
+
+    async def is_paused(self) -> bool:
+        """Whether generation stands still."""
+        return (await self._server.get("/is_paused", Paused)).is_paused
+
+    async def label(self) -> str:
+        """What the weights it holds are called."""
+        return (await self._server.get("/weight_info", WeightInfo)).weight_version
+
+    async def set_label(self, label: str) -> None:
+        """Call the weights it holds `label`."""
+        await self._server.post("/update_weight_version", {"new_version": label}, Anything)
+
+    async def version(self) -> int:
+        """The policy version of the weights it holds, as labelled by the last update."""
+        with boundary(EngineError, f"engine at {self._server.url}"):
+            return version_of(await self.label())
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """End running requests; their callers get what was written so far, with finish_reason abort."""
+        if request_ids:  # an empty list would abort everybody's
+            body = {"request_ids": [f"generate-tokens-{request_id}" for request_id in request_ids]}
+            await self._server.post("/abort_requests", body, Anything)
+
+    async def pause(self, *, clear_cache: bool) -> None:
+        """Stop after the current token; running requests wait. `clear_cache`: their KV is recomputed on resume."""
+        await self._server.post(f"/pause?mode=keep&clear_cache={str(clear_cache).lower()}", None, Anything)
+
+    async def resume(self) -> None:
+        """Go on after `pause`."""
+        await self._server.post("/resume", None, Anything)
+
+    async def init_transfer(self, init_info: dict[str, Any]) -> None:
+        """Join the learner's group; returns when the learner joined too."""
+        await self._server.post("/init_weight_transfer_engine", {"init_info": init_info}, Anything)
+
+    async def load(self, update_info: dict[str, Any], *, version: int, timeout_s: float) -> None:
+        """Take new weights through vLLM's weight transfer, and call them `version`."""
+        try:
+            await self._server.post("/start_weight_update", None, Anything)
+        except EngineError as error:
+            if ALREADY_STARTED not in str(error):  # an update that was cut off is begun again by sending everything
+                raise
+        await self._server.post("/update_weights", {"update_info": update_info}, Anything, timeout_s=timeout_s)
+        await self._server.post(
+            "/finish_weight_update", {"weight_version": str(version)}, Anything, timeout_s=timeout_s
+        )
+
+    async def reload(self, path: str, *, version: int, timeout_s: float) -> None:
+        """Take new weights from a folder by the route that every vLLM has, and call them `version`."""
+        body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
+        await self._server.post("/collective_rpc", body, Anything, timeout_s=timeout_s)
+        try:
+            await self._server.post("/collective_rpc", {"method": "renew_tied_layers"}, Anything, timeout_s=timeout_s)
+        except EngineError as error:
+            # A server without our worker extension; only vLLM's CPU build needs it, and the probe would tell.
+            log.debug("%s", error)
+        await self.set_label(str(version))
+
+    async def checksums(self) -> list[str | None]:
+        """What each worker took in the last update, summed up by agentrl.engine.checksum."""
+        return (await self._server.post("/collective_rpc", {"method": "weights_checksum"}, Results)).results
+
+    async def takes_seeds(self) -> bool:
+        """Whether a request may carry a seed; a server without our worker extension does not say so."""
+        try:
+            reply = await self._server.post("/collective_rpc", {"method": "takes_seeds"}, Results)
+        except EngineGone:
+            raise
+        except EngineError as error:
+            log.debug("%s", error)
+            return False
+        return bool(reply.results) and all(result == TAKES_SEEDS for result in reply.results)
+
+    async def score(self, token_ids: Sequence[int], *, model: str, cache_salt: str) -> list[float]:
+        """Log p(token[t+1] | token[:t+1]) under the weights it holds now. [T] -> [T-1]"""
+        body = {
+            "model": model,
+            "token_ids": token_ids,
+            "cache_salt": cache_salt,
+            "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False},
+        }
+        scored = await self._server.post("/inference/v1/generate", body, Scored)
+        with boundary(EngineError, f"engine at {self._server.url}, scoring {len(token_ids)} tokens"):
+            if not scored.usage.prompt_tokens == len(scored.prompt_logprobs) == len(token_ids):
+                raise ValueError("not one prompt logprob for every token")
+            later = zip(token_ids[1:], scored.prompt_logprobs[1:], strict=True)
+            return [(entries or {})[str(token)].logprob for token, entries in later]

@@ -1,0 +1,332 @@
+"""Engine: what the rollout asks of whatever generates tokens, and the client of a stock vLLM server in RL mode.
+
+Every completion it returns is whole and true, also where the server died under it. Which weights the server holds is
+weight_keeper.py's business. Knows nothing of episodes, rewards or processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Literal, Protocol, Self
+
+from agentrl.engine.generation_stream import Stream, Unlabelled, joined
+from agentrl.engine.vllm_client import VLLMServer
+from agentrl.engine.vllm_control import VLLMControl
+from agentrl.engine.vllm_schema import Chunk
+from agentrl.engine.weight_updates import KeeperSettings, WeightKeeper, WeightUpdate
+from agentrl.errors import EngineError, EngineGone, boundary
+from agentrl.types import Completion, FinishReason, Sampling, TransferInit, WeightsRef
+
+KvOnUpdate = Literal["stale", "recompute"]
+MAX_BREAKS = 5  # of one request, after which a server that seems well is not asked again
+UNCERTAIN = 0.01
+"""A token less certain than by this logprob is another's at another temperature."""
+SAME_LOGPROB = 1e-4
+"""Logprobs of one token under two temperatures that agree this closely were not computed under two temperatures."""
+
+
+class Engine(Protocol):
+    """Token ids in; token ids, logprobs and version spans out. Raises EngineError for anything else."""
+
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling, *, request_id: str) -> Completion:
+        """Continue `token_ids`. Cancelling the call aborts the request in the engine."""
+        ...
+
+
+class TrainableEngine(Engine, Protocol):
+    """An engine whose weights follow the learner's."""
+
+    @property
+    def wants_weights(self) -> bool:
+        """Whether it needs the present version once more, from the learner."""
+        ...
+
+    async def init_transfer(self, init: TransferInit) -> None:
+        """Join the learner's group. Raises EngineError."""
+        ...
+
+    async def update_weights(self, ref: WeightsRef) -> WeightUpdate:
+        """Swap weights in flight and prove it. Raises WeightSyncError."""
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """Counts since the start, under `engine/*` names."""
+        ...
+
+
+class VLLMEngine:
+    """Client of one vLLM server in RL mode, as `agentrl engine` starts it. Several may be used side by side.
+
+    Logprobs are those of the distribution sampled from: at temperature 1, top_p 1 in any mode of the server; else it
+    must run with `--logprobs-mode processed_logprobs` (ours does), which is tested before the first such request. At
+    temperature 0 the distribution is a point and the logprobs are 0. A request with a seed goes only to a server that
+    says it can take one (`engine.request_seeds`): vLLM's CPU build crashes on it otherwise.
+
+    Args:
+        url: base URL of the server.
+        model: served name; None asks the server.
+        request_timeout_s: longest wait for an answer, or for the next tokens of one.
+        update_timeout_s: deadline of one weight update.
+        return_timeout_s: how long a server that is gone may take to come back, with its weights renewed, before
+            that is an error. What was written up to then is kept, and continued. 0: no waiting.
+        kv_on_update: whether requests that run across an update keep their KV entries or have them recomputed.
+            Prefix-cache entries never serve requests that start under another version: each version has its salt.
+        by_folder: weights are loaded by `reload_weights` from the folder instead of vLLM's weight transfer.
+        parity_bound: largest allowed |engine - learner| logprob on the probe.
+        parity_every: probe the first update and every n-th after it.
+        num_starts: how often the server was started, for whoever started it.
+        on_tokens: called whenever some tokens of any answer came.
+        token: what the server demands, where it demands one (engine/vllm/auth_middleware.py).
+
+    Raises on entering:
+        EngineError: no server, not in RL mode, paused, or with a version label that is no version.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        model: str | None = None,
+        request_timeout_s: float = 120.0,
+        update_timeout_s: float = 300.0,
+        return_timeout_s: float = 0.0,
+        kv_on_update: KvOnUpdate = "recompute",
+        by_folder: bool = False,
+        parity_bound: float = 1e-3,
+        parity_every: int = 1,
+        num_starts: Callable[[], int] = lambda: 1,
+        on_tokens: Callable[[], None] = lambda: None,
+        token: str | None = None,
+    ) -> None:
+        self._server = VLLMServer(url, timeout_s=request_timeout_s, token=token)
+        self._model = model or ""
+        self._streams: set[Stream] = set()
+        self._checking = asyncio.Lock()
+        self._logprobs_checked = False
+        self._seeds_checked = False
+        self._num_salvaged_tokens = 0
+        self._on_tokens = on_tokens
+        self.control = VLLMControl(self._server)
+        """The server's own verbs."""
+        self._weights = WeightKeeper(
+            self.control,
+            KeeperSettings(
+                update_timeout_s=update_timeout_s,
+                return_timeout_s=return_timeout_s,
+                clear_cache=kv_on_update == "recompute",
+                by_folder=by_folder,
+                parity_bound=parity_bound,
+                parity_every=parity_every,
+            ),
+            url=self.url,
+            weights_change=self._weights_change,
+            num_starts=num_starts,
+        )
+
+    async def __aenter__(self) -> Self:
+        try:
+            self._model = self._model or await self.control.only_model()
+            await self._weights.connect(self._model)
+        except BaseException:
+            await self._server.close()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._server.close()
+
+    @property
+    def url(self) -> str:
+        """Base URL of the server."""
+        return self._server.url
+
+    @property
+    def wants_weights(self) -> bool:
+        """Whether it was restarted, and only the learner can give it the present weights."""
+        return self._weights.wants_weights
+
+    def metrics(self) -> dict[str, float]:
+        """Counts since the start."""
+        return {
+            "engine/restarts": float(self._weights.num_restarts),
+            "engine/salvaged_tokens": float(self._num_salvaged_tokens),
+        }
+
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling, *, request_id: str) -> Completion:
+        """Continue `token_ids` ([T]). Cancelling the call aborts the request in the engine.
+
+        An engine that dies and comes back continues what had arrived of the answer: its tokens, their logprobs and
+        their versions stand. An answer with a seed is begun anew, and comes out the same. Raises EngineError when the
+        server fails or its record is not complete and consistent.
+        """
+        await self._check_logprobs(sampling)
+        parts: list[Completion] = []
+        num_breaks = 0
+        while True:
+            await self._weights.trusted()
+            said = [token for part in parts for token in part.token_ids]
+            left = replace(sampling, max_tokens=sampling.max_tokens - len(said))
+            name = f"{request_id}~{num_breaks}" if num_breaks else request_id
+            stream = Stream(self._weights.version)
+            try:
+                await self._check_seeds(sampling)
+                parts.append(await self._fill(stream, [*token_ids, *said], left, name))
+            except EngineError as error:
+                if num_breaks == MAX_BREAKS:
+                    raise
+                num_breaks += 1
+                await self._weights.come_back(error)
+                if sampling.seed is not None:  # what is left would be drawn with the seed's first numbers once more
+                    continue
+                parts.append(stream.salvage(sampling))
+                self._num_salvaged_tokens += len(parts[-1].token_ids)
+                if (finished := _finished(joined(parts), sampling)) is None:
+                    continue
+                parts = [finished]
+            await self._weights.trusted()
+            return _as_sampled(joined(parts), sampling)
+
+    async def health(self) -> None:
+        """Raises EngineError unless the server and its engine process live."""
+        await self.control.health()
+
+    async def recover(self) -> None:
+        """After it was gone: return once it serves weights that are known. Raises EngineError."""
+        await self._weights.come_back(EngineGone(f"engine at {self.url} was out"))
+
+    async def version(self) -> int:
+        """The policy version of the weights the engine holds, as labelled by the last update. Raises EngineError."""
+        return await self.control.version()
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        """Log p(token[t+1] | token[:t+1]) under the weights the engine holds now. [T] -> [T-1]. Raises EngineError."""
+        return await self._weights.score(token_ids)
+
+    async def init_transfer(self, init: TransferInit) -> None:
+        """Join the learner's group. Raises EngineError."""
+        await self.control.init_transfer(init.init_info)
+
+    async def update_weights(self, ref: WeightsRef) -> WeightUpdate:
+        """Swap weights in flight and prove it; running requests go on, their later tokens carry the new version.
+
+        Raises:
+            WeightSyncError: the weights could not be loaded, and the engine goes on with the ones before where these
+                could be proven; or it does not hold what it was given, and is not to be used any more.
+        """
+        return await self._weights.update(ref)
+
+    async def _fill(self, stream: Stream, token_ids: Sequence[int], sampling: Sampling, request_id: str) -> Completion:
+        body = {
+            "request_id": request_id,
+            "model": self._model,
+            "token_ids": token_ids,
+            "cache_salt": self._weights.salt,
+            "sampling_params": sampling_body(sampling) | {"logprobs": 0},
+            "stream": True,
+            "return_token_ids": True,
+        }
+        self._streams.add(stream)
+        try:
+            with boundary(EngineError, f"engine at {self.url}, request {request_id}"):
+                prompt_seen = False
+                async with aclosing(self._server.stream("/inference/v1/generate", body)) as chunks:
+                    async for chunk in chunks:
+                        prompt_seen = _check_chunk(chunk, token_ids) or prompt_seen
+                        for delta in chunk.choices:
+                            stream.extend(delta)
+                            self._on_tokens()
+                if not prompt_seen:
+                    raise ValueError("the answer does not repeat the prompt")
+                try:
+                    return stream.completion()
+                except Unlabelled as error:
+                    raise EngineGone(f"engine at {self.url} was restarted: its weights have no version") from error
+        finally:
+            self._streams.discard(stream)
+
+    def _weights_change(self) -> None:
+        for stream in self._streams:
+            stream.weights_change()
+
+    async def _check_seeds(self, sampling: Sampling) -> None:
+        """Raises EngineError where a seed could end the server."""
+        if self._seeds_checked or sampling.seed is None:
+            return
+        if not await self.control.takes_seeds():
+            raise EngineError(
+                f"engine at {self.url} was not started for seeds, which can end vLLM on a CPU: start it with "
+                "`agentrl engine` and engine.request_seeds=true, or set engine.request_seeds=false"
+            )
+        self._seeds_checked = True
+
+    async def _check_logprobs(self, sampling: Sampling) -> None:
+        """Raises EngineError where temperature, top_p or top_k would make the server's logprobs wrong."""
+        if self._logprobs_checked or sampling.is_unmodified or sampling.temperature == 0:
+            return
+        async with self._checking:
+            await self._weights.trusted()
+            hot = Sampling(max_tokens=8, temperature=2.0)
+            drawn = await self._fill(Stream(self._weights.version), [0], hot, f"logprobs-mode-{time.monotonic_ns()}")
+            raw = await self.score([0, *drawn.token_ids])
+        pairs = [(a, b) for a, b in zip(drawn.behavior_logprobs, raw, strict=True) if b < -UNCERTAIN]
+        if not pairs:  # a model so sure of itself that temperature changes nothing
+            return
+        if all(abs(a - b) < SAME_LOGPROB for a, b in pairs):
+            raise EngineError(
+                f"engine at {self.url} reports logprobs as if temperature, top_p and top_k were not set: with "
+                f"temperature={sampling.temperature:g} top_p={sampling.top_p:g} top_k={sampling.top_k} they would be "
+                "wrong. Start vLLM with --logprobs-mode processed_logprobs"
+            )
+        self._logprobs_checked = True
+
+
+def sampling_body(sampling: Sampling) -> dict[str, Any]:
+    """As vLLM wants it, every modifier that a server could default to something else included."""
+    seed = {} if sampling.seed is None else {"seed": sampling.seed}
+    return seed | {
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "stop_token_ids": sampling.stop_token_ids,
+        "stop": sampling.stop,
+        "detokenize": bool(sampling.stop),
+    }
+
+
+def _check_chunk(chunk: Chunk, token_ids: Sequence[int]) -> bool:
+    """Whether it repeats the prompt. Raises ValueError for another prompt or several choices."""
+    if len(chunk.choices) > 1:
+        raise ValueError(f"{len(chunk.choices)} choices where one was asked for")
+    if chunk.prompt_token_ids is None:
+        return False
+    if chunk.prompt_token_ids != list(token_ids):
+        raise ValueError(f"it read another prompt: {len(chunk.prompt_token_ids)} tokens, sent were {len(token_ids)}")
+    return True
+
+
+def _finished(so_far: Completion, sampling: Sampling) -> Completion | None:
+    """`so_far` with its end, where only the news of the end was lost."""
+    if len(so_far.token_ids) >= sampling.max_tokens:
+        return replace(so_far, finish_reason=FinishReason.LENGTH)
+    if so_far.token_ids and so_far.token_ids[-1] in sampling.stop_token_ids:
+        return replace(so_far, finish_reason=FinishReason.STOP)
+    return None
+
+
+def _as_sampled(completion: Completion, sampling: Sampling) -> Completion:
+    """At temperature 0 every token was certain, whatever the server says of the model's distribution."""
+    if sampling.temperature > 0:
+        return completion
+    return replace(completion, behavior_logprobs=(0.0,) * len(completion.token_ids))

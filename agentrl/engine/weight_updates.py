@@ -1,0 +1,289 @@
+"""Which weights one vLLM server holds, and whether it may be believed: updates, their proof, and returns from the dead.
+
+Nothing is generated under weights that are not known. Knows nothing of requests and their tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from agentrl.engine.generation_stream import INITIAL_LABEL
+from agentrl.engine.parity import Parity, parity
+from agentrl.engine.vllm_control import VLLMControl
+from agentrl.errors import EngineError, EngineGone, WeightsWanted, WeightSyncError
+from agentrl.types import WeightsRef
+
+log = logging.getLogger(__name__)
+
+POLL_RETURN_S = 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightUpdate:
+    """What a weight update took, and how it was proven."""
+
+    gap_s: float  # generation stood still
+    num_bytes: int
+    parity: Parity | None  # of the probe; None where this update was not probed
+
+    def metrics(self) -> dict[str, float]:
+        """Under `engine/*` names."""
+        values = {"engine/update_gap_s": self.gap_s, "engine/update_bytes_per_s": self.num_bytes / self.gap_s}
+        if self.parity is not None:
+            values |= {
+                "engine/parity_max_abs": self.parity.max_abs,
+                "engine/parity_mean_abs": self.parity.mean_abs,
+                "engine/parity_kl": self.parity.kl,
+            }
+        return values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeeperSettings:
+    """See VLLMEngine."""
+
+    update_timeout_s: float
+    return_timeout_s: float
+    clear_cache: bool
+    by_folder: bool
+    parity_bound: float
+    parity_every: int
+
+
+class WeightKeeper:
+    """One server's weights.
+
+    Args:
+        weights_change: called when an update begins, before the server hears of it.
+        num_starts: how often the server was started, where that is known: a server that died and came back between
+            two requests holds other weights than it should, and shows no sign of it.
+    """
+
+    def __init__(
+        self,
+        control: VLLMControl,
+        settings: KeeperSettings,
+        *,
+        url: str,
+        weights_change: Callable[[], None],
+        num_starts: Callable[[], int],
+    ) -> None:
+        self._control = control
+        self._settings = settings
+        self._url = url
+        self._weights_change = weights_change
+        self._num_starts = num_starts
+        self._seen_starts = num_starts()
+        self._model = ""
+        self._changing = asyncio.Lock()  # one update, or one return, at a time
+        self._open = asyncio.Event()  # closed while weights change: nothing starts, and nothing is handed out
+        self._open.set()
+        self._distrust: WeightSyncError | None = None
+        self._ref: WeightsRef | None = None  # what it holds; None: what it was started with
+        self._num_updates = 0
+        self.version = 0
+        self.num_restarts = 0
+        self.wants_weights = False
+        """It was restarted, and only the learner can give it the present weights."""
+
+    async def connect(self, model: str) -> None:
+        """Learn what it holds. Raises EngineError when that cannot be known."""
+        self._model = model
+        if await self._control.is_paused():
+            raise EngineError(
+                f"engine at {self._url} is paused: a weight update was cut off and its weights are unknown; restart it"
+            )
+        if await self._control.label() == INITIAL_LABEL:
+            # Unlabelled are exactly the weights the server was started with, which the run calls version 0.
+            await self._control.set_label("0")
+        self.version = await self._control.version()
+
+    @property
+    def salt(self) -> str:
+        """What keeps prefix-cache entries of one version from requests of another."""
+        return f"v{self.version}"
+
+    async def trusted(self) -> None:
+        """Wait while weights change. Raises WeightSyncError once the engine's weights are not known any more."""
+        await self._open.wait()  # ends with `update` or `come_back`, which have their deadlines
+        if self._distrust is not None:
+            raise self._distrust
+        if self._num_starts() != self._seen_starts:
+            await self.come_back(EngineGone(f"engine at {self._url} was restarted"))
+            await self.trusted()
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        """Log p(token[t+1] | token[:t+1]) under the weights it holds now. [T] -> [T-1]. Raises EngineError."""
+        return await self._control.score(token_ids, model=self._model, cache_salt=self.salt)
+
+    async def update(self, ref: WeightsRef) -> WeightUpdate:
+        """See VLLMEngine.update_weights."""
+        async with self._changing:
+            what = f"weights of version {ref.policy_version} for the engine at {self._url}"
+            self._distrust = WeightSyncError(f"{what}: the update was cut off; restart the engine")
+            self._open.clear()
+            self._weights_change()
+            try:
+                update = await self._taken_or_restored(ref, what)
+            except WeightsWanted:
+                self._distrust, self.wants_weights = None, True
+                raise
+            except WeightSyncError as error:
+                self._distrust = self._distrust and error
+                self._open.set()
+                raise
+            except BaseException:
+                self._open.set()
+                raise
+            self._ref, self._distrust, self.wants_weights = ref, None, False
+            self._open.set()
+            return update
+
+    async def come_back(self, error: EngineError) -> None:
+        """Return once the engine serves the present weights again. Raises `error` where it never went away."""
+        async with self._changing:
+            if not isinstance(error, EngineGone) and not await self._is_gone():
+                raise error
+            self._open.clear()  # nothing starts on a server that may hold other weights
+            try:
+                await self._wait_until_back(error)
+                self._seen_starts = self._num_starts()
+                # Otherwise the connection broke, and no more; or another call was here before.
+                if self._distrust is None and await self._control.label() == INITIAL_LABEL:
+                    await self._renew(error)
+            except WeightSyncError as sync_error:
+                self._distrust = sync_error
+                raise
+            finally:
+                if not self.wants_weights:
+                    self._open.set()
+
+    async def _taken_or_restored(self, ref: WeightsRef, what: str) -> WeightUpdate:
+        """The update; after a restart in its middle, the update again; after a failure, the weights of before.
+
+        Raises WeightsWanted after a restart where the weights do not lie in a folder.
+        """
+        try:
+            starts = self._num_starts()
+            try:
+                return await self._take(ref)
+            except EngineError as error:
+                # A server whose engine process died may hold a call up to its deadline before it ends itself.
+                is_gone = isinstance(error, EngineGone) or starts != self._num_starts() or await self._is_gone()
+                if isinstance(error, WeightSyncError) or not is_gone:
+                    raise
+                await self._wait_until_back(error)
+                self.num_restarts += await self._control.label() == INITIAL_LABEL
+                if ref.path is None:
+                    raise WeightsWanted(f"{what}: it was restarted") from error
+                return await self._take(ref)
+        except WeightSyncError as error:
+            raise WeightSyncError(f"{what}: {error}") from error
+        except EngineError as error:
+            raise await self._restored(error, what) from error
+
+    async def _take(self, ref: WeightsRef) -> WeightUpdate:
+        """Load, label, go on, prove. Raises WeightSyncError from the proof, another EngineError before."""
+        starts = self._num_starts()
+        try:
+            async with asyncio.timeout(self._settings.update_timeout_s):
+                gap_s = await self._swap(ref)
+                proof = await self._prove(ref)
+        except TimeoutError as error:
+            raise EngineError(
+                f"the update was not done within {self._settings.update_timeout_s:g} s (engine.update_timeout_s)"
+            ) from error
+        self._seen_starts = starts
+        return WeightUpdate(gap_s=gap_s, num_bytes=ref.num_bytes, parity=proof)
+
+    async def _swap(self, ref: WeightsRef) -> float:
+        started = time.monotonic()
+        version, timeout_s = ref.policy_version, self._settings.update_timeout_s
+        await self._control.pause(clear_cache=self._settings.clear_cache)
+        if self._settings.by_folder and ref.path is not None:
+            await self._control.reload(ref.path, version=version, timeout_s=timeout_s)
+        else:
+            await self._control.load(ref.update_info, version=version, timeout_s=timeout_s)
+        if (reported := await self._control.version()) != version:
+            raise EngineError(f"engine at {self._url} reports version {reported} after the update")
+        self.version = version
+        await self._control.resume()
+        return time.monotonic() - started
+
+    async def _prove(self, ref: WeightsRef) -> Parity | None:
+        """Checksum of what it took, and logprobs of the probe. Raises WeightSyncError."""
+        if ref.checksum and (wrong := {s for s in await self._control.checksums() if s != ref.checksum}):
+            raise WeightSyncError(
+                f"it took other weights than the learner gave: checksum {sorted(map(str, wrong))}, not {ref.checksum}"
+            )
+        self._num_updates += 1
+        if (self._num_updates - 1) % self._settings.parity_every:
+            return None
+        found = parity(await self.score(ref.probe.token_ids), ref.probe.logprobs)
+        if not found.max_abs <= self._settings.parity_bound:
+            raise WeightSyncError(
+                "it does not hold the learner's weights: its logprobs of the probe text differ by "
+                f"{found.max_abs:.2g}, allowed is {self._settings.parity_bound:g} (engine.parity_bound)"
+            )
+        return found
+
+    async def _restored(self, error: EngineError, what: str) -> WeightSyncError:
+        """The error to raise; where the weights of before are proven to be there, the engine is trusted again."""
+        if self._ref is None:
+            return WeightSyncError(f"{what}: {error}")
+        try:
+            async with asyncio.timeout(self._settings.update_timeout_s):
+                if self._ref.path is not None:
+                    await self._swap(self._ref)
+                else:
+                    await self._control.resume()
+                self._num_updates = 0  # probe now
+                await self._prove(self._ref)
+        except (EngineError, TimeoutError) as second:
+            return WeightSyncError(f"{what}: {error}; the weights of before could not be restored either: {second}")
+        self._distrust = None
+        return WeightSyncError(f"{what}: {error}. It goes on with version {self.version}")
+
+    async def _wait_until_back(self, error: EngineError) -> None:
+        """Raises `error` when nothing answers within `return_timeout_s`."""
+        if not await self._is_gone():
+            return
+        log.warning("%s; waiting %g s for it to come back", error, self._settings.return_timeout_s)
+        try:
+            async with asyncio.timeout(self._settings.return_timeout_s):
+                while True:
+                    try:
+                        return await self._control.health()
+                    except EngineError:
+                        await asyncio.sleep(POLL_RETURN_S)
+        except TimeoutError:
+            raise error from None
+
+    async def _is_gone(self) -> bool:
+        """Whether nobody is there; a server that is merely slow is there."""
+        try:
+            await self._control.health()
+        except EngineGone:
+            return True
+        except EngineError:
+            return False
+        return False
+
+    async def _renew(self, error: EngineError) -> None:
+        """Give a restarted engine the present weights before it takes work."""
+        self.num_restarts += 1
+        if self._ref is None and self.version == 0:
+            await self._control.set_label("0")
+        elif self._ref is None:
+            raise EngineError(f"{error}; it came back without version {self.version}, which was not made here")
+        elif self._ref.path is None:
+            log.warning("the engine at %s was restarted and waits for the learner's weights", self._url)
+            self.wants_weights = True
+        else:
+            self._num_updates = 0  # probe
+            await self._take(self._ref)
+            log.warning("the engine at %s was restarted and holds version %d again", self._url, self.version)

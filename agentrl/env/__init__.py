@@ -1,0 +1,48 @@
+"""Environments, in one place to import from: what a user writes, and how one is found, made and played.
+
+Holds no code of its own: `base_env` and `tool_env` are the classes, `drive` plays an episode, `registry` finds a class.
+"""
+
+from agentrl.env.base import Env
+from agentrl.env.driver import (
+    add_counts,
+    advance,
+    attributed,
+    close,
+    play_script,
+    scored,
+    start,
+    uninterrupted_close,
+)
+from agentrl.env.episode import STEP_REWARD, Action, Episode, Split, StepResult
+from agentrl.env.providers import provide
+from agentrl.env.registry import EnvSpec, WrapEnv, load_env_class, make, register, spec, specs
+from agentrl.env.shared import opened
+from agentrl.env.tool_env import ToolEnv
+
+__all__ = [
+    "STEP_REWARD",
+    "Action",
+    "Env",
+    "EnvSpec",
+    "Episode",
+    "Split",
+    "StepResult",
+    "ToolEnv",
+    "WrapEnv",
+    "add_counts",
+    "advance",
+    "attributed",
+    "close",
+    "load_env_class",
+    "make",
+    "opened",
+    "play_script",
+    "provide",
+    "register",
+    "scored",
+    "spec",
+    "specs",
+    "start",
+    "uninterrupted_close",
+]

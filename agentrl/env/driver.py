@@ -1,0 +1,205 @@
+"""One episode, driven: start, advance, score, close; every failure attributed once, every environment closed.
+
+Knows messages and environments; nothing of tokens, engines or HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from agentrl.env.base import Env
+from agentrl.env.episode import STEP_REWARD, Action, Episode, StepResult
+from agentrl.env.providers import Scope
+from agentrl.errors import AgentRLError, EnvError, SandboxError
+from agentrl.types import Message, StopReason, Task
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+CLOSE_TIMEOUT_S = 30.0
+
+
+@contextlib.contextmanager
+def attributed(what: str, *, passing: type[Exception] | tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """Failures inside become SandboxError where the sandbox service failed, EnvError otherwise; once.
+
+    Errors already attributed, cancellation, and the types in `passing` go through untouched.
+    """
+    try:
+        yield
+    except AgentRLError:
+        raise
+    except Exception as error:
+        if passing and isinstance(error, passing):
+            raise
+        kind = SandboxError if _is_sandbox_failure(error) else EnvError
+        raise kind(f"{what}: {type(error).__name__}: {error}") from error
+
+
+def _is_sandbox_failure(error: Exception) -> bool:
+    from sandbox.client import SandboxUnavailable
+
+    return isinstance(error, SandboxUnavailable)
+
+
+async def play_script(env: Env, task: Task, messages: Sequence[Message], seed: int = 0) -> Episode:
+    """Drive `env` with scripted assistant messages, score it, and close it, whatever happens.
+
+    Returns the scored Episode: COMPLETED when the environment terminated, TRUNCATED when it said so, MAX_TURNS when
+    the script or the turn budget ran out first. Raises InfraError exactly as a rollout does.
+    """
+    return await uninterrupted_close(_play_script(env, task, messages, seed))
+
+
+async def _play_script(env: Env, task: Task, messages: Sequence[Message], seed: int) -> Episode:
+    try:
+        observation = await start(env, task, seed)
+        dialogue: list[Message] = list(observation)
+        info: dict[str, float] = {}
+        step_reward, stop_reason = 0.0, StopReason.MAX_TURNS
+        for message in messages[: env.max_turns]:
+            dialogue.append(message)
+            result = await advance(env, Action(message=message))
+            dialogue.extend(result.observation)
+            add_counts(info, result.info)
+            step_reward += result.reward
+            if result.terminated or result.truncated:
+                stop_reason = StopReason.COMPLETED if result.terminated else StopReason.TRUNCATED
+                break
+        episode = Episode(
+            task=task, messages=tuple(dialogue), stop_reason=stop_reason, step_reward=step_reward, info=info
+        )
+        return await scored(env, episode)
+    finally:
+        await close(env)
+
+
+async def start(env: Env, task: Task, seed: int | None) -> list[Message]:
+    """`reset`, its failures attributed."""
+    env.unwrapped._scope = Scope(task=task, seed=seed)
+    with attributed(f"{type(env.unwrapped).__name__}.reset of task {task.id}"):
+        observation, _ = await env.reset(task=task, seed=seed)
+    if not observation:
+        raise EnvError(f"{type(env.unwrapped).__name__}.reset of task {task.id} returned no message")
+    return observation
+
+
+async def advance(env: Env, action: Action) -> StepResult:
+    """`step`, its failures attributed and its result checked."""
+    with attributed(f"{type(env.unwrapped).__name__}.step"):
+        result = StepResult(*await env.step(action))
+    if not math.isfinite(result.reward):
+        raise EnvError(f"{type(env.unwrapped).__name__}.step returned reward {result.reward}: it must be finite")
+    if not (result.terminated or result.truncated or result.observation):
+        raise EnvError(f"{type(env.unwrapped).__name__}.step returned no observation, yet the episode goes on")
+    return result
+
+
+async def scored(env: Env, episode: Episode, *, timeout_s: float | None = None) -> Episode:
+    """The episode with its named rewards and their weighted sum.
+
+    Raises EnvError when it takes too long, a name is unknown to `reward_weights` or missing, or a value is not finite.
+    """
+    name = type(env.unwrapped).__name__
+    try:
+        async with asyncio.timeout(timeout_s):
+            with attributed(f"{name}.score of task {episode.task.id}"):
+                rewards = dict(await env.score(episode))
+    except TimeoutError as error:
+        raise EnvError(f"scoring task {episode.task.id} took more than {timeout_s:g} s") from error
+    for key, value in rewards.items():
+        if key not in env.reward_weights:
+            known = sorted(env.reward_weights)
+            raise EnvError(f"{name}.score returned {key!r}, which reward_weights does not name: {known}")
+        if not math.isfinite(value):
+            raise EnvError(f"{name}.score returned {key}={value}: it must be finite")
+    missing = env.reward_weights.keys() - rewards.keys() - {STEP_REWARD}
+    if missing and type(env.unwrapped).score is not Env.score:
+        raise EnvError(f"{name}.score did not return {sorted(missing)}")
+    reward = total_reward(env, rewards, episode.step_reward)
+    if episode.step_reward:
+        rewards[STEP_REWARD] = episode.step_reward
+    return replace(episode, rewards=rewards, reward=reward)
+
+
+def total_reward(env: Env, rewards: Mapping[str, float], step_reward: float) -> float:
+    """What is trained on: the weighted sum of the named rewards and of what `step` returned (weight 1 by default)."""
+    weights = env.reward_weights
+    named = sum(weights[key] * value for key, value in rewards.items())
+    return float(named + weights.get(STEP_REWARD, 1.0) * step_reward)
+
+
+@dataclass(kw_only=True)
+class _Closing:
+    """Whether the task it belongs to is closing an environment now, and was cancelled meanwhile."""
+
+    is_active: bool = False
+    is_cancelled: bool = False
+
+
+_CLOSING: ContextVar[_Closing | None] = ContextVar("closing", default=None)
+
+
+async def uninterrupted_close(episode: Awaitable[T]) -> T:
+    """Run `episode` in a task of its own, in which a cancellation waits for `close` to end.
+
+    So an environment that is closing when its episode is cancelled still closes wholly, and in the very task that
+    opened what it holds.
+    """
+    closing = _Closing()
+    token = _CLOSING.set(closing)
+    try:
+        job = asyncio.ensure_future(episode)
+    finally:
+        _CLOSING.reset(token)
+    while not job.done():
+        try:
+            await asyncio.wait({job})
+        except asyncio.CancelledError:
+            if job.done():
+                if not job.cancelled():
+                    job.exception()  # else asyncio would print it: nobody has asked for it
+                raise
+            if closing.is_active:
+                closing.is_cancelled = True
+            else:
+                job.cancel()
+    return job.result()
+
+
+async def close(env: Env) -> None:
+    """`close`, and all that was made for its tools, under a deadline.
+
+    A failure is logged, not raised: it must not hide how the episode ended.
+    """
+    closing = _CLOSING.get() or _Closing()
+    closing.is_active = True
+    try:
+        await _within_deadline(env, env.close)
+        await _within_deadline(env, env.unwrapped.scope.close)
+    finally:
+        closing.is_active = False
+    if closing.is_cancelled:
+        raise asyncio.CancelledError
+
+
+async def _within_deadline(env: Env, closes: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    try:
+        async with asyncio.timeout(CLOSE_TIMEOUT_S):
+            await closes()
+    except Exception:
+        log.warning("%s.close failed", type(env.unwrapped).__name__, exc_info=True)
+
+
+def add_counts(total: dict[str, float], info: Mapping[str, Any]) -> None:
+    """Add the numbers of a step's info to the episode's."""
+    for key, value in info.items():
+        if isinstance(value, int | float):
+            total[key] = total.get(key, 0.0) + value

@@ -1,0 +1,238 @@
+"""How an environment is found and made: registered ids, `module:Class`, files. Knows nothing of playing one."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import pkgutil
+import sys
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeVar, overload
+
+from agentrl.env.base import Env
+from agentrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from sandbox.client import SandboxClient
+
+_FILE_MODULE = "agentrl_user_"
+WrapEnv = Callable[[Env], Env]
+"""A wrapper with its arguments filled in: `functools.partial(TimeLimit, turns=4)`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvSpec:
+    """What is known of a registered environment."""
+
+    id: str
+    entry_point: str
+    """`module:Class`, or `path/to/file.py:Class`."""
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Constructor arguments that belong to the id."""
+    env_class: type[Env] | None = field(default=None, repr=False, compare=False)
+    """The class itself, where it is imported already."""
+
+    def load(self, kwargs: Mapping[str, Any] | None = None) -> type[Env]:
+        """The class, with the id's arguments and these filled in. Raises ConfigError."""
+        kwargs = {**self.kwargs, **(kwargs or {})}
+        return load_env_class(self.entry_point, kwargs) if self.env_class is None else _checked(self.env_class, kwargs)
+
+
+_SPECS: dict[str, EnvSpec] = {}
+E = TypeVar("E", bound=type[Env])
+
+
+@overload
+def register(env_id: str, entry_point: str, *, kwargs: Mapping[str, Any] | None = None) -> None: ...
+@overload
+def register(env_id: str, *, kwargs: Mapping[str, Any] | None = None) -> Callable[[E], E]: ...
+def register(
+    env_id: str, entry_point: str | None = None, *, kwargs: Mapping[str, Any] | None = None
+) -> Callable[[E], E] | None:
+    """Make a class available to `make` and to configs under an id such as `AimePython-v0`.
+
+    A class decorator; with `entry_point`, a call that registers `module:Class`, which is imported when it is needed.
+    `kwargs` are constructor arguments that belong to the id. Raises ConfigError when the id is another class's.
+    """
+    if entry_point is not None:
+        _add(EnvSpec(id=env_id, entry_point=entry_point, kwargs=dict(kwargs or {})))
+        return None
+
+    def decorate(cls: E) -> E:
+        _add(EnvSpec(id=env_id, entry_point=_place(cls), kwargs=dict(kwargs or {}), env_class=cls))
+        return cls
+
+    return decorate
+
+
+def _add(new: EnvSpec) -> None:
+    known = _SPECS.get(new.id, new)
+    if _source(known) != _source(new):
+        raise ConfigError(f"environment id {new.id!r} is taken by {known.entry_point}")
+    _SPECS[new.id] = new
+
+
+def _source(spec: EnvSpec) -> str:
+    """Where the class is written: the same for a file that was loaded by its path and imported by its name, too."""
+    module = None if spec.env_class is None else sys.modules.get(spec.env_class.__module__)
+    if spec.env_class is None or module is None or module.__file__ is None:
+        return spec.entry_point
+    return f"{Path(module.__file__).resolve()}:{spec.env_class.__qualname__}"
+
+
+def _place(cls: type) -> str:
+    """`module:Class`, or `path/to/file.py:Class` where the module came from a file given as a path."""
+    module = sys.modules.get(cls.__module__)
+    is_file = cls.__module__.startswith(_FILE_MODULE) and module is not None
+    return f"{module.__file__ if is_file and module else cls.__module__}:{cls.__qualname__}"
+
+
+def spec(env_id: str) -> EnvSpec:
+    """What is registered under an id. Raises ConfigError with the nearest known one."""
+    if env_id not in _SPECS:
+        _register_shipped()
+    if env_id not in _SPECS:
+        raise ConfigError(
+            f"there is no environment {env_id!r}{_suggest(env_id, list(_SPECS))}; "
+            "your own: module:Class or path/to/file.py:Class"
+        )
+    return _SPECS[env_id]
+
+
+def specs() -> list[EnvSpec]:
+    """All that is registered, by id: the shipped environments, and those of modules that were imported."""
+    _register_shipped()
+    return [_SPECS[env_id] for env_id in sorted(_SPECS)]
+
+
+def _register_shipped() -> None:
+    import envs
+
+    for info in pkgutil.iter_modules(envs.__path__):
+        importlib.import_module(f"envs.{info.name}")
+
+
+def make(
+    target: str | type[Env],
+    *,
+    sandbox: SandboxClient | None = None,
+    shared: Any = None,
+    wrappers: Iterable[WrapEnv] = (),
+    **kwargs: Any,
+) -> Env:
+    """A new environment for one episode; `kwargs` go to its constructor. Raises ConfigError where they do not fit.
+
+    Args:
+        target: a class, `module:Class`, `path/to/file.py:Class`, or a registered id.
+        sandbox: where its tools run code.
+        shared: what `open_shared` yielded; `agentrl.env.opened` fills it in.
+        wrappers: laid around it, the first one innermost.
+    """
+    cls = load_env_class(target) if isinstance(target, str) else target
+    try:
+        env = cls(**{**cls.kwargs, **kwargs})
+    except TypeError as error:
+        raise ConfigError(f"cannot make {cls.__name__}: {error}") from error
+    env._sandbox, env._shared = sandbox, shared
+    for wrap in wrappers:
+        env = wrap(env)
+    return env
+
+
+def load_env_class(target: str, kwargs: Mapping[str, Any] | None = None) -> type[Env]:
+    """Find a class by `module:Class`, `path/to/file.py:Class`, registered id, or `SCHEME:REST` of an adapter.
+
+    `kwargs` are constructor arguments for `make` to fill in; classmethods find them in `cls.kwargs`. Raises
+    ConfigError with the mend.
+    """
+    if (adapted := _adapted(target, kwargs or {})) is not None:
+        return adapted
+    if ":" not in target:
+        return spec(target).load(kwargs)
+    found = load_object(target)
+    if not (isinstance(found, type) and issubclass(found, Env)):
+        raise ConfigError(f"{target}: {target.rpartition(':')[2]!r} is not an Env class")
+    return _checked(found, kwargs or {})
+
+
+def load_object(target: str) -> Any:
+    """What `module:name` or `path/to/file.py:name` names. Raises ConfigError with the mend."""
+    place, _, name = target.rpartition(":")
+    module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
+    found: Any = module
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if found is None:
+        classes = [k for k, v in vars(module).items() if isinstance(v, type) and v.__module__ == module.__name__]
+        raise ConfigError(f"{target}: {name!r} does not exist{_suggest(name, classes)}")
+    return found
+
+
+def _adapted(target: str, kwargs: Mapping[str, Any]) -> type[Env] | None:
+    """The class that an adapter makes of a target such as `gymnasium:FrozenLake-v1`; None where it is no adapter's."""
+    from envs import adapters
+
+    found: type[Env] | None = adapters.load(target, kwargs)
+    return found
+
+
+def _checked(cls: type[Env], kwargs: Mapping[str, Any]) -> type[Env]:
+    """The class, or one that is the same but for its arguments. Raises ConfigError where no object can be made."""
+    if inspect.isabstract(cls):
+        missing = ", ".join(sorted(cls.__abstractmethods__))
+        raise ConfigError(f"{_place(cls)} is abstract: it does not define {missing}")
+    if not kwargs:
+        return cls
+    try:
+        inspect.signature(cls).bind(**kwargs)
+    except TypeError as error:
+        raise ConfigError(f"{cls.__name__} does not take the arguments {dict(kwargs)}: {error}") from error
+    same = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls.__name__, (cls,), {**same, "kwargs": {**cls.kwargs, **kwargs}})
+
+
+def _load_module(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
+            raise ConfigError(
+                f"there is no module {name!r} on the import path; a file is given as path/to/file.py:Class"
+            ) from error
+        raise ConfigError(f"cannot import {name}: {error}") from error
+    except Exception as error:
+        raise ConfigError(f"cannot import {name}: {type(error).__name__}: {error}") from error
+
+
+def _load_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise ConfigError(f"there is no file {path}")
+    name = f"{_FILE_MODULE}{path.stem}_{zlib.crc32(str(path.resolve()).encode()):08x}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # before execution: type hints are resolved through sys.modules
+    if (folder := str(path.resolve().parent)) not in sys.path:
+        sys.path.append(folder)  # its neighbours can be imported; last, so that they hide nothing
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise ConfigError(f"cannot load {path}: {type(error).__name__}: {error}") from error
+    return module
+
+
+def _suggest(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    if near:
+        return f"; did you mean {near[0]!r}?"
+    return f"; known: {', '.join(sorted(known))}" if known else ""

@@ -1,0 +1,62 @@
+"""What all episodes of a worker share, opened once and closed whatever happens. Knows no episode."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from agentrl.env.base import Env
+from agentrl.env.driver import CLOSE_TIMEOUT_S, attributed
+from agentrl.env.registry import WrapEnv, load_env_class, make
+from agentrl.errors import EnvError
+
+if TYPE_CHECKING:
+    from sandbox.client import SandboxClient
+
+log = logging.getLogger(__name__)
+
+OPEN_TIMEOUT_S = 600.0
+
+
+@asynccontextmanager
+async def opened(
+    target: str | type[Env],
+    *,
+    sandbox: SandboxClient | None = None,
+    wrappers: Iterable[WrapEnv] = (),
+    **kwargs: Any,
+) -> AsyncIterator[Callable[[], Env]]:
+    """Yields the function that makes an environment for one episode; the shared resources are open meanwhile.
+
+    The arguments are those of `make`. Raises ConfigError; EnvError or SandboxError when `open_shared` fails or takes
+    more than OPEN_TIMEOUT_S. A failure to close is logged: it must not hide how the work ended.
+    """
+    env_class = load_env_class(target) if isinstance(target, str) else target
+    name = f"{env_class.__name__}.open_shared"
+    with attributed(name):
+        manager = env_class.open_shared()
+    deadline = asyncio.timeout(OPEN_TIMEOUT_S)
+    try:
+        with attributed(name, passing=TimeoutError):
+            async with deadline:
+                shared = await manager.__aenter__()
+    except TimeoutError as error:
+        late = f"took more than {OPEN_TIMEOUT_S:g} s" if deadline.expired() else f"TimeoutError: {error}"
+        raise EnvError(f"{name}: {late}") from error
+    try:
+        yield partial(make, env_class, sandbox=sandbox, shared=shared, wrappers=tuple(wrappers), **kwargs)
+    finally:
+        await _leave(manager, name)
+
+
+async def _leave(manager: Any, name: str) -> None:
+    """Left as after a success: what follows the `yield` is run although nobody wrote `try` and `finally` around it."""
+    try:
+        async with asyncio.timeout(CLOSE_TIMEOUT_S):
+            await manager.__aexit__(None, None, None)
+    except Exception:
+        log.warning("%s: closing failed", name, exc_info=True)

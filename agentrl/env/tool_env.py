@@ -1,0 +1,107 @@
+"""`ToolEnv`: an environment whose tools are its own methods. Routes the calls of a turn; knows no call format."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from agentrl.env.base import Env
+from agentrl.env.driver import attributed
+from agentrl.env.episode import Action, StepResult
+from agentrl.env.providers import collect_providers
+from agentrl.errors import ConfigError, EnvError
+from agentrl.tools import ToolError, ToolSpec, collect_tools
+from agentrl.types import Message, Task, ToolCall
+
+if TYPE_CHECKING:
+    from sandbox.client import SandboxSession
+
+
+class ToolEnv(Env):
+    """An environment whose `@tool` methods the model may call; a turn without a call ends the episode.
+
+    A call that cannot be understood (unknown tool, bad JSON, bad arguments), and one whose tool raises ToolError, is
+    answered by a short `tool` message and counted in `info["tool_errors"]`.
+    """
+
+    max_parallel_calls: ClassVar[int] = 4
+    tool_timeout_s: ClassVar[float] = 240.0
+    """Deadline of one call; beyond it the episode failed (EnvError). Below rollout.episode_timeout_s, so that a part
+    that hangs is a failure of that part and not a low score."""
+    _providers: ClassVar[Mapping[type, str]] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls._providers = collect_providers(cls)
+        cls.tools = collect_tools(cls, private=(*cls._providers, *_given_types()))
+
+    async def step(self, action: Action) -> StepResult:
+        """Run the calls of one turn, in order."""
+        calls = action.message.tool_calls
+        observation: list[Message] = []
+        num_errors = 0
+        started = time.monotonic()
+        for index, call in enumerate(calls):
+            text, is_error = await self._answer(call, index)
+            num_errors += is_error
+            # A tool may hand on lone surrogates from hostile output; they are no text and no tokenizer takes them.
+            text = text.encode(errors="replace").decode()
+            observation.append(Message(role="tool", content=text, tool_call_id=call.id))
+        for error in action.parse_errors:
+            num_errors += 1
+            observation.append(Message(role="tool", content=f"Error: {error}"))
+        info = {
+            "tool_calls": len(calls) + len(action.parse_errors),
+            "tool_errors": num_errors,
+            "tool_s": time.monotonic() - started,
+        }
+        return StepResult(observation, 0.0, not observation, False, info)
+
+    async def _answer(self, call: ToolCall, index: int) -> tuple[str, bool]:
+        """What the model sees, and whether the call was in error."""
+        if index >= self.max_parallel_calls:
+            return f"Error: at most {self.max_parallel_calls} tool calls a turn; this one was not run", True
+        spec = self.tools.get(call.name)
+        if spec is None:
+            return f"Error: there is no tool {call.name!r}; tools: {', '.join(self.tools) or 'none'}", True
+        try:
+            return await self._run(spec, call.arguments), False
+        except ToolError as error:
+            return f"Error: {error}", True
+
+    async def _run(self, spec: ToolSpec, arguments: dict[str, Any]) -> str:
+        deadline = asyncio.timeout(self.tool_timeout_s)
+        try:
+            with attributed(f"tool {spec.name}", passing=(ToolError, TimeoutError)):
+                async with deadline:
+                    return await spec.call(self, arguments, private=self.private)
+        except TimeoutError as error:
+            late = f"took more than {self.tool_timeout_s:g} s" if deadline.expired() else f"TimeoutError: {error}"
+            raise EnvError(f"tool {spec.name}: {late}") from error
+
+    async def private(self, kind: type) -> Any:
+        """The episode's object of a private type, made where there is none yet. Raises ConfigError for other types."""
+        if (name := self._providers.get(kind)) is not None:
+            return await self.scope.get(kind, getattr(self, name))
+        if kind is Task:
+            if self.scope.task is None:
+                raise ConfigError(
+                    f"{type(self).__name__} has no task yet: begin with agentrl.env.start(env, task, seed)"
+                )
+            return self.scope.task
+        return await self.scope.get(kind, self._open_session)
+
+    async def _open_session(self) -> SandboxSession:
+        """An interpreter for this episode, given back when it is closed."""
+        session = await self.sandbox.open_session(seed=self.scope.seed)
+        self.scope.on_close(session.close)
+        return session
+
+
+def _given_types() -> tuple[type, ...]:
+    """Private types that every episode has. The session's is known only where something has imported it."""
+    client = sys.modules.get("sandbox.client")
+    return (Task,) if client is None else (Task, client.SandboxSession)

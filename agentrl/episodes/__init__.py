@@ -1,1 +1,0 @@
-"""What surrounds the episodes of a task: tried again, counted, watched for what is broken."""

@@ -1,0 +1,280 @@
+"""What a person sees in the terminal: phases, progress bars, one line a step, results, errors on one screen.
+
+Knows what to show and nothing of how it is made. Without a terminal it writes plain lines and no control codes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import IO, TYPE_CHECKING, Any, Self
+
+from rich.console import Console
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from agentrl.report.statistics import EvalResult
+
+if TYPE_CHECKING:
+    from agentrl.train.orchestrator import Summary
+
+log = logging.getLogger(__name__)
+
+Advance = Callable[[int, int], None]
+PLAIN_PROGRESS_EVERY_S = 15.0
+
+_COLUMNS = (  # title, metric, format, width: with the waits a line fits 80 columns
+    ("step", "run/step", "{:.0f}", 4),
+    ("reward", "rollout/reward_mean", "{:.2f}", 6),
+    ("ess", "learner/ess_ratio", "{:.2f}", 4),
+    ("lr x", "learner/lr_scale", "{:.2f}", 4),
+    ("|grad|", "learner/grad_norm", "{:.2f}", 6),
+    ("lag", "learner/lag_mean", "{:.1f}", 3),
+    ("tok/s", "engine/tokens_per_s", "{:.0f}", 6),
+    ("step s", "run/step_s", "{:.1f}", 6),
+)
+_MAX_CAUSES, _MAX_LINES, _MAX_CHARACTERS = 4, 10, 700  # of an error's screen
+
+
+class _Outlet:
+    """A file that may go away (`| head`, a closed terminal, a full disk): what it cannot take is lost, and no more."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
+        self._is_lost = False
+
+    def write(self, text: str) -> int:
+        """See IO.write."""
+        try:
+            return self._file.write(text)
+        except OSError as error:
+            self._lose(error)
+            return len(text)
+
+    def flush(self) -> None:
+        """See IO.flush."""
+        try:
+            self._file.flush()
+        except OSError as error:
+            self._lose(error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def _lose(self, error: OSError) -> None:
+        if self._is_lost:
+            return
+        self._is_lost = True
+        with suppress(OSError):  # what is still buffered would fail once more when the interpreter ends
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._file.fileno())
+            os.close(nowhere)
+        log.warning(
+            "standard output cannot be written any more (%s): the work goes on without; `agentrl status` and the run's "
+            "folder show it",
+            error.strerror,
+        )
+
+
+class Terminal:
+    """Phases and progress bars, shared by every command."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(highlight=False, soft_wrap=True, file=_Outlet(sys.stdout))  # type: ignore[arg-type]
+        self.phase_seconds: dict[str, float] = {}
+
+    def line(self, text: str | Text) -> None:
+        """One line."""
+        self._console.print(text, markup=False)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """A spinner while the block runs, then one line with its seconds and, if it did not end well, how it ended."""
+        with self._timed(name), self._console.status(Text(name)) if self._console.is_terminal else nullcontext():
+            yield
+
+    @contextmanager
+    def progress(self, name: str) -> Iterator[Advance]:
+        """A bar while the block runs; call the yielded function with (done, total)."""
+        with self._timed(name):
+            if self._console.is_terminal:
+                bar = _bar(self._console)
+                job = bar.add_task(name, total=None)
+                with Live(bar, console=self._console, transient=True):
+                    yield lambda done, total: bar.update(job, completed=done, total=total)
+            else:
+                yield self._plain_progress(name)
+
+    def _plain_progress(self, name: str) -> Advance:
+        """Without a terminal: a line now and then, so that a log shows that the work goes on."""
+        last = time.monotonic()
+
+        def advance(done: int, total: int) -> None:
+            nonlocal last
+            if (now := time.monotonic()) - last >= PLAIN_PROGRESS_EVERY_S:
+                last = now
+                self.line(f"{name}: {done} of {total}")
+
+        return advance
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        started, ending = time.monotonic(), ""
+        try:
+            yield
+        except Exception:
+            ending = "failed after "
+            raise
+        except BaseException:  # cancellation or Ctrl-C
+            ending = "stopped after "
+            raise
+        finally:
+            seconds = time.monotonic() - started
+            self.phase_seconds[name] = self.phase_seconds.get(name, 0.0) + seconds
+            self.line(f"{name}: {ending}{seconds:.1f} s")
+
+
+class TrainConsole(Terminal):
+    """`agentrl train`: a bar over the steps, and above it one line for each; also the run's Observer."""
+
+    def __init__(self, *, total_steps: int, console: Console | None = None) -> None:
+        super().__init__(console)
+        self._bar = _bar(self._console)
+        self._job = self._bar.add_task("training", total=total_steps, visible=False)
+        self._measuring = self._bar.add_task("measuring", total=None, visible=False)
+        self._live = Live(self._bar, console=self._console, transient=True)
+        self._num_lines = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._live.stop()
+
+    def step(self, step: int, values: Mapping[str, float]) -> None:
+        """See orchestrator.Observer."""
+        if self._num_lines % 20 == 0:
+            titles = " ".join(title.rjust(width) for title, _, _, width in _COLUMNS)
+            self.line(Text(titles + "  who waits for whom", style="bold"))
+        self._num_lines += 1
+        shown = {"run/step": float(step), **values}
+        cells = (
+            (_number(form, shown[key], width) if key in shown else "-").rjust(width) for _, key, form, width in _COLUMNS
+        )
+        self.line(" ".join(cells) + "  " + _waits(values))
+        self._bar.update(self._job, completed=step, visible=True)
+
+    def evaluating(self, done: int, total: int) -> None:
+        """See orchestrator.Observer."""
+        self._start_live()
+        self._bar.update(self._measuring, completed=done, total=total, visible=done < total)
+
+    def evaluated(self, result: EvalResult) -> None:
+        """See orchestrator.Observer."""
+        self._bar.update(self._measuring, visible=False)
+        self.line(Text(f"held out, version {result.policy_version}: {_quality(result)}", style="bold green"))
+        self._bar.update(self._job, visible=True)
+
+    def summary(self, summary: Summary, run_path: Path, report: Path) -> None:
+        """The last panel."""
+        table = Table.grid(padding=(0, 2))
+        table.add_row("before", _quality(summary.before))
+        table.add_row("after", _quality(summary.after))
+        table.add_row("rise", f"{summary.after.avg - summary.before.avg:+.3f}")
+        table.add_row("training", f"{summary.num_steps} steps in {summary.train_s / 60:.1f} min")
+        table.add_row("async overlap", f"{summary.overlap:.2f} of the learner's working time the engine generated")
+        for name, seconds in self.phase_seconds.items():
+            table.add_row(name, f"{seconds:.0f} s")
+        if summary.note:
+            table.add_row("note", Text(summary.note))
+        table.add_row("run folder", Text(str(run_path)))
+        table.add_row("report", Text(f"{report} (open it in a browser)"))
+        self._console.print(Panel(table, title="done", expand=False))
+
+    def _start_live(self) -> None:
+        if self._console.is_terminal and not self._live.is_started:
+            self._live.start()
+
+
+class EvalConsole(Terminal):
+    """`agentrl eval` and other single jobs."""
+
+    def result(self, result: EvalResult) -> None:
+        """avg@n, pass@k and how episodes ended."""
+        table = Table("measure", "value", "95 % interval", title=f"{result.num_tasks} tasks, {result.n} samples each")
+        table.add_row(f"avg@{result.n}", f"{result.avg:.3f}", f"{result.avg_low:.3f} to {result.avg_high:.3f}")
+        for k, estimate in result.pass_at.items():
+            table.add_row(f"pass@{k}", f"{estimate.value:.3f}", f"{estimate.low:.3f} to {estimate.high:.3f}")
+        self._console.print(table)
+        stops = ", ".join(f"{reason} {count}" for reason, count in result.stop_reasons.items())
+        self.line(f"{result.turns_mean:.1f} turns, {result.response_tokens_mean:.0f} tokens an episode; ended: {stops}")
+
+
+def show_error(error: BaseException) -> None:
+    """What went wrong, on one screen, to standard error; one line for each cause below it."""
+    causes = _causes(error)
+    body = Text(_beginning(str(error)) or type(error).__name__)
+    if causes:
+        body.append("\n\ncaused by\n" + "\n".join(f"  {line}" for line in causes), style="dim")
+    body.append("\n\n--debug shows the whole traceback", style="dim")
+    Console(stderr=True).print(Panel(body, title=type(error).__name__, border_style="red", expand=False))
+
+
+def _causes(error: BaseException) -> list[str]:
+    """One line a cause, nearest first, without those that the message already quotes."""
+    causes: list[str] = []
+    seen, cause = {id(error)}, error.__cause__
+    while cause is not None and id(cause) not in seen and len(causes) < _MAX_CAUSES:
+        seen.add(id(cause))
+        if not str(cause) or str(cause) not in str(error):
+            causes.append(" ".join(f"{type(cause).__name__}: {cause}".split())[:200])
+        cause = cause.__cause__
+    return causes
+
+
+def _beginning(message: str) -> str:
+    """A message of any size, cut so that it cannot fill more than a screen."""
+    message = message.strip()
+    head = "\n".join(message.splitlines()[:_MAX_LINES])[:_MAX_CHARACTERS]
+    return head if len(head) == len(message) else f"{head} ... (cut; {len(message)} characters)"
+
+
+def _number(form: str, value: float, width: int) -> str:
+    """The value, with its power of ten where it is too long for its column."""
+    text = form.format(value)
+    return text if len(text) <= width else f"{value:.0e}"
+
+
+def _waits(values: Mapping[str, float]) -> str:
+    """Who waited in this step: the learner in seconds, the engine as the share of the step it had nothing to do."""
+    busy = values.get("engine/busy_share")
+    text = f"learner {values.get('wait/learner_for_batch_s', 0.0):.1f}s"
+    return text if busy is None else f"{text}, engine idle {100 * (1 - busy):.0f}%"
+
+
+def _quality(result: EvalResult) -> str:
+    best = result.pass_at[result.n]
+    return (
+        f"avg@{result.n} {result.avg:.3f} [{result.avg_low:.3f}, {result.avg_high:.3f}], "
+        f"pass@{result.n} {best.value:.3f} [{best.low:.3f}, {best.high:.3f}]"
+    )
+
+
+def _bar(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+    )

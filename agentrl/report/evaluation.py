@@ -1,0 +1,56 @@
+"""Held-out measurement: the rollout's own code over a fixed list of tasks, and nothing is trained on it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from agentrl.errors import raise_first
+from agentrl.report.statistics import EvalResult, summarize
+from agentrl.types import Task, TrajectoryGroup
+
+MakeGroup = Callable[[int, Task], Awaitable[TrajectoryGroup]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """The numbers, and the episodes behind them."""
+
+    result: EvalResult
+    groups: tuple[TrajectoryGroup, ...]
+
+
+async def evaluate(
+    tasks: Sequence[Task],
+    *,
+    make_group: MakeGroup,
+    policy_version: int,
+    max_concurrent_groups: int,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Evaluation:
+    """Play every task and sum up.
+
+    Args:
+        make_group: (group_id, task) -> a finished group; its InfraError ends the evaluation, since a
+            mean over the tasks that happened to work would be a wrong number.
+        progress: called with (tasks done, tasks in all).
+    """
+    gate = asyncio.Semaphore(max_concurrent_groups)
+    num_done = 0
+
+    async def one(index: int, task: Task) -> TrajectoryGroup:
+        nonlocal num_done
+        async with gate:
+            group = await make_group(index, task)
+        num_done += 1
+        progress(num_done, len(tasks))
+        return group
+
+    try:
+        async with asyncio.TaskGroup() as running:
+            jobs = [running.create_task(one(index, task)) for index, task in enumerate(tasks)]
+    except BaseExceptionGroup as errors:
+        raise_first(errors)
+    groups = tuple(job.result() for job in jobs)
+    return Evaluation(result=summarize(groups, policy_version=policy_version), groups=groups)

@@ -1,0 +1,188 @@
+"""Where numbers go: metrics.jsonl for people and the report, TensorBoard event files for dashboards.
+
+Also turns a step's episodes into `rollout/*` numbers. Knows nothing of who measures what, and does not import torch.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import msgspec
+
+from agentrl.errors import DiskError, MissingDependencyError
+from agentrl.report.statistics import is_correct, num_response_tokens, num_turns
+from agentrl.run_folder import RunFolder, write_atomically
+from agentrl.types import StopReason, TrajectoryGroup
+
+log = logging.getLogger(__name__)
+
+MetricKind = Literal["step", "eval", "event"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsLine:
+    """What was measured at one moment."""
+
+    kind: MetricKind
+    step: int  # policy version
+    time_s: float  # Unix time
+    values: dict[str, float] = field(default_factory=dict)
+
+
+class MetricsLog:
+    """Appends to a run's metrics; every line is on its way to disk before `log` returns.
+
+    Raises MissingDependencyError at construction without the tensorboard package, DiskError where the disk refuses.
+    """
+
+    def __init__(self, run_folder: RunFolder) -> None:
+        try:
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter  # type: ignore[import-untyped]
+        except ImportError as error:
+            raise MissingDependencyError("metrics need the tensorboard package: pip install tensorboard") from error
+        self._path = run_folder.metrics
+        self._writing = run_folder.writing
+        with self._writing(run_folder.tensorboard):
+            self._events: Any = EventFileWriter(str(run_folder.tensorboard))
+        with self._writing(self._path):
+            _end_torn_line(self._path)
+            self._file = self._path.open("a", encoding="utf-8")
+
+    def log(self, kind: MetricKind, step: int, values: Mapping[str, float]) -> None:
+        """Record `values` for `step`. Raises ValueError, writing nothing, when one is NaN or infinite."""
+        checked = {name: _finite(name, value) for name, value in values.items()}
+        time_s = time.time()
+        line = {"kind": kind, "step": step, "time_s": round(time_s, 3), "values": checked}
+        with self._writing(self._path):
+            self._file.write(json.dumps(line, allow_nan=False) + "\n")
+            self._file.flush()
+            self._events.add_event(_tensorboard_event(step, time_s, checked))
+
+    def rewind(self, step: int) -> None:
+        """Forget the steps after `step`, which are made again; evaluations and events stay."""
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
+
+        lines = read(self._path)
+        kept = [line for line in lines if line.kind != "step" or line.step <= step]
+        if kept == lines:
+            return
+        with self._writing(self._path):
+            self._file.close()
+            write_atomically(self._path, b"".join(msgspec.json.encode(line) + b"\n" for line in kept))
+            self._file = self._path.open("a", encoding="utf-8")
+        # TensorBoard drops what it has of this step and later ones.
+        self._events.add_event(
+            Event(wall_time=time.time(), step=step + 1, session_log=SessionLog(status=SessionLog.START))
+        )
+
+    def close(self) -> None:
+        """Flush and close both files. Raises DiskError."""
+        with self._writing(self._path), closing(self._events), closing(self._file):
+            pass
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        try:
+            self.close()
+        except DiskError as full:
+            if error is None:
+                raise
+            log.warning("%s", full)  # what ended the block says more
+
+
+def read(path: Path) -> list[MetricsLine]:
+    """All lines of a metrics.jsonl, in order; none when the file is missing.
+
+    A line torn by a crash is left out with a warning. Raises nothing for it: the rest of a run is still worth seeing.
+    """
+    if not path.exists():
+        return []
+    lines: list[MetricsLine] = []
+    for number, text in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
+        try:
+            lines.append(MetricsLine(**json.loads(text)))
+        except (ValueError, TypeError):
+            log.warning("%s:%d is not a whole line of metrics; left out", path, number)
+    return lines
+
+
+def rollout_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
+    """What the episodes of one step were like, under `rollout/*` names. Empty without episodes.
+
+    Shares are of episodes, `solve_none` and `solve_all` of groups. `tool_success_rate` is absent when no tool was
+    called, and a named reward is averaged over the episodes that have it.
+    """
+    segments = [segments for group in groups for segments in group.episodes()]
+    if not segments:
+        return {}
+    episodes = [first for first, *_ in segments]
+    solved_G = [[is_correct(first) for first, *_ in group.episodes()] for group in groups]
+    num_tokens = [num_response_tokens(episode) for episode in segments]
+    tool_calls = [episode.info.get("tool_calls", 0.0) for episode in episodes]
+    values = {
+        "rollout/reward_mean": _mean([episode.reward for episode in episodes]),
+        "rollout/turns_mean": _mean([num_turns(episode) for episode in segments]),
+        "rollout/response_tokens_mean": _mean(num_tokens),
+        "rollout/response_tokens_max": max(num_tokens),
+        "rollout/tool_calls_mean": _mean(tool_calls),
+        "rollout/segments_mean": _mean([len(episode) for episode in segments]),
+        "rollout/masked": _mean([first.weight == 0 for first in episodes]),
+        "rollout/retries_mean": _mean([episode.info.get("retries", 0.0) for episode in episodes]),
+        "rollout/solve_none": _mean([not any(solved) for solved in solved_G]),
+        "rollout/solve_all": _mean([all(solved) for solved in solved_G]),
+    }
+    for reason in StopReason:
+        values[f"rollout/stop_{reason}"] = _mean([episode.stop_reason == reason for episode in episodes])
+    values |= _means_by_name("rollout/reward_{}", [episode.rewards for episode in episodes])
+    seconds = [{k: v for k, v in episode.info.items() if k.endswith("_s")} for episode in episodes]
+    values |= _means_by_name("rollout/{}_mean", seconds)
+    if sum(tool_calls):
+        errors = sum(episode.info.get("tool_errors", 0.0) for episode in episodes)
+        values["rollout/tool_success_rate"] = 1.0 - errors / sum(tool_calls)
+    return values
+
+
+def _means_by_name(pattern: str, records: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """One mean a name, over the records that have it."""
+    names = sorted({name for record in records for name in record})
+    return {pattern.format(name): _mean([record[name] for record in records if name in record]) for name in names}
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def _finite(name: str, value: float) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"metric {name} is {number}: a broken number is an error, not a point on a curve")
+    return number
+
+
+def _tensorboard_event(step: int, time_s: float, values: Mapping[str, float]) -> Any:
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
+
+    scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+    return Event(step=step, wall_time=time_s, summary=Summary(value=scalars))
+
+
+def _end_torn_line(path: Path) -> None:
+    """After a crash in mid-line, the next line must not be glued to the torn one."""
+    if path.exists() and path.stat().st_size:
+        with path.open("rb+") as file:
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.write(b"\n")

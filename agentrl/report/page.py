@@ -1,0 +1,247 @@
+"""`report.html`: one file that opens offline, from whatever a run folder holds so far. Knows no running part."""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader
+from markupsafe import Markup
+
+from agentrl.report.figures import figures
+from agentrl.report.metrics import MetricsLine, read
+from agentrl.report.statistics import is_correct
+from agentrl.run_folder import Kind, RunFolder, write_atomically
+from agentrl.types import Message, ToolCall, Trajectory, TrajectoryGroup
+
+log = logging.getLogger(__name__)
+
+TEMPLATES = Path(__file__).parent
+NUM_EPISODES = 10
+NUM_TOKENS_HEAD, NUM_TOKENS_TAIL = 3000, 1000  # of a long episode's token view
+Decode = Callable[[Sequence[int]], str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Token:
+    """One token as it is shown. `version` is set where it differs from that of the action token before it."""
+
+    text: str
+    css: str
+    colour: str = ""
+    title: str = ""
+    version: int | None = None
+
+
+def write_report(run: RunFolder) -> Path:
+    """Draw the page anew, whole or not at all; a run that was cut off gets what it has. Raises DiskError."""
+    lines = read(run.metrics)
+    config = json.loads(run.config.read_text())
+    drawn = figures(lines)
+    decode = _decoder(config["model"]["path"])
+    environment = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True)
+    page = environment.get_template("report.html.j2").render(
+        name=config["name"],
+        subtitle=_subtitle(config),
+        tiles=_tiles(lines),
+        nonce=secrets.token_urlsafe(16),
+        waits=_waits(lines),
+        charts=[{"note": note} for _, note in drawn],
+        figures=_json_for_script([figure for figure, _ in drawn]),
+        plotly_js=_plotly_js() if drawn else "",
+        ledger=_ledger(lines),
+        episodes=[_episode(*chosen, decode) for chosen in _choose(run)],
+        config=json.dumps(config, indent=2),
+    )
+    with run.writing(run.report):
+        write_atomically(run.report, page.encode())
+    return run.report
+
+
+def _plotly_js() -> Markup:
+    from plotly.offline import get_plotlyjs
+
+    return Markup(get_plotlyjs().replace("</script", "<\\/script"))
+
+
+def _json_for_script(data: Any) -> Markup:
+    """JSON that cannot end the script element it stands in."""
+    return Markup(json.dumps(data).replace("<", "\\u003c"))
+
+
+def _subtitle(config: dict[str, Any]) -> str:
+    rollout, algorithm = config["rollout"], config["algorithm"]
+    return (
+        f"{config['env']['target']} · {config['model']['path']} · {rollout['groups_per_step']} groups of "
+        f"{rollout['group_size']} a step, max lag {rollout['max_lag']} · baseline {algorithm['baseline']}, step scale "
+        f"{algorithm['step_scale']} · lr {config['learner']['lr']:g} · seed {config['seed']}"
+    )
+
+
+def _tiles(lines: Sequence[MetricsLine]) -> list[dict[str, str]]:
+    steps = [line for line in lines if line.kind == "step"]
+    evals = [line.values for line in lines if line.kind == "eval"]
+    tiles: list[dict[str, str]] = []
+    if evals:
+        n = int(evals[0]["eval/n"])
+        for values, label in ((evals[0], "before"), (evals[-1], "after" if len(evals) > 1 else "")):
+            if label:
+                low, high = values["eval/avg_at_n_low"], values["eval/avg_at_n_high"]
+                tiles.append(_tile(f"{values['eval/avg_at_n']:.3f}", f"avg@{n} {label}, 95 % [{low:.2f}, {high:.2f}]"))
+        if len(evals) > 1:
+            tiles.append(_tile(f"{evals[-1]['eval/avg_at_n'] - evals[0]['eval/avg_at_n']:+.3f}", "rise"))
+    if steps:
+        last = steps[-1].values
+        tiles.append(_tile(str(steps[-1].step), "steps"))
+        tiles.append(_tile(_minutes(lines[-1].time_s - lines[0].time_s), "from the first measurement to the last"))
+        if "run/overlap" in last:
+            tiles.append(_tile(f"{last['run/overlap']:.2f}", "of the learner's working time the engine generated"))
+    return tiles
+
+
+def _minutes(seconds: float) -> str:
+    minutes = seconds / 60
+    return f"{minutes / 60:.1f} h" if minutes >= 120 else f"{minutes:.1f} min"
+
+
+def _waits(lines: Sequence[MetricsLine]) -> str:
+    """The bottleneck in a sentence, from the whole run; empty where it was not measured."""
+    steps = [line.values for line in lines if line.kind == "step"]
+    needed = ("run/step_s", "wait/learner_for_batch_s", "engine/busy_share")
+    measured = [values for values in steps if all(name in values for name in needed)]
+    total_s = sum(values["run/step_s"] for values in measured)
+    if not total_s:
+        return ""
+    learner = sum(values["wait/learner_for_batch_s"] for values in measured) / total_s
+    engine = sum((1 - values["engine/busy_share"]) * values["run/step_s"] for values in measured) / total_s
+    bottleneck = "generation" if learner > engine else "the learner"
+    return (
+        f"The learner waited for a batch {learner:.0%} of the time, the engine had nothing to do {engine:.0%} of it: "
+        f"{bottleneck} is the bottleneck."
+    )
+
+
+def _tile(value: str, label: str) -> dict[str, str]:
+    return {"value": value, "label": label}
+
+
+def _ledger(lines: Sequence[MetricsLine]) -> list[tuple[str, str]]:
+    last = next((line.values for line in reversed(lines) if line.kind == "step"), {})
+    return [
+        (name[len("ledger/") :].replace("_", " "), f"{v:.0f}") for name, v in last.items() if name.startswith("ledger/")
+    ]
+
+
+def _choose(run: RunFolder) -> list[tuple[str, TrajectoryGroup, Trajectory]]:
+    """Ten episodes: of the first and of the last files that were kept, right and wrong ones in turn."""
+    chosen: list[tuple[str, TrajectoryGroup, Trajectory]] = []
+    kinds: tuple[Kind, ...] = ("eval", "train")
+    kind = next((kind for kind in kinds if run.trajectory_steps(kind=kind)), None)
+    if kind is None:
+        return []
+    steps = run.trajectory_steps(kind=kind)
+    for step in sorted({steps[0], steps[-1]}):
+        episodes = _one_of_each_first(run.read_trajectories(step, kind=kind))
+        right = [pair for pair in episodes if is_correct(pair[1])]
+        wrong = [pair for pair in episodes if not is_correct(pair[1])]
+        half = NUM_EPISODES if steps[0] == steps[-1] else NUM_EPISODES // 2
+        label = f"{'held out' if kind == 'eval' else 'training'}, step {step}"
+        chosen.extend((label, *pair) for pair in _alternate(right, wrong)[:half])
+    return chosen
+
+
+def _one_of_each_first(groups: Sequence[TrajectoryGroup]) -> list[tuple[TrajectoryGroup, Trajectory]]:
+    """Every episode: the first of each task, then the second of each, and so on, so that few tasks repeat."""
+    ranked = [(rank, group, t) for group in groups for rank, t in enumerate(group.trajectories)]
+    return [(group, t) for _, group, t in sorted(ranked, key=lambda item: item[0])]
+
+
+def _alternate(first: list[Any], second: list[Any]) -> list[Any]:
+    shorter = min(len(first), len(second))
+    mixed = [item for pair in zip(first, second, strict=False) for item in pair]
+    return mixed + first[shorter:] + second[shorter:]
+
+
+def _episode(when: str, group: TrajectoryGroup, trajectory: Trajectory, decode: Decode | None) -> dict[str, Any]:
+    versions = sorted({span.version for turn in trajectory.turns for span in turn.completion.version_spans})
+    return {
+        "when": when,
+        "correct": is_correct(trajectory),
+        "reward": trajectory.reward,
+        "parts": ", ".join(f"{name} {value:g}" for name, value in trajectory.rewards.items()),
+        "stop_reason": str(trajectory.stop_reason),
+        "num_turns": len(trajectory.turns),
+        "num_action_tokens": trajectory.num_action_tokens,
+        "versions": " to ".join(str(v) for v in dict.fromkeys((versions[0], versions[-1]))),
+        "gold": group.task.answer,
+        "messages": [_message(message) for message in trajectory.messages],
+        "tokens": _tokens(trajectory, decode) if decode else [],
+    }
+
+
+def _message(message: Message) -> dict[str, Any]:
+    return {
+        "role": message.role,
+        "content": message.content,
+        "calls": [{"name": call.name, "text": _call_text(call)} for call in message.tool_calls],
+    }
+
+
+def _call_text(call: ToolCall) -> str:
+    """A lone text argument (code, a query) is shown as it is; anything else as JSON."""
+    values = list(call.arguments.values())
+    return values[0] if len(values) == 1 and isinstance(values[0], str) else json.dumps(call.arguments, indent=1)
+
+
+def _tokens(trajectory: Trajectory, decode: Decode) -> list[Token]:
+    shown: list[Token] = []
+    version = -1
+    columns = list(
+        zip(
+            trajectory.token_ids(),
+            trajectory.action_mask(),
+            trajectory.behavior_logprobs(),
+            trajectory.policy_versions(),
+            strict=True,
+        )
+    )
+    num_hidden = len(columns) - NUM_TOKENS_HEAD - NUM_TOKENS_TAIL
+    for position, (token_id, is_action, logprob, token_version) in enumerate(columns):
+        if 0 <= position - NUM_TOKENS_HEAD < num_hidden:
+            if position == NUM_TOKENS_HEAD:
+                shown.append(Token(text=f"\n[... {num_hidden} tokens are not shown ...]\n", css="o"))
+            continue
+        text = decode([token_id])
+        if not is_action:
+            shown.append(Token(text=text, css="o"))
+            continue
+        changed = token_version != version
+        version = token_version
+        shown.append(
+            Token(
+                text=text,
+                css="a v" if changed else "a",
+                colour=f"rgba(214, 92, 40, {min(0.75, -logprob / 4):.2f})",
+                title=f"logprob {logprob:.3f}, version {token_version}",
+                version=version if changed else None,
+            )
+        )
+    return shown
+
+
+def _decoder(model_path: str) -> Decode | None:
+    """Token ids to text, where the model's tokenizer can still be loaded; without it there is no token view."""
+    from agentrl.tokens.tokenizer import TurnTokenizer
+
+    if not Path(model_path, "tokenizer.json").is_file():
+        return None
+    try:
+        return TurnTokenizer.load(model_path).decode
+    except Exception:
+        log.warning("no token view: cannot load the tokenizer of %s", model_path, exc_info=True)
+        return None

@@ -1,1 +1,0 @@
-"""Numbers for people: statistics, figures, the terminal."""

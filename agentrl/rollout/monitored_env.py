@@ -1,0 +1,53 @@
+"""Notes on the run's board when an episode waits for its environment, and with it for tools, sandbox or grader.
+
+Knows nothing of what the environment does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from agentrl.env.agent_env import AgentEnv
+from agentrl.env.base import Env
+from agentrl.env.episode import Action, Episode, StepResult
+from agentrl.supervision.wait_graph import Progress
+from agentrl.types import Message, Task
+from agentrl.wrappers import Wrapper
+
+
+class NotedEnv(Wrapper):
+    """Changes nothing."""
+
+    def __init__(self, env: Env, progress: Progress) -> None:
+        super().__init__(env)
+        self._progress = progress
+
+    async def reset(self, *, task: Task, seed: int | None = None) -> tuple[list[Message], dict[str, Any]]:
+        """See Env.reset."""
+        with self._waiting("reset"):
+            return await self.env.reset(task=task, seed=seed)
+
+    async def step(self, action: Action) -> StepResult:
+        """See Env.step."""
+        with self._waiting("step"):
+            return await self.env.step(action)
+
+    async def score(self, episode: Episode) -> dict[str, float]:
+        """See Env.score."""
+        with self._waiting("score"):
+            return await self.env.score(episode)
+
+    def _waiting(self, what: str) -> AbstractContextManager[None]:
+        return self._progress.waiting("episodes", on=f"environment {type(self.unwrapped).__name__}", what=what)
+
+
+def noted(make_env: Callable[[], Env], progress: Progress) -> Callable[[], Env]:
+    """As `make_env`. What brings a loop of its own (AgentEnv) stays as it is: no wrapper sees its turns."""
+
+    def make() -> Env:
+        env = make_env()
+        return env if isinstance(env.unwrapped, AgentEnv) else NotedEnv(env, progress)
+
+    return make

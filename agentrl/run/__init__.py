@@ -1,1 +1,0 @@
-"""One training run, wired: its processes, its folder, its steps, its learner."""

@@ -1,0 +1,207 @@
+"""Child processes with an owner: started with a log file, watched, and gone when their owner is gone.
+
+Knows nothing of what the children do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import time
+import uuid
+from asyncio.subprocess import Process
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from agentrl.errors import InfraError
+from agentrl.supervision import orphan_guard as guard
+from agentrl.supervision.backoff import RestartBudget, backoff_s
+
+log = logging.getLogger(__name__)
+
+GRACE_S = 8.0
+RESTART_AFTER_S = 1.0
+MARK_VARIABLE = "AGENTRL_PART"  # in the environment of a part's processes: by it they are found again
+
+
+class ChildDied(InfraError):
+    """A part of the run ended on its own."""
+
+
+def never() -> bool:
+    """For `may_end` of a service."""
+    return False
+
+
+class Child:
+    """A running part: its name, its log, and whether it still lives."""
+
+    def __init__(
+        self,
+        name: str,
+        log_path: Path,
+        start: Callable[[str], Coroutine[Any, Any, Process]],
+        *,
+        may_end: Callable[[], bool],
+    ) -> None:
+        self.name = name
+        self.log_path = log_path
+        self.process: Process
+        self._start = start
+        self._may_end = may_end
+        self._mark = uuid.uuid4().hex
+        self._restarts = RestartBudget(0)
+        self._started = 0.0
+        self._oom_kills = 0
+        self.num_starts = 0
+        """How often it was started."""
+
+    async def start(self) -> None:
+        """Run the command. Raises InfraError when it cannot be."""
+        self.num_starts += 1
+        self._started, self._oom_kills = time.monotonic(), _oom_kills()
+        try:
+            self.process = await self._start(self._mark)
+        except OSError as error:
+            raise InfraError(f"the {self.name} process could not be started: {error}") from error
+
+    def end_left_over(self) -> None:
+        """End what the guard could not, having been killed itself: whatever carries this part's mark."""
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):
+                if f"{MARK_VARIABLE}={self._mark}".encode() in path.read_bytes().split(b"\0"):
+                    os.kill(int(path.parent.name), signal.SIGKILL)
+
+    def allow_restarts(self, number: int) -> None:
+        """From now on `watch` starts it again when it dies: `number` times in a row, see RestartBudget."""
+        self._restarts = RestartBudget(number)
+
+    def poll(self) -> int | None:
+        """Exit code, or None while it runs."""
+        return self.process.returncode
+
+    async def wait(self) -> int:
+        """Exit code, once it ended."""
+        return await self.process.wait()
+
+    async def watch(self) -> None:
+        """Return when it ended with code 0 and was allowed to.
+
+        Otherwise start it again, after a pause that doubles. Raises ChildDied with the end of its log once it may not
+        be started again; InfraError when it cannot be.
+        """
+        while (code := await self.process.wait()) or not self._may_end():
+            self.end_left_over()
+            what = self._how_it_ended(code)
+            if (used := self._restarts.take(time.monotonic() - self._started)) is None:
+                again = f" (started {self.num_starts} times)" if self.num_starts > 1 else ""
+                raise ChildDied(f"{what}{again}. The end of {self.log_path}:\n{self.log_tail()}")
+            pause_s = backoff_s(used, base_s=RESTART_AFTER_S)
+            log.warning("%s; it is started again in %.1f s (%d more times at most)", what, pause_s, self._restarts.left)
+            await asyncio.sleep(pause_s)
+            await self.start()
+
+    def _how_it_ended(self, code: int) -> str:
+        what = f"the {self.name} process ended with exit code {code}"
+        with suppress(ValueError):  # of the guard itself, or as the guard tells it
+            what += f" ({signal.Signals(-code if code < 0 else code - 128).name})"
+        if code and (num_ended := _oom_kills() - self._oom_kills):
+            what += f"; while it ran, the kernel ended {num_ended} process(es) for want of memory"
+        return what
+
+    def log_tail(self, num_lines: int = 12, max_bytes: int = 16_384) -> str:
+        """The last lines it wrote."""
+        try:
+            with self.log_path.open("rb") as file:
+                file.seek(max(0, os.path.getsize(self.log_path) - max_bytes))
+                text = file.read().decode(errors="replace")
+        except OSError as error:
+            return f"(no log: {error.strerror})"
+        return "\n".join("  " + line for line in text.splitlines()[-num_lines:]) or "  (it wrote nothing)"
+
+
+@asynccontextmanager
+async def child(
+    name: str,
+    command: Sequence[str] | Callable[[], Sequence[str]],
+    *,
+    log_path: Path,
+    env: Mapping[str, str] | None = None,
+    on_line: Callable[[str], None] | None = None,
+    may_end: Callable[[], bool] = lambda: True,
+) -> AsyncIterator[Child]:
+    """Run `command` for the length of the block; its whole process group is gone when the block is left.
+
+    Args:
+        command: the arguments, or what makes them anew for each start: a restart may be told to resume.
+        env: variables added to this process's own.
+        on_line: called with each line of standard output, which then does not go to the log.
+        may_end: asked when it ended with exit code 0; where it should not have, that is a death like any other.
+
+    Raises:
+        InfraError: the command could not be started.
+    """
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    guarded = [sys.executable, "-I", "-S", guard.__file__, str(GRACE_S)]
+    readers: list[asyncio.Task[None]] = []
+
+    async def start(mark: str) -> Process:
+        with log_path.open("ab") as log_file:
+            process = await asyncio.create_subprocess_exec(
+                *guarded,
+                *(command() if callable(command) else command),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=log_file if on_line is None else asyncio.subprocess.PIPE,
+                stderr=log_file,
+                env={**os.environ, **(env or {}), MARK_VARIABLE: mark},
+                start_new_session=True,
+            )
+        readers.append(asyncio.create_task(_read_lines(process, on_line), name=f"output of {name}"))
+        return process
+
+    part = Child(name, log_path, start, may_end=may_end)
+    await part.start()
+    try:
+        yield part
+    finally:
+        await _stop(part.process)
+        part.end_left_over()
+        await asyncio.gather(*readers)
+
+
+async def _read_lines(process: Process, on_line: Callable[[str], None] | None) -> None:
+    if process.stdout is not None and on_line is not None:
+        async for line in process.stdout:
+            on_line(line.decode(errors="replace").rstrip("\n"))
+
+
+async def _stop(process: Process) -> None:
+    """Close the guard's input and wait for its end, also when cancelled again: a second Ctrl-C leaves no orphan."""
+    assert process.stdin is not None
+    process.stdin.close()
+    ended = asyncio.ensure_future(process.wait())
+    cancelled = False
+    while not ended.done():
+        try:
+            await asyncio.wait({ended}, timeout=GRACE_S + 5)
+        except asyncio.CancelledError:
+            cancelled = True
+            continue
+        if not ended.done():
+            process.kill()
+    if cancelled:
+        raise asyncio.CancelledError
+
+
+def _oom_kills() -> int:
+    """How many processes the kernel has ended for want of memory, in containers too."""
+    with suppress(OSError):
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0

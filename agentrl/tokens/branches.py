@@ -1,0 +1,160 @@
+"""The record of one agent's calls as segments: token sequences that only grow. Knows no engine and no HTTP.
+
+A call whose messages are those of an earlier call, its answer, and new ones without an assistant's, continues that
+call's tokens: only the new messages are encoded, and what the model said stands as it was sampled. Anything else opens
+a segment, with a prompt rendered afresh, or copied up to the answer that it branches from; either way the prompt is
+no action of the new segment, so that every sampled token is an action exactly once over all segments.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from agentrl.tokens.tokenizer import TurnTokenizer
+from agentrl.types import Completion, Message, Turn
+
+_Tools = Sequence[dict[str, Any]]
+
+
+@dataclass(kw_only=True, eq=False)
+class Segment:
+    """A conversation that grew without a break."""
+
+    token_ids: list[int] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+    """As they were said; the agent may have been shown less, and may have told less."""
+    turns: list[Turn] = field(default_factory=list)
+    is_busy: bool = False
+    """A call that continues it is under way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where the answer to a call will be recorded."""
+
+    segment: Segment
+    num_tokens: int  # of the segment, up to the call
+    observation_ids: tuple[int, ...]  # what the segment does not hold yet
+    messages: tuple[Message, ...]  # as they were said, up to the call
+    history: tuple[Message, ...]  # the same as the agent tells it
+    tools: tuple[dict[str, Any], ...]
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        """The tokens to continue. [T]"""
+        return [*self.segment.token_ids[: self.num_tokens], *self.observation_ids]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Answer:
+    """A recorded answer that later calls may continue."""
+
+    segment: Segment
+    num_turns: int  # of the segment, up to and with this answer
+    num_tokens: int
+    num_messages: int
+    shown: Message
+    completion: Completion
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its segment ends with it, and nobody is about to continue it."""
+        return self.num_turns == len(self.segment.turns) and not self.segment.is_busy
+
+
+class SegmentStore:
+    """All segments of one episode. Calls may overlap: `place` each, then `commit` or `release` it."""
+
+    def __init__(self, tokenizer: TurnTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._answers: dict[bytes, list[_Answer]] = {}
+        self._appendable: dict[tuple[str, ...], bool] = {}
+        self.segments: list[Segment] = []
+        """Those with at least one answer, oldest first."""
+        self.latest: Segment | None = None
+        """The one that holds the last answer."""
+
+    def place(self, messages: Sequence[Message], tools: _Tools) -> Place:
+        """Find what the call continues. Raises ConfigError when the chat template refuses the messages."""
+        num_known = max((i + 1 for i, message in enumerate(messages) if message.role == "assistant"), default=0)
+        known, new = messages[:num_known], messages[num_known:]
+        answer = self._find(known, tools) if num_known and self._can_append(new) else None
+        if answer is None:
+            segment, said = Segment(), list(messages)
+            ids = self._tokenizer.first_prompt(messages, tools)
+        else:
+            segment, said = answer.segment, [*answer.segment.messages[: answer.num_messages], *new]
+            ids = self._tokenizer.observation(new, previous=answer.completion.token_ids)
+            if not answer.is_open:
+                ids = [*segment.token_ids[: answer.num_tokens], *ids]
+                segment = Segment()
+        segment.is_busy = True
+        return Place(
+            segment=segment,
+            num_tokens=len(segment.token_ids),
+            observation_ids=tuple(ids),
+            messages=tuple(said),
+            history=tuple(messages),
+            tools=tuple(tools),
+        )
+
+    def commit(self, place: Place, completion: Completion, *, said: Message, shown: Message) -> None:
+        """Record what was sampled: what it says, and what of that the agent was shown and will tell again."""
+        segment = place.segment
+        if len(segment.token_ids) != place.num_tokens:
+            raise AssertionError("a segment grew while a call that continues it was under way")
+        if not segment.turns:
+            self.segments.append(segment)
+        segment.turns.append(Turn(observation_ids=place.observation_ids, completion=completion))
+        segment.token_ids += [*place.observation_ids, *completion.token_ids]
+        segment.messages = [*place.messages, said]
+        segment.is_busy = False
+        self.latest = segment
+        answer = _Answer(
+            segment=segment,
+            num_turns=len(segment.turns),
+            num_tokens=len(segment.token_ids),
+            num_messages=len(segment.messages),
+            shown=shown,
+            completion=completion,
+        )
+        self._answers.setdefault(_key([*place.history, shown], place.tools), []).append(answer)
+
+    def release(self, place: Place) -> None:
+        """The call was not answered."""
+        place.segment.is_busy = False
+
+    def _find(self, known: Sequence[Message], tools: _Tools) -> _Answer | None:
+        """The answer that ends `known`. Where the model said the same twice, the calls' ids tell, then who is free."""
+        answers = self._answers.get(_key(known, tools), ())
+        ids = [call.id for call in known[-1].tool_calls]
+        return max(
+            answers,
+            key=lambda a: ([call.id for call in a.shown.tool_calls] == ids, a.is_open),
+            default=None,
+        )
+
+    def _can_append(self, new: Sequence[Message]) -> bool:
+        """Whether messages of these roles are written alike whatever went before."""
+        roles = tuple(message.role for message in new)
+        if roles not in self._appendable:
+            self._appendable[roles] = self._tokenizer.can_append(roles)
+        return self._appendable[roles]
+
+
+def _key(messages: Sequence[Message], tools: _Tools) -> bytes:
+    """What makes two histories the same. Not the ids of calls, which leave no token, nor space around an answer."""
+    parts = [
+        (
+            message.role,
+            message.content.strip() if message.role == "assistant" else message.content,
+            [(call.name, call.arguments) for call in message.tool_calls],
+        )
+        for message in messages
+    ]
+    return hashlib.sha256(msgspec.json.encode((parts, tools), order="sorted")).digest()

@@ -1,0 +1,190 @@
+"""One episode's token record under a context limit: it only grows, or it forks.
+
+A fork begins a new segment whose prompt holds less: old observations left out, or a summary in place of the dialogue.
+What the model said stands in it as it was sampled, and is context there, no action: over all segments every sampled
+token is an action exactly once, behind the very tokens that the engine saw. Knows no engine and no environment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from agentrl.config import RolloutConfig
+from agentrl.tokens.codec import cut_chars
+from agentrl.tokens.tokenizer import TurnTokenizer
+from agentrl.tokens.tool_calls import THINK_CLOSE
+from agentrl.types import Completion, Message, Turn
+
+MIN_DROPPED_SHARE = 0.25
+"""While there is room for a turn, old output is dropped when it is this share of the prompt: a fork costs a prompt."""
+DROPPED = "[earlier output left out]"
+SUMMARY_REQUEST = (
+    "\n\n[The context is nearly full. Write down now all that you need to go on: what was asked, what you tried, what "
+    "you found. Nothing else will be kept. Call no tool.]"
+)
+SUMMARY_HEADER = "\n\nYou have worked on this before. Your notes:\n"
+
+
+@dataclass(kw_only=True)
+class Segment:
+    """Tokens that grew without a break."""
+
+    token_ids: list[int] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+    """As this segment shows them."""
+
+
+@dataclass(kw_only=True)
+class _Round:
+    """A turn of the model, and what came back."""
+
+    said: Message
+    completion: Completion
+    answer: list[Message]
+    num_answer_tokens: int = 0
+
+
+class Window:
+    """What the model has before it, and the segments that came of it."""
+
+    def __init__(self, tokenizer: TurnTokenizer, limits: RolloutConfig, tools: Sequence[dict[str, Any]]) -> None:
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._tools = tools
+        self._opening: list[Message] = []
+        self._rounds: list[_Round] = []
+        self._pending: list[int] = []
+        self._num_checked = 0
+        self.segments: list[Segment] = []
+
+    @property
+    def segment(self) -> Segment:
+        """The one under way."""
+        return self.segments[-1]
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the prompt that the model would get now."""
+        return len(self.segment.token_ids) + len(self._pending)
+
+    @property
+    def num_opening_tokens(self) -> int:
+        """Of the episode's first prompt. Raises IndexError before the first turn."""
+        return len(self.segments[0].turns[0].observation_ids)
+
+    def open(self, messages: Sequence[Message]) -> None:
+        """Begin an episode. Raises ConfigError when the chat template refuses the messages."""
+        self._opening = list(messages)
+        self._begin(messages, self._tokenizer.first_prompt(messages, self._tools))
+
+    def prompt(self) -> list[int]:
+        """All tokens the model is to continue; checked to extend what was prompted and said before. [T]"""
+        segment = self.segment
+        if segment.turns:
+            last = segment.turns[-1].completion.token_ids
+            if len(segment.token_ids) != self._num_checked or tuple(segment.token_ids[-len(last) :]) != last:
+                raise AssertionError("the prompt does not extend the recorded turns")
+        return segment.token_ids + self._pending
+
+    def record(self, completion: Completion, said: Message) -> None:
+        """Append what was prompted and what was sampled."""
+        segment = self.segment
+        segment.turns.append(Turn(observation_ids=tuple(self._pending), completion=completion))
+        segment.token_ids += self._pending
+        segment.token_ids += completion.token_ids
+        segment.messages.append(said)
+        self._num_checked += len(self._pending) + len(completion.token_ids)
+        self._pending = []
+        self._rounds.append(_Round(said=said, completion=completion, answer=[]))
+
+    def observe(self, messages: Sequence[Message]) -> list[Message]:
+        """Append what came back of the last turn, cut to size, and return it so.
+
+        It is encoded whole first: mostly it fits, and was then encoded once.
+        """
+        last = self._rounds[-1]
+        limits, spoken = self._limits, last.completion.token_ids
+        shown = [self._cut_chars(message) for message in messages]
+        self._pending = self._tokenizer.observation(shown, previous=spoken)
+        if len(self._pending) > limits.tool_output_tokens // max(_num_answers(shown), 1):
+            shown = self.cut(shown)
+            self._pending = self._tokenizer.observation(shown, previous=spoken)
+        last.answer, last.num_answer_tokens = shown, len(self._pending)
+        self.segment.messages.extend(shown)
+        return shown
+
+    def cut(self, observation: Sequence[Message]) -> list[Message]:
+        """Tool output within `tool_output_chars` and `tool_output_tokens`; answers of one turn share the tokens."""
+        share = self._limits.tool_output_tokens // max(_num_answers(observation), 1)
+        return [self._cut_tokens(self._cut_chars(message), share) for message in observation]
+
+    def _cut_chars(self, message: Message) -> Message:
+        limits = self._limits
+        if message.role != "tool" or limits.tool_output_chars is None:
+            return message
+        text = cut_chars(message.content, limits.tool_output_chars, keep=limits.tool_output_keep)
+        return message if text == message.content else replace(message, content=text)
+
+    def _cut_tokens(self, message: Message, max_tokens: int) -> Message:
+        if message.role != "tool":
+            return message
+        text = self._tokenizer.truncate(message.content, max_tokens, keep=self._limits.tool_output_keep)
+        return message if text == message.content else replace(message, content=text)
+
+    @property
+    def is_nearly_full(self) -> bool:
+        """Whether the prompt is beyond `compact_at_tokens`, and a fork would leave out what is worth one."""
+        limits = self._limits
+        if limits.compaction == "none" or self.num_tokens <= limits.compaction_tokens:
+            return False
+        if limits.compaction == "summarize":
+            return bool(self._rounds)
+        num_old = sum(round_.num_answer_tokens for round_ in self._rounds[:-1] if _droppable(round_.answer))
+        has_room = self.num_tokens + limits.max_turn_tokens + limits.tool_output_tokens <= limits.max_context
+        return num_old >= MIN_DROPPED_SHARE * self.num_tokens or (num_old > 0 and not has_room)
+
+    def drop_old(self) -> None:
+        """Fork: all observations but the last leave a word in their place. What the model said stands."""
+        for round_ in self._rounds[:-1]:
+            round_.answer = [replace(m, content=DROPPED) if m.role == "tool" else m for m in round_.answer]
+        ids = self._tokenizer.first_prompt(self._opening, self._tools)
+        messages = list(self._opening)
+        for round_ in self._rounds:
+            said = round_.completion.token_ids
+            ids += [*said, *self._tokenizer.observation(round_.answer, previous=said)]
+            messages += [round_.said, *round_.answer]
+        rounds = self._rounds
+        self._begin(messages, ids)
+        self._rounds = rounds
+
+    def ask_for_summary(self) -> None:
+        """The pending observation, with the request for notes at its end."""
+        *others, last = self._rounds[-1].answer
+        messages = [*others, replace(last, content=last.content + SUMMARY_REQUEST)]
+        self.segment.messages[-1] = messages[-1]
+        self._pending = self._tokenizer.observation(messages, previous=self._rounds[-1].completion.token_ids)
+
+    def take_summary(self) -> None:
+        """Fork: the opening, with the last turn as the model's notes."""
+        text = self._rounds[-1].said.content
+        notes = text.rpartition(THINK_CLOSE)[2].strip()
+        *before, last = self._opening
+        opening = [*before, replace(last, content=last.content + SUMMARY_HEADER + notes)]
+        self._begin(opening, self._tokenizer.first_prompt(opening, self._tools))
+
+    def _begin(self, messages: Sequence[Message], ids: list[int]) -> None:
+        self.segments.append(Segment(messages=list(messages)))
+        self._rounds = []
+        self._pending = ids
+        self._num_checked = 0
+
+
+def _num_answers(messages: Sequence[Message]) -> int:
+    return sum(message.role == "tool" for message in messages)
+
+
+def _droppable(answer: Sequence[Message]) -> bool:
+    return any(message.role == "tool" and len(message.content) > len(DROPPED) for message in answer)

@@ -1,0 +1,202 @@
+"""Which tool-call format an episode uses: what the model is told, where it stops, how its calls and answers are put.
+
+hermes: `<tool_call>` JSON in the chat template's own turns. fences and retool: code in the middle of one long
+assistant turn, its output put behind it as raw text, no template between (SimpleTIR, arXiv 2509.02479; ReTool, arXiv
+2504.11536). Knows no engine and no environment.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+from agentrl.errors import ConfigError
+from agentrl.tokens.codec import Codec
+from agentrl.tokens.strategies import RawStrategy, Strategy
+from agentrl.tokens.tool_calls import (
+    FENCE,
+    OPEN,
+    RETOOL,
+    CodeBlock,
+    ParsedText,
+    format_code,
+    format_hermes,
+    parse_code,
+    parse_hermes,
+)
+from agentrl.types import Message, system
+
+ToolFormatName = Literal["auto", "hermes", "fences", "retool"]
+_Tools = Sequence[dict[str, Any]]
+
+_HERMES_PROMPT = """You can call tools. Their signatures, as JSON Schema:
+<tools>
+{tools}
+</tools>
+To call one, write its name and arguments as JSON:
+<tool_call>
+{{"name": "NAME", "arguments": {{"ARGUMENT": VALUE}}}}
+</tool_call>
+The answer comes in <tool_response></tool_response>. When you are done, answer without a call."""
+_FENCES_PROMPT = """You can run Python while you think. Write the code as
+```python
+CODE
+```
+and its output follows as "Code execution result:". Then go on. {does}"""
+_RETOOL_PROMPT = """You can run Python while you think. Write the code as
+<code>
+```python
+CODE
+```
+</code>
+and its output follows in <interpreter></interpreter>. Then go on. {does}"""
+
+
+class ToolFormat(Protocol):
+    """One way to write calls and their answers."""
+
+    name: str
+    stop: tuple[str, ...]
+    """Texts that end a turn where the model has tools."""
+
+    def opening(self, messages: Sequence[Message], tools: _Tools) -> tuple[list[Message], _Tools]:
+        """What the strategy is to render: the messages with our instructions, and the tools left to the template."""
+
+    def parse(self, token_ids: Sequence[int], *, tools: _Tools, id_prefix: str) -> ParsedText:
+        """A turn, without its stop token, taken apart."""
+
+    def write(self, message: Message) -> str:
+        """An assistant message as the model should write it. Raises ValueError when the format cannot say it."""
+
+    def shown(self, messages: Sequence[Message]) -> list[Message]:
+        """An observation as messages for the strategy."""
+
+    def continuation(self, messages: Sequence[Message]) -> str | None:
+        """An observation as raw text behind an open turn; None where it must be turns of its own."""
+
+
+class HermesFormat:
+    """Hermes / Qwen `<tool_call>` JSON, answered by tool messages."""
+
+    name: str = "hermes"
+    stop: tuple[str, ...] = ()
+
+    def __init__(self, codec: Codec, strategy: Strategy, *, thinking: bool) -> None:
+        self._codec = codec
+        self._strategy = strategy
+        self._thinking = thinking
+        self._is_told: dict[bytes, bool] = {}
+
+    def opening(self, messages: Sequence[Message], tools: _Tools) -> tuple[list[Message], _Tools]:
+        """See ToolFormat. A template that teaches this format tells the model itself; for others we do."""
+        if not tools or self._teaches(tools):
+            return list(messages), tools
+        listed = "\n".join(json.dumps(schema["function"], ensure_ascii=False) for schema in tools)
+        return with_instructions(messages, _HERMES_PROMPT.format(tools=listed)), ()
+
+    def _teaches(self, tools: _Tools) -> bool:
+        key = msgspec.json.encode(tools)
+        if key not in self._is_told:
+            text = self._strategy.told(tools)
+            self._is_told[key] = OPEN in text and all(schema["function"]["name"] in text for schema in tools)
+        return self._is_told[key]
+
+    def parse(self, token_ids: Sequence[int], *, tools: _Tools, id_prefix: str) -> ParsedText:
+        """See ToolFormat. Where the vocabulary has a token for `<tool_call>`, only that token opens a call."""
+        text, openers = self._codec.decode_marked(token_ids, OPEN)
+        return parse_hermes(text, id_prefix=id_prefix, thinking=self._thinking, openers=openers)
+
+    def write(self, message: Message) -> str:
+        """See ToolFormat."""
+        return format_hermes(message.content, message.tool_calls)
+
+    def shown(self, messages: Sequence[Message]) -> list[Message]:
+        """See ToolFormat."""
+        return list(messages)
+
+    def continuation(self, messages: Sequence[Message]) -> str | None:
+        """See ToolFormat."""
+        return None
+
+
+class CodeFormat:
+    """Code in the text of one assistant turn, for environments with one tool of one argument."""
+
+    def __init__(self, name: str, codec: Codec, *, block: CodeBlock, prompt: str, answer: str) -> None:
+        self.name = name
+        self.stop: tuple[str, ...] = (block.ends,)
+        self._codec = codec
+        self._block = block
+        self._prompt = prompt
+        self._answer = answer
+
+    def opening(self, messages: Sequence[Message], tools: _Tools) -> tuple[list[Message], _Tools]:
+        """See ToolFormat. Raises ConfigError for tools that are not one with one argument."""
+        if not tools:
+            return list(messages), ()
+        _the_argument(tools, self.name)
+        does = tools[0]["function"].get("description", "")
+        return with_instructions(messages, self._prompt.format(does=does)), ()
+
+    def parse(self, token_ids: Sequence[int], *, tools: _Tools, id_prefix: str) -> ParsedText:
+        """See ToolFormat."""
+        text = self._codec.decode(token_ids)
+        if not tools:
+            return ParsedText(content=text, tool_calls=(), errors=())
+        name, argument = _the_argument(tools, self.name)
+        return parse_code(text, self._block, name=name, argument=argument, id_prefix=id_prefix)
+
+    def write(self, message: Message) -> str:
+        """See ToolFormat."""
+        return format_code(message.content, message.tool_calls, self._block)
+
+    def shown(self, messages: Sequence[Message]) -> list[Message]:
+        """See ToolFormat. A turn that the model closed is answered by a user's."""
+        return [
+            Message(role="user", content=self._answer.format(text=m.content).strip("\n")) if m.role == "tool" else m
+            for m in messages
+        ]
+
+    def continuation(self, messages: Sequence[Message]) -> str | None:
+        """See ToolFormat."""
+        if any(message.role != "tool" for message in messages):
+            return None
+        return "".join(self._answer.format(text=message.content) for message in messages)
+
+
+def make_format(name: str, codec: Codec, strategy: Strategy, *, thinking: bool) -> ToolFormat:
+    """The format of a name. auto: fences without a chat template, else hermes. Raises ConfigError for another name."""
+    if name == "auto":
+        name = "fences" if isinstance(strategy, RawStrategy) else "hermes"
+    if name == "hermes":
+        return HermesFormat(codec, strategy, thinking=thinking)
+    if name == "fences":
+        answer = "\nCode execution result: {text}\n"
+        return CodeFormat(name, codec, block=FENCE, prompt=_FENCES_PROMPT, answer=answer)
+    if name == "retool":
+        answer = "\n<interpreter>\n{text}\n</interpreter>\n"
+        return CodeFormat(name, codec, block=RETOOL, prompt=_RETOOL_PROMPT, answer=answer)
+    raise ConfigError(f"there is no tool format {name!r}; known: auto, hermes, fences, retool")
+
+
+def with_instructions(messages: Sequence[Message], text: str) -> list[Message]:
+    """The messages with `text` at the end of the system message, which is made where there is none."""
+    if messages and messages[0].role == "system":
+        return [replace(messages[0], content=f"{messages[0].content}\n\n{text}"), *messages[1:]]
+    return [system(text), *messages]
+
+
+def _the_argument(tools: _Tools, format_name: str) -> tuple[str, str]:
+    """The one tool's name and its one argument's. Raises ConfigError."""
+    arguments = list(tools[0]["function"].get("parameters", {}).get("properties", {}))
+    if len(tools) != 1 or len(arguments) != 1:
+        names = [schema["function"]["name"] for schema in tools]
+        raise ConfigError(
+            f"rollout.tool_format: {format_name} takes one tool with one argument, the code; this environment has "
+            f"{names}. Use hermes"
+        )
+    return tools[0]["function"]["name"], arguments[0]

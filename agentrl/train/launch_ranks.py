@@ -1,0 +1,134 @@
+"""The command that starts the learner's ranks: one process, torchrun on this machine, DeepSpeed's launcher on several.
+
+Knows nothing of what the ranks do. Neither torch nor DeepSpeed is imported.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from agentrl.config import LearnerConfig
+from agentrl.errors import ConfigError, MissingDependencyError
+from agentrl.supervision import secrets as tokens
+
+TOKEN_FILE = "learner.token"
+_LINE = re.compile(r"(\S+)\s+slots=(\d+)\s*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """A line of the hostfile."""
+
+    name: str
+    num_ranks: int
+
+
+def launcher(learner: LearnerConfig, *, token_file: Path | None) -> list[str]:
+    """The command up to the learner's own arguments; with its own port at every call.
+
+    Args:
+        token_file: holds the run's token, for ranks that ssh starts: they have nothing of this process's environment,
+            and what DeepSpeed's launcher could take along of it stands in command lines.
+
+    Raises ConfigError, MissingDependencyError.
+    """
+    if learner.hostfile is not None:
+        hosts = check_hosts(learner)
+        if len(hosts) > 1 and token_file is None:
+            raise ConfigError(f"{tokens.RUN}_FILE: ssh passes no token on: name a file that holds it on all machines")
+        start = [*_deepspeed(learner.hostfile, hosts), "trainer"]
+        return start if token_file is None else [*start, "--token-file", str(token_file)]
+    if learner.num_ranks == 1:
+        return [sys.executable, "-m", "trainer"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*torchrun, f"--nproc-per-node={learner.num_ranks}", "--module", "trainer"]
+
+
+def check_hosts(learner: LearnerConfig) -> list[Host]:
+    """The lines of `learner.hostfile`; none without one. Raises ConfigError, MissingDependencyError."""
+    if learner.hostfile is None:
+        return []
+    hosts = read_hostfile(learner.hostfile)
+    where = f"learner.hostfile: {learner.hostfile}"
+    if (num_slots := sum(host.num_ranks for host in hosts)) != learner.num_ranks:
+        raise ConfigError(f"{where} has {num_slots} slots and learner.num_ranks={learner.num_ranks}: make them equal")
+    first = hosts[0].name
+    if not _is_this_machine(first):
+        raise ConfigError(
+            f"{where} begins with {first}, which is not this machine: the first rank speaks to the orchestrator over "
+            "loopback. Put this machine first, or start the run there"
+        )
+    if len(hosts) == 1:
+        return hosts
+    if first == "localhost" or first.startswith("127."):
+        raise ConfigError(f"{where} begins with {first}, where the others would look for themselves: give its address")
+    for program in ("pdsh", "ssh"):
+        if shutil.which(program) is None:
+            raise MissingDependencyError(
+                f"{where} names {len(hosts)} machines, and DeepSpeed's launcher reaches them with {program}, which is "
+                "not installed here: apt-get install pdsh openssh-client"
+            )
+    return hosts
+
+
+def read_hostfile(path: str | Path) -> list[Host]:
+    """Lines `name slots=ranks`; empty ones and those that begin with # count for nothing. Raises ConfigError."""
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError as error:
+        raise ConfigError(f"learner.hostfile: cannot read {path}: {error.strerror}") from error
+    hosts: dict[str, Host] = {}
+    for number, line in enumerate((line.strip() for line in lines), start=1):
+        if not line or line.startswith("#"):
+            continue
+        if not (match := _LINE.fullmatch(line)) or (name := match[1]) in hosts or not (num_ranks := int(match[2])):
+            raise ConfigError(
+                f"learner.hostfile: {path}:{number}: {line!r}: write each machine once, as `name slots=8`, with a rank "
+                "or more"
+            )
+        hosts[name] = Host(name=name, num_ranks=num_ranks)
+    if not hosts:
+        raise ConfigError(f"learner.hostfile: {path} names no machine: write lines such as `node-1 slots=8`")
+    return list(hosts.values())
+
+
+def _deepspeed(hostfile: str, hosts: list[Host]) -> list[str]:
+    first = hosts[0].name
+    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", hostfile]
+    # One machine, this one, has not to be reached. Of several, all find the first under the name that it has here.
+    launcher += ["--no_ssh_check"] if len(hosts) == 1 else []
+    return [*launcher, "--master_addr", first, "--master_port", str(_free_port(first)), "--module"]
+
+
+def _is_this_machine(name: str) -> bool:
+    with suppress(OSError):
+        return _free_port(name) > 0
+    return False
+
+
+def _free_port(name: str) -> int:
+    """On the address of `name`, which must be one of this machine's: OSError otherwise."""
+    with socket.socket() as sock:
+        sock.bind((name, 0))
+        return int(sock.getsockname()[1])
+
+
+@contextmanager
+def token_file(run_dir: Path, token: str) -> Iterator[Path]:
+    """One that its owner alone can read, and that is gone with the block."""
+    path = (run_dir / TOKEN_FILE).resolve()
+    path.unlink(missing_ok=True)  # of a run that was killed, and is resumed
+    try:
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(token)
+        yield path
+    finally:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,285 @@
+"""Wires rollouts, buffer, learner and weight updates together, and says when the run is over.
+
+Three activities share one TaskGroup; none holds another:
+
+    rollouts   consume tasks; wait for a slot; produce finished groups into the buffer
+    conductor  takes a batch from the buffer, offers it, waits for the step and then for the weights, and begins again
+    HTTP       hands the learner what the conductor offers, and the conductor what the learner reports
+
+There is one way to begin, whether a run is new, goes on after a crash, or has lost its learner: where the learner
+stands, the journal says what is left to do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from agentrl.buffer.ess_guard import EssGuard
+from agentrl.buffer.journal import Journal, Resumption
+from agentrl.buffer.trajectory_buffer import TrajectoryBuffer
+from agentrl.config import Config
+from agentrl.data.source import TaskSource
+from agentrl.engine.metered import MeteredEngine
+from agentrl.engine.vllm_engine import TrainableEngine
+from agentrl.env.canary import Canaries
+from agentrl.errors import LearnerReplaced, raise_first
+from agentrl.report.evaluation import evaluate
+from agentrl.report.metrics import MetricsLog, rollout_metrics
+from agentrl.report.statistics import EvalResult
+from agentrl.run_folder import RunFolder
+from agentrl.supervision.wait_graph import Gauges, Progress
+from agentrl.train.error_breaker import ErrorBreaker
+from agentrl.train.learner_door import LearnerDoor
+from agentrl.train.learner_seat import LearnerSeat
+from agentrl.train.rollout_loop import PlayGroup, Rollouts, Tasks
+from agentrl.train.training_loop import Conductor, Stage
+from agentrl.types import Batch, Task
+
+log = logging.getLogger(__name__)
+
+# The final export of a large model takes a while; the run itself is over and only waits for it.
+EXPORT_TIMEOUT_S = 600.0
+
+
+class Observer(Protocol):
+    """Whoever shows the run to a person."""
+
+    def step(self, step: int, values: Mapping[str, float]) -> None:
+        """A step was made and its weights are in the engines."""
+
+    def evaluated(self, result: EvalResult) -> None:
+        """A held-out measurement is there."""
+
+    def evaluating(self, done: int, total: int) -> None:
+        """A held-out measurement is under way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """What a run came to."""
+
+    num_steps: int
+    before: EvalResult
+    after: EvalResult
+    train_s: float
+    overlap: float  # share of the learner's working time during which the engine generated, since its last start
+    note: str = ""  # why it ended early, if it did
+
+
+class Orchestrator:
+    """One run.
+
+    Args:
+        engine: where tokens come from.
+        play_group: how a task becomes a group of trajectories.
+        source: tasks from the beginning; a run that goes on skips what it has asked.
+        held_out: tasks of the evaluations, the same every time.
+        canaries: checked every `rollout.canary_every` steps; the start is the caller's.
+        progress: hears what moves and who waits for whom. Whoever gives it watches it: supervision/watchdog.py.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        engine: TrainableEngine,
+        play_group: PlayGroup,
+        source: TaskSource,
+        held_out: Sequence[Task],
+        run: RunFolder,
+        metrics: MetricsLog,
+        observer: Observer,
+        canaries: Canaries | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        self._config = config
+        self._progress = progress or Progress()
+        self._engine = MeteredEngine(engine, self._progress)
+        self._play_group = play_group
+        self._held_out = held_out
+        self._run = run
+        self._metrics = metrics
+        self._observer = observer
+        self._canaries = canaries
+        self._journal = Journal(run.journal)
+        self._tasks = Tasks(source, self._journal.source_history())
+        self._breaker = ErrorBreaker(config.rollout.max_infra_error_rate)
+        self._door = LearnerDoor(self._engine)
+        self._learner_came = asyncio.Event()
+        self._recorded = 0  # the last step whose numbers are written down
+
+    async def learner_came(self) -> None:
+        """Wait for the learner's first weights: it can start, and may be started again."""
+        await self._learner_came.wait()
+
+    @property
+    def learner_door(self) -> LearnerDoor:
+        """The learner's side, to be served over HTTP."""
+        return self._door
+
+    async def run(self) -> Summary:
+        """Train until the steps, or the minutes, are used up. Raises what ended it otherwise."""
+        try:
+            while True:
+                seat = await self._door.open()
+                try:
+                    async with asyncio.TaskGroup() as group:
+                        watch = group.create_task(self._door.replaced(), name="watch for another learner")
+                        summary = await self._train(seat)
+                        watch.cancel()
+                    return summary
+                except BaseExceptionGroup as errors:
+                    if not isinstance(errors.exceptions[0], LearnerReplaced):
+                        raise_first(errors)
+                    log.warning("the learner was restarted: the run goes on from the journal")
+        finally:
+            await self._door.shut()
+            self._journal.close()
+
+    async def _train(self, seat: LearnerSeat) -> Summary:
+        """From where the learner stands to the end of the run."""
+        within_s = self._config.learner.start_timeout_s
+        starting = self._progress.waiting("conductor", on="learner", what="its first weights", within_s=within_s)
+        with self._progress.phase("starting the learner"), starting:
+            first = await seat.weights(within_s=within_s)
+        self._learner_came.set()
+        self._progress.measure(lambda: self._gauges_at(first.policy_version))
+        resumed = self._journal.resume_at(first.policy_version)
+        self._recorded = self._journal.last_step()
+        self._metrics.rewind(self._recorded)
+        await self._record_lost_step(resumed)
+        self._tasks.committed(first.policy_version + len(resumed.batches))
+        await self._evaluate(first.policy_version, only_if_none=True)
+        stage = self._stage(seat, resumed)
+        conductor = Conductor(
+            self._config,
+            stage,
+            record=self._record,
+            evaluate=self._evaluate,
+            trained_s=resumed.state.train_s if resumed.state else 0.0,
+            progress=self._progress,
+        )
+        self._progress.measure(conductor.gauges)
+        with self._progress.phase("training"):
+            note = await _beside(stage.rollouts, conductor)
+        version, train_s = stage.buffer.version, conductor.train_s
+        await seat.finish()
+        await self._evaluate(version)
+        await self._exported(seat)
+        self._metrics.log("event", version, {"run/overlap": seat.overlap, "run/train_s": train_s})
+        evaluations = self._journal.evaluations()
+        return Summary(
+            num_steps=version,
+            before=evaluations[min(evaluations)],
+            after=evaluations[version],
+            train_s=train_s,
+            overlap=seat.overlap,
+            note=note,
+        )
+
+    def _gauges_at(self, version: int) -> Gauges:
+        """Where the run stands before its first step of this attempt."""
+        return Gauges(
+            step=version,
+            num_steps=self._config.train.steps,
+            version=version,
+            learner_version=version,
+            max_lag=self._config.rollout.max_lag,
+            num_tokens=self._engine.num_tokens,
+        )
+
+    async def _exported(self, seat: LearnerSeat) -> None:
+        waiting = self._progress.waiting("conductor", on="learner", what="its last export", within_s=EXPORT_TIMEOUT_S)
+        with self._progress.phase("exporting the trained model"), waiting:
+            await seat.exported(within_s=EXPORT_TIMEOUT_S)
+
+    def _stage(self, seat: LearnerSeat, resumed: Resumption) -> Stage:
+        config = self._config
+        guard = EssGuard(
+            max_lag=config.rollout.max_lag,
+            floor=config.algorithm.ess_floor,
+            num_steps=config.algorithm.ess_floor_steps,
+        )
+        if resumed.state is not None:
+            guard.load_state_dict(resumed.state.ess_guard)
+        buffer = TrajectoryBuffer(
+            groups_per_step=config.rollout.groups_per_step,
+            max_lag=config.rollout.max_lag,
+            on_stale=config.rollout.on_stale,
+            journal=self._journal,
+            drop_zero_variance=config.algorithm.needs_spread,
+            requeue=self._tasks.source.give_back,
+            resumed=resumed,
+            lag=guard.lag,
+        )
+        rollouts = Rollouts(
+            self._play_group,
+            engine=self._engine,
+            tasks=self._tasks,
+            buffer=buffer,
+            breaker=self._breaker,
+            progress=self._progress,
+        )
+        return Stage(
+            seat=seat,
+            buffer=buffer,
+            rollouts=rollouts,
+            tasks=self._tasks,
+            journal=self._journal,
+            engine=self._engine,
+            ess_guard=guard,
+            canaries=self._canaries,
+        )
+
+    async def _record_lost_step(self, resumed: Resumption) -> None:
+        """The step that the learner made, and kept, while everything else died before it could be written down."""
+        if not resumed.unrecorded:
+            return
+        self._metrics.log("step", resumed.version, rollout_metrics(resumed.unrecorded))
+        await asyncio.to_thread(self._run.write_trajectories, resumed.version, resumed.unrecorded)
+        if resumed.state is not None:
+            self._journal.step_made(resumed.version, resumed.state, resumable_from=None)
+
+    async def _record(self, step: int, batch: Batch, values: Mapping[str, float]) -> None:
+        self._observer.step(step, values)
+        if step <= self._recorded:
+            return  # made again from the journal; what was played and thrown away for it only the first record knows
+        self._metrics.log("step", step, values)
+        with self._progress.waiting("conductor", on="disk", what="a step's episodes"):
+            await asyncio.to_thread(self._run.write_trajectories, step, batch.groups)
+
+    async def _evaluate(self, policy_version: int, *, only_if_none: bool = False) -> None:
+        """Measure the weights the engines hold now, once; the learner waits meanwhile, so that they are one version."""
+        known = self._journal.evaluations()
+        if policy_version in known or (only_if_none and known):
+            return
+        per_group = self._config.eval.samples_per_task
+        waiting = self._progress.waiting("conductor", on="episodes", what="a held-out measurement")
+        with self._progress.phase(f"evaluating version {policy_version}"), waiting:
+            evaluation = await evaluate(
+                self._held_out,
+                make_group=lambda index, task: self._play_group(self._engine, index, task, kind="eval"),
+                policy_version=policy_version,
+                max_concurrent_groups=max(1, 2 * self._config.engine.max_running // per_group),
+                progress=self._observer.evaluating,
+            )
+        self._metrics.log("eval", policy_version, evaluation.result.metrics())
+        await asyncio.to_thread(self._run.write_trajectories, policy_version, evaluation.groups, kind="eval")
+        self._journal.evaluated(evaluation.result)
+        self._observer.evaluated(evaluation.result)
+
+
+async def _beside(rollouts: Rollouts, conductor: Conductor) -> str:
+    """What the conductor returns; the rollouts run as long as it does. Raises what ended either."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            playing = group.create_task(rollouts.run(), name="rollouts")
+            note = await conductor.run()
+            playing.cancel()
+    except BaseExceptionGroup as errors:
+        raise_first(errors)
+    return note

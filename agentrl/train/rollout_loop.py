@@ -1,0 +1,132 @@
+"""Keeps every slot of the buffer busy with episodes. Knows no learner, no steps and no weights.
+
+Generation never waits for the learner's step: it only stops when every slot is taken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Sequence
+from typing import Protocol
+
+from agentrl.buffer.journal import GroupState, Outcome, SourceHistory
+from agentrl.buffer.trajectory_buffer import TrajectoryBuffer
+from agentrl.data.source import TaskSource
+from agentrl.engine.vllm_engine import Engine
+from agentrl.errors import InfraError, raise_first
+from agentrl.run_folder import Kind
+from agentrl.supervision.wait_graph import Progress
+from agentrl.train.error_breaker import ErrorBreaker
+from agentrl.types import Task, TrajectoryGroup
+
+log = logging.getLogger(__name__)
+
+
+class PlayGroup(Protocol):
+    """Plays one task `size` times; raises InfraError when that could not be done."""
+
+    def __call__(self, engine: Engine, group_id: int, task: Task, *, kind: Kind) -> Awaitable[TrajectoryGroup]:
+        """The finished group."""
+        ...
+
+
+class Tasks:
+    """The source, told of outcomes only when the version changes: what is asked depends on no order of finishing."""
+
+    def __init__(self, source: TaskSource, history: SourceHistory) -> None:
+        """`history`: of the run before, if this one goes on."""
+        self.source = source
+        self._outcomes = list(history.outcomes)
+        source.skip(history.cursor)
+        for task in history.returned:
+            source.give_back(task)
+
+    def draw(self) -> tuple[Task, int]:
+        """The next task, and the rows drawn by then."""
+        task = self.source.next()
+        return task, self.source.cursor
+
+    def finished(self, group: TrajectoryGroup, *, admitted: int) -> None:
+        """A group is done that was admitted at this version."""
+        rewards = tuple(group.episode_rewards)
+        self._outcomes.append(
+            Outcome(group_id=group.group_id, task_id=group.task.id, admitted=admitted, rewards=rewards)
+        )
+
+    def committed(self, version: int) -> None:
+        """The engines hold `version`: the groups admitted before it count from now on."""
+        counts = [outcome for outcome in self._outcomes if outcome.admitted < version]
+        self._outcomes = [outcome for outcome in self._outcomes if outcome.admitted >= version]
+        for outcome in sorted(counts, key=lambda outcome: outcome.group_id):
+            self.source.observe(outcome.task_id, outcome.rewards)
+
+
+class Rollouts:
+    """`run` until cancelled."""
+
+    def __init__(
+        self,
+        play_group: PlayGroup,
+        *,
+        engine: Engine,
+        tasks: Tasks,
+        buffer: TrajectoryBuffer,
+        breaker: ErrorBreaker,
+        progress: Progress,
+    ) -> None:
+        self._play_group = play_group
+        self._engine = engine
+        self._tasks = tasks
+        self._buffer = buffer
+        self._breaker = breaker
+        self._progress = progress
+        self._finished: list[TrajectoryGroup] = []
+        self._slot_wait_s = 0.0
+
+    async def run(self) -> None:
+        """Play what a crash cut short, then new tasks, for ever. Raises what ended it."""
+        try:
+            async with asyncio.TaskGroup() as groups:
+                for group_id, task in (await self._buffer.caught_up()).items():
+                    self._play(groups, group_id, task)
+                while True:
+                    asked = time.monotonic()
+                    with self._progress.waiting("rollouts", on="conductor", what="a free slot", moves=False):
+                        group_id, task = await self._buffer.admit(self._tasks.draw)
+                    self._slot_wait_s += time.monotonic() - asked
+                    self._play(groups, group_id, task)
+        except BaseExceptionGroup as errors:
+            raise_first(errors)
+
+    def pop_finished(self) -> Sequence[TrajectoryGroup]:
+        """Groups finished since the last call."""
+        finished, self._finished = self._finished, []
+        return finished
+
+    def pop_slot_wait_s(self) -> float:
+        """Seconds spent waiting for a slot since the last call."""
+        seconds, self._slot_wait_s = self._slot_wait_s, 0.0
+        return seconds
+
+    def _play(self, groups: asyncio.TaskGroup, group_id: int, task: Task) -> None:
+        playing = self._one_group(group_id, task, admitted=self._buffer.version)
+        groups.create_task(playing, name=f"group {group_id}")
+
+    async def _one_group(self, group_id: int, task: Task, *, admitted: int) -> None:
+        try:
+            with self._progress.waiting("rollouts", on="episodes", what="a group"):
+                group = await self._play_group(self._engine, group_id, task, kind="train")
+        except InfraError as error:
+            log.warning("group %d (task %s) failed: %s", group_id, task.id, error)
+            await self._buffer.fail(group_id, str(error))
+            self._breaker.failure(error)
+            return
+        except asyncio.CancelledError:
+            await self._buffer.fail(group_id, "the run ended", state=GroupState.CANCELLED)
+            raise
+        self._breaker.success()
+        self._finished.append(group)
+        self._tasks.finished(group, admitted=admitted)
+        await self._buffer.finish(group)

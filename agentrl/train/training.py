@@ -1,0 +1,239 @@
+"""`agentrl train`: every part started on this machine, one run made, everything stopped again, whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from agentrl.config import Config
+from agentrl.data.duplicates import refuse_overlap
+from agentrl.data.source import TaskSource, held_out_tasks
+from agentrl.engine import launch as launch_engines
+from agentrl.env import Env, load_env_class, opened
+from agentrl.env.canary import Canaries
+from agentrl.errors import ConfigError, DiskError
+from agentrl.report.console import TrainConsole
+from agentrl.report.metrics import MetricsLog
+from agentrl.rollout.monitored_env import noted
+from agentrl.rollout.player import Player
+from agentrl.run_folder import RunFolder
+from agentrl.supervision.secrets import Tokens
+from agentrl.supervision.serving import serving
+from agentrl.supervision.watchdog import supervised
+from agentrl.train import launch, launch_ranks
+from agentrl.train.learner_api import create_app
+from agentrl.train.orchestrator import Orchestrator, Summary
+from agentrl.wrappers import load_wrappers
+
+if TYPE_CHECKING:
+    from agentrl.engine.vllm_engine import TrainableEngine
+    from agentrl.supervision.child import Child
+    from sandbox.client import SandboxClient
+
+LEARNER_EXIT_TIMEOUT_S = 10.0
+
+
+class Training:
+    """One run on this machine. Each method starts one part and runs the rest inside it: all stop in reverse order.
+
+    Args:
+        tokens: of the parts that are joined, and for those that are started here.
+        learner_at: (host, port) where a learner that others start finds the run; None starts one here.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        console: TrainConsole,
+        *,
+        tokens: Tokens | None = None,
+        learner_at: tuple[str, int] | None = None,
+    ) -> None:
+        check_model(config)
+        if learner_at is None:
+            launch_ranks.check_hosts(config.learner)
+        self._config = config
+        self._console = console
+        self._tokens = tokens or Tokens.of({})
+        self._learner_at = learner_at
+        self._env_class = load_env_class(config.env.target, config.env.kwargs)
+        self._wrappers = load_wrappers(config.env.wrappers)
+        # Read before anything is made or started: a broken row should cost a second, not a minute.
+        self._held_out = held_out_tasks(self._env_class, config.env, num_tasks=config.eval.num_tasks)
+        self._source = TaskSource(self._env_class, config.env, seed=config.seed, choice=config.rollout.task_choice)
+        refuse_overlap(self._env_class, config.env)
+
+    async def run(self, folder: RunFolder) -> Summary:
+        """Raises AgentRLError for whatever ended it; the folder keeps what was there by then."""
+        self._run = folder
+        async with supervised(self._config.train, folder) as self._progress:
+            return await self._with_sandbox()
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        with self._console.phase(name), self._progress.phase(name):
+            yield
+
+    async def _with_sandbox(self) -> Summary:
+        async with launch.sandbox_service(self._config, logs=self._run.logs, token=self._tokens.sandbox) as (
+            sandbox,
+            parts,
+        ):
+            with self._phase("starting the sandbox"):
+                await launch.sandbox_ready(sandbox, parts, max_restarts=self._config.sandbox.max_restarts)
+            async with (
+                launch.watching(*parts),
+                opened(self._env_class, sandbox=sandbox, wrappers=self._wrappers) as make_env,
+            ):
+                self._canaries = Canaries(self._env_class, make_env=make_env, sandbox=sandbox)
+                with self._progress.phase("checking the sandbox and the grader"):
+                    await self._canaries.check(when="at the start")
+                model_path = await self._model(sandbox)
+                return await self._with_engine(make_env, model_path)
+
+    async def _model(self, sandbox: SandboxClient) -> str:
+        """Path of the model, made by the warm start where it is missing and the config says how."""
+        model = self._config.model
+        if model.warmstart is None or is_model_folder(Path(model.path)):
+            return model.path
+        name = "warm start: learning from demonstrations"
+        with self._console.progress(name) as advance, self._progress.phase(name):
+
+            def on_progress(done: int, total: int) -> None:
+                self._progress.beat("warm start")
+                advance(done, total)
+
+            async with launch.warmstart_process(
+                config_path=self._run.config,
+                out=Path(model.path),
+                sandbox_url=sandbox.url,
+                token=self._tokens.sandbox,
+                logs=self._run.logs,
+                on_progress=on_progress,
+            ) as part:
+                await part.watch()
+        return model.path
+
+    async def _with_engine(self, make_env: Callable[[], Env], model_path: str) -> Summary:
+        from agentrl.tokens.tokenizer import TurnTokenizer
+
+        async with (
+            launch_engines.engine_servers(
+                self._config, model_path=model_path, logs=self._run.logs, token=self._tokens.engine
+            ) as servers,
+            launch.watching(*launch_engines.parts_of(servers)),
+        ):
+            with self._phase("starting the engine (vLLM)"):
+                turns = self._config.model
+                tokenizer = await asyncio.to_thread(
+                    TurnTokenizer.load, model_path, renderer=turns.renderer, template_args=turns.chat_template_args
+                )
+                within_s = self._config.engine.start_timeout_s
+                with self._progress.waiting("run", on="engine", what="its start", within_s=within_s):
+                    await launch_engines.engines_ready(servers, self._config.engine)
+            player = Player(self._config, make_env=noted(make_env, self._progress), tokenizer=tokenizer)
+            on_tokens = partial(self._progress.beat, "engine")
+            async with launch_engines.engine_client(
+                servers, self._config, token=self._tokens.engine, on_tokens=on_tokens
+            ) as engine:
+                return await self._with_learner(engine, player)
+
+    async def _with_learner(self, engine: TrainableEngine, player: Player) -> Summary:
+        with MetricsLog(self._run) as metrics:
+            orchestrator = Orchestrator(
+                self._config,
+                engine=engine,
+                play_group=player.play_group,
+                source=self._source,
+                held_out=self._held_out,
+                run=self._run,
+                metrics=metrics,
+                observer=self._console,
+                canaries=self._canaries,
+                progress=self._progress,
+            )
+            host, port = self._learner_at or ("127.0.0.1", 0)
+            door = create_app(orchestrator.learner_door, token=self._tokens.run)
+            async with serving(door, host=host, port=port) as url:
+                return await (orchestrator.run() if self._learner_at else self._with_own_learner(orchestrator, url))
+
+    async def _with_own_learner(self, orchestrator: Orchestrator, url: str) -> Summary:
+        with launch.weights_folder(self._run.path, urls=self._config.engine.urls) as weights_dir:
+            async with launch.learner_process(
+                self._config,
+                config_path=self._run.config,
+                orchestrator_url=url,
+                weights_dir=weights_dir,
+                run_dir=self._run.path,
+                token=self._tokens.run,
+                may_end=lambda: orchestrator.learner_door.is_done,
+            ) as learner:
+                return await self._watched(orchestrator, learner)
+
+    async def _watched(self, orchestrator: Orchestrator, learner: Child) -> Summary:
+        async with launch.watching(learner):
+            restarts = asyncio.create_task(self._restartable(orchestrator, learner), name="restarts of the learner")
+            try:
+                summary = await orchestrator.run()
+            finally:
+                restarts.cancel()
+            with suppress(TimeoutError):  # it has said that it is done; the block that it lives in ends it
+                async with asyncio.timeout(LEARNER_EXIT_TIMEOUT_S):
+                    await learner.wait()
+            return summary
+
+    async def _restartable(self, orchestrator: Orchestrator, learner: Child) -> None:
+        """One that cannot even start is not started again: its first error is the one to read."""
+        await orchestrator.learner_came()
+        learner.allow_restarts(self._config.learner.max_restarts)
+
+
+async def train(training: Training, run: RunFolder, console: TrainConsole) -> None:
+    """The run, alone in its folder; the report, also of a run that was cut off; and the last word."""
+    from agentrl.report.page import write_report
+
+    with run.locked():
+        try:
+            with console:
+                summary = await training.run(run)
+        except BaseException:
+            with suppress(DiskError):  # what ended the run says more
+                write_report(run)
+            raise
+        console.summary(summary, run.path, write_report(run))
+
+
+def is_model_folder(path: Path) -> bool:
+    """Whether a complete model in Hugging Face layout lies there."""
+    return (path / "config.json").is_file()
+
+
+def check_model(config: Config) -> None:
+    """Raises ConfigError when there is no such model, locally or on the hub, and nothing says how to make it."""
+    name = config.model.path
+    if config.model.warmstart is not None or is_model_folder(Path(name)):
+        return
+    if Path(name).exists() or name.startswith((".", "/", "~")) or name.count("/") != 1 or not _on_hub(name):
+        raise ConfigError(
+            f"model.path: {name!r} is neither a folder with a config.json nor a model on the hub that can be reached. "
+            "Give one of these, or add a model.warmstart section to make a small one from the environment's "
+            "demonstrations"
+        )
+
+
+def _on_hub(name: str) -> bool:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.utils import logging as hub_logging
+
+    # Each of its retries is a line; our own error says it once.
+    hub_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    try:
+        hf_hub_download(name, "config.json")
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError):
+        return False
+    return True

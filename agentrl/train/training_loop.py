@@ -1,0 +1,170 @@
+"""One step after the other: take a batch, offer it, wait for the step and then for the weights. Plays no episodes."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+
+from agentrl.buffer.ess_guard import EssGuard
+from agentrl.buffer.journal import Journal, StepState
+from agentrl.buffer.trajectory_buffer import TrajectoryBuffer
+from agentrl.config import Config
+from agentrl.engine.metered import MeteredEngine
+from agentrl.env.canary import Canaries
+from agentrl.errors import NoLearningSignal
+from agentrl.report.metrics import rollout_metrics
+from agentrl.supervision.wait_graph import Gauges, Progress
+from agentrl.train.learner_seat import LearnerSeat
+from agentrl.train.rollout_loop import Rollouts, Tasks
+from agentrl.types import Batch, StepOutput
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """What the steps of one attempt work on."""
+
+    seat: LearnerSeat
+    buffer: TrajectoryBuffer
+    rollouts: Rollouts
+    tasks: Tasks
+    journal: Journal
+    engine: MeteredEngine
+    ess_guard: EssGuard
+    canaries: Canaries | None
+
+
+class Conductor:
+    """The steps of a run, from where the buffer stands to the last.
+
+    Args:
+        record: keeps a step's numbers and its batch.
+        evaluate: measures the version that the engines hold.
+        trained_s: time spent training before, in a run that goes on.
+        progress: hears who waits for whom. Waits without a deadline are its owner's to end.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        stage: Stage,
+        *,
+        record: Callable[[int, Batch, Mapping[str, float]], Awaitable[None]],
+        evaluate: Callable[[int], Awaitable[None]],
+        trained_s: float,
+        progress: Progress,
+    ) -> None:
+        self._config = config
+        self._stage = stage
+        self._record = record
+        self._evaluate = evaluate
+        self._started = time.monotonic() - trained_s
+        self._progress = progress
+        self._lag = 0
+
+    def gauges(self) -> Gauges:
+        """Where the steps stand."""
+        stage, ledger = self._stage, self._stage.buffer.ledger()
+        return Gauges(
+            step=stage.buffer.version,
+            num_steps=self._config.train.steps,
+            version=stage.buffer.version,
+            learner_version=max(stage.seat.made_version, stage.buffer.version),
+            lag=self._lag,
+            max_lag=self._config.rollout.max_lag,
+            num_tokens=stage.engine.num_tokens,
+            ledger={name: getattr(ledger, name) for name in ledger.__slots__},
+            queues={
+                "ready groups": ledger.ready,
+                "groups in flight": ledger.in_flight,
+                "slots": stage.buffer.num_slots,
+            },
+        )
+
+    @property
+    def train_s(self) -> float:
+        """Time spent training, that of before a resume included."""
+        return time.monotonic() - self._started
+
+    async def run(self) -> str:
+        """Make every step; returns why it ended before its time, or nothing. Raises what ended it otherwise."""
+        limits = self._config.train
+        for step in range(self._stage.buffer.version + 1, limits.steps + 1):
+            if limits.max_minutes is not None and self.train_s > 60 * limits.max_minutes:
+                return f"the {limits.max_minutes:g} minutes of train.max_minutes were used up"
+            try:
+                await self._step(step)
+            except NoLearningSignal as error:
+                if step == 1:
+                    raise
+                return str(error)
+            await self._check_canaries(step)
+            if self._config.eval.every and step % self._config.eval.every == 0 and step < limits.steps:
+                await self._evaluate(step)
+        return ""
+
+    async def _step(self, step: int) -> None:
+        stage = self._stage
+        started, tokens, busy_s = time.monotonic(), stage.engine.num_tokens, stage.engine.busy.seconds
+        with self._progress.waiting("conductor", on="rollouts", what="a full batch"):
+            batch = await stage.buffer.take()
+        self._lag = max(batch.policy_version - group.policy_version for group in batch.groups)
+        within_s = self._config.learner.step_timeout_s
+        with self._progress.waiting("conductor", on="learner", what="a step", within_s=within_s):
+            output = await stage.seat.train(batch, within_s=within_s)
+        with self._progress.waiting("conductor", on="learner", what="new weights", within_s=within_s):
+            ref = await stage.seat.weights(within_s=within_s)
+        await self._act_on_ess(output)
+        stage.tasks.committed(ref.policy_version)
+        await stage.buffer.commit(ref.policy_version)
+        seconds = time.monotonic() - started
+        timing = {
+            "engine/tokens_per_s": (stage.engine.num_tokens - tokens) / seconds,
+            "engine/busy_share": min(1.0, (stage.engine.busy.seconds - busy_s) / seconds),
+            "run/step_s": seconds,
+            "run/overlap": stage.seat.overlap,
+        }
+        await self._record(step, batch, self._metrics(batch, output, timing))
+        # Last: what a crash leaves without this mark is written down again.
+        state = StepState(ess_guard=stage.ess_guard.state_dict(), train_s=self.train_s)
+        stage.journal.step_made(step, state, resumable_from=output.resumable_from)
+
+    async def _check_canaries(self, step: int) -> None:
+        every, canaries = self._config.rollout.canary_every, self._stage.canaries
+        if canaries is not None and every and step % every == 0:
+            with self._progress.waiting("conductor", on="canaries", what="known outcomes"):
+                await canaries.check(when=f"after step {step}")
+
+    async def _act_on_ess(self, output: StepOutput) -> None:
+        """Admit with less lag while the effective sample size is low, with more when it has recovered."""
+        guard = self._stage.ess_guard
+        before, lag = guard.lag, guard.observe(output.ess_ratio)
+        if lag == before:
+            return
+        floor = self._config.algorithm.ess_floor
+        log.warning("ESS ratio %s, ess_floor %s: admission works with lag %d now", output.ess_ratio, floor, lag)
+        await self._stage.buffer.set_lag(lag)
+
+    def _metrics(self, batch: Batch, output: StepOutput, timing: Mapping[str, float]) -> dict[str, float]:
+        stage, ledger = self._stage, self._stage.buffer.ledger()
+        assert ledger.balanced(), ledger
+        update = stage.seat.last_update
+        values = {
+            **output.metrics,
+            **rollout_metrics(stage.rollouts.pop_finished() or batch.groups),
+            **{f"ledger/{name}": float(getattr(ledger, name)) for name in ledger.__slots__},
+            "buffer/ready_groups": float(ledger.ready),
+            "buffer/in_flight_groups": float(ledger.in_flight),
+            "buffer/admission_lag": float(stage.ess_guard.lag),
+            **stage.engine.metrics(),
+            **(update.metrics() if update else {}),
+            "wait/learner_for_batch_s": output.metrics["learner/wait_batch_s"],
+            "wait/rollout_for_slot_s": stage.rollouts.pop_slot_wait_s(),
+            **timing,
+        }
+        if dropped_lengths := stage.buffer.pop_dropped_lengths():
+            values["buffer/dropped_stale_tokens_mean"] = sum(dropped_lengths) / len(dropped_lengths)
+        return values

@@ -1,1 +1,0 @@
-"""Messages to token ids and back: what `agentrl.renderer` is made of."""

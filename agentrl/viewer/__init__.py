@@ -1,1 +1,0 @@
-"""The page that `report.html` is made from."""

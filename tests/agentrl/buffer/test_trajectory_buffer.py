@@ -1,0 +1,220 @@
+"""The staleness rule, the slots and the ledger, one property each."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentrl.buffer.journal import Journal
+from agentrl.buffer.trajectory_buffer import OnStale, TrajectoryBuffer
+from agentrl.errors import NoLearningSignal
+from agentrl.testing import one_token_group
+from agentrl.types import (
+    Task,
+    TrajectoryGroup,
+)
+
+TASK = Task(id="t", prompt="?", answer="1")
+
+
+def make_group(group_id: int, *, version: int, rewards: Sequence[float] = (0.0, 1.0)) -> TrajectoryGroup:
+    return one_token_group(group_id, task=TASK, versions=[version] * len(rewards), rewards=rewards)
+
+
+def make_buffer(
+    *, groups_per_step: int = 1, max_lag: int = 1, on_stale: OnStale = "drop", requeued: list[Task] | None = None
+) -> TrajectoryBuffer:
+    sink = requeued if requeued is not None else []
+    return TrajectoryBuffer(
+        groups_per_step=groups_per_step,
+        max_lag=max_lag,
+        on_stale=on_stale,
+        journal=Journal(":memory:"),
+        requeue=sink.append,
+    )
+
+
+async def admit(buffer: TrajectoryBuffer) -> int:
+    group_id, _ = await buffer.admit(lambda: (TASK, 0))
+    return group_id
+
+
+async def test_admission_stops_at_lag_plus_one_batches() -> None:
+    buffer = make_buffer(groups_per_step=2, max_lag=1)
+    for _ in range(4):
+        await admit(buffer)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(admit(buffer), 0.01)
+
+
+async def test_a_task_is_drawn_only_when_its_slot_is_free() -> None:
+    buffer, drawn = make_buffer(max_lag=0), iter([TASK])
+    await admit(buffer)
+    waiting = asyncio.create_task(buffer.admit(lambda: (next(drawn), 0)))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.wait({waiting})
+    assert next(drawn) is TASK
+
+
+async def test_slots_are_freed_by_commit_not_by_take() -> None:
+    buffer = make_buffer(max_lag=0)
+    await buffer.finish(make_group(await admit(buffer), version=0))
+    await buffer.take()
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(admit(buffer), 0.01)
+    await buffer.commit(1)
+    assert await asyncio.wait_for(admit(buffer), 1) == 1
+
+
+async def test_batch_is_the_oldest_groups_first() -> None:
+    buffer = make_buffer(max_lag=2)
+    ids = [await admit(buffer) for _ in range(3)]
+    for group_id in reversed(ids):
+        await buffer.finish(make_group(group_id, version=0))
+    assert [group.group_id for group in (await buffer.take()).groups] == [ids[0]]
+
+
+async def overtaken(on_stale: OnStale, requeued: list[Task] | None = None) -> TrajectoryBuffer:
+    """Group 0 runs on while group 1 is trained and published, then finishes with version-0 tokens; max_lag 0 + 1."""
+    buffer = make_buffer(max_lag=1, on_stale=on_stale, requeued=requeued)
+    slow = await admit(buffer)
+    for version in (1, 2):
+        await buffer.finish(make_group(await admit(buffer), version=version - 1))
+        await buffer.take()
+        await buffer.commit(version)
+    await buffer.finish(make_group(slow, version=0))
+    return buffer
+
+
+async def test_stale_group_is_dropped_and_its_length_recorded() -> None:
+    buffer = await overtaken("drop")
+    await buffer.finish(make_group(await admit(buffer), version=2))
+    assert [group.group_id for group in (await buffer.take()).groups] == [3]
+    assert buffer.ledger().dropped_stale == 1
+    assert buffer.pop_dropped_lengths() == [1, 1]
+
+
+async def test_stale_task_is_asked_again_on_requeue() -> None:
+    requeued: list[Task] = []
+    buffer = await overtaken("requeue", requeued)
+    await buffer.commit(3)
+    assert requeued == [TASK]
+
+
+async def test_wait_mode_holds_the_learner_for_the_oldest_group() -> None:
+    buffer = make_buffer(max_lag=1, on_stale="wait")
+    slow = await admit(buffer)
+    await buffer.finish(make_group(await admit(buffer), version=0))
+    await buffer.take()
+    await buffer.commit(1)
+    await buffer.finish(make_group(await admit(buffer), version=1))
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(buffer.take(), 0.01)
+    await buffer.finish(make_group(slow, version=0))
+    assert [group.group_id for group in (await buffer.take()).groups] == [slow]
+
+
+@pytest.mark.parametrize("rewards", [(1.0, 1.0), (0.1 + 0.2, 0.3)])
+async def test_equal_rewards_free_the_slot_and_are_counted(rewards: tuple[float, ...]) -> None:
+    """Also those that only round differently: the learner has no gradient for them either."""
+    buffer = make_buffer(max_lag=0)
+    await buffer.finish(make_group(await admit(buffer), version=0, rewards=rewards))
+    assert buffer.ledger().dropped_zero_variance == 1
+    assert await asyncio.wait_for(admit(buffer), 1) == 1
+
+
+async def test_a_run_without_any_signal_ends_with_a_reason() -> None:
+    buffer = make_buffer(max_lag=0)
+    for _ in range(8):
+        await buffer.finish(make_group(await admit(buffer), version=0, rewards=(0.0, 0.0)))
+    with pytest.raises(NoLearningSignal, match="no success"):
+        await buffer.take()
+
+
+async def test_failed_group_frees_its_slot() -> None:
+    buffer = make_buffer(max_lag=0)
+    await buffer.fail(await admit(buffer), "sandbox gone")
+    assert buffer.ledger().failed == 1
+    assert await asyncio.wait_for(admit(buffer), 1) == 1
+
+
+def test_finished_groups_survive_without_a_clean_close(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    first = Journal(path)
+    group = make_group(0, version=0)
+    first.issued(0, TASK)
+    first.ready(group)
+    # No close: another connection sees what a restart after kill -9 would see.
+    assert Journal(path).resume_at(0).ready == (group,)
+
+
+async def test_less_lag_stops_admission_and_more_lets_it_go_on() -> None:
+    buffer = make_buffer(groups_per_step=2, max_lag=1)
+    await buffer.set_lag(0)
+    for _ in range(2):
+        await admit(buffer)
+    waiting = asyncio.create_task(admit(buffer))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    await buffer.set_lag(1)
+    assert await asyncio.wait_for(waiting, 1) == 2
+
+
+@pytest.mark.parametrize("lag", [-1, 2])
+async def test_lag_outside_what_the_buffer_was_made_for_is_refused(lag: int) -> None:
+    with pytest.raises(ValueError, match="outside"):
+        await make_buffer(max_lag=1).set_lag(lag)
+
+
+async def test_groups_admitted_before_the_lag_shrank_are_still_trained() -> None:
+    buffer = make_buffer(max_lag=2)
+    ids = [await admit(buffer) for _ in range(3)]
+    await buffer.set_lag(0)
+    for group_id in ids:
+        await buffer.finish(make_group(group_id, version=0))
+        assert [group.group_id for group in (await buffer.take()).groups] == [group_id]
+        await buffer.commit(buffer.version + 1)
+    assert buffer.ledger().trained == 3
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), max_lag=st.integers(0, 3), groups_per_step=st.integers(1, 3))
+def test_the_bounds_hold_while_the_lag_changes(data: st.DataObject, max_lag: int, groups_per_step: int) -> None:
+    """In order of admission, every group is consumed within the lag that admission worked with when it came in."""
+
+    async def scenario() -> None:
+        buffer = make_buffer(groups_per_step=groups_per_step, max_lag=max_lag)
+        lag, promised, flying = max_lag, {}, []
+        for _ in range(60):
+            action = data.draw(st.sampled_from(("admit", "finish", "step", "lag")))
+            outstanding = buffer.ledger().issued - _closed(buffer)
+            assert buffer.num_slots == (lag + 1) * groups_per_step
+            if action == "lag":
+                lag = data.draw(st.integers(0, max_lag))
+                await buffer.set_lag(lag)
+            elif action == "admit" and outstanding < buffer.num_slots:
+                group_id = await asyncio.wait_for(admit(buffer), 1)
+                promised[group_id] = lag
+                flying.append((group_id, buffer.version))
+            elif action == "finish" and flying:
+                group_id, version = flying.pop(0)
+                await buffer.finish(make_group(group_id, version=version))
+            elif action == "step" and buffer.ledger().ready >= groups_per_step:
+                for group in (await asyncio.wait_for(buffer.take(), 1)).groups:
+                    assert buffer.version - group.policy_version <= promised[group.group_id]
+                await buffer.commit(buffer.version + 1)
+            assert buffer.ledger().balanced()
+        assert buffer.ledger().dropped_stale == 0
+
+    asyncio.run(scenario())
+
+
+def _closed(buffer: TrajectoryBuffer) -> int:
+    ledger = buffer.ledger()
+    return ledger.issued - ledger.in_flight - ledger.ready - ledger.training

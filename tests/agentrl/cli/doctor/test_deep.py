@@ -1,0 +1,91 @@
+"""Engine beside learner: once for real, and what is made of numbers and failures that a sound machine does not have."""
+
+import json
+import math
+import re
+import socket
+import tempfile
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from agentrl.cli.doctor import plan
+from agentrl.cli.doctor.deep import engine_and_learner, judged
+from agentrl.cli.doctor.findings import Status
+from agentrl.cli.main import app
+from agentrl.config import Config, parse
+from agentrl.engine.parity import Parity
+
+QUICKSTART = Path(__file__).parents[4] / "configs" / "quickstart.yaml"
+METRICS = {"learner/parity_max_abs": 2e-6, "learner/parity_mean_abs": 1e-6}
+
+
+def config(model: Path, **engine: object) -> Config:
+    tree = {"name": "t", "env": {"target": "envs.modmath:ModMath"}, "model": {"path": str(model)}, "engine": engine}
+    return parse(tree, source="test")
+
+
+@pytest.mark.parametrize(
+    ("probe", "metrics", "status"),
+    [
+        (1e-6, METRICS, "OK"),
+        (1e-3, METRICS, "FAIL"),
+        (math.inf, METRICS, "FAIL"),
+        (1e-6, METRICS | {"learner/parity_max_abs": 0.1}, "WARN"),
+        (1e-6, {}, "WARN"),
+    ],
+)
+def test_logprobs_that_differ_too_much_are_a_fail(probe: float, metrics: dict[str, float], status: str) -> None:
+    parity = Parity(max_abs=probe, mean_abs=probe / 2, kl=0.0)
+    assert judged(parity, metrics, bound=1e-4).status == status
+
+
+def test_an_update_without_a_probe_proves_nothing() -> None:
+    assert judged(None, METRICS, bound=1e-4).status is Status.FAIL
+
+
+async def test_servers_that_others_may_use_are_left_alone(tmp_path: Path) -> None:
+    (found,) = await engine_and_learner(config(tmp_path, url="http://127.0.0.1:9"))
+    assert (found.name, found.status) == ("weight sync", Status.WARN)
+    assert "engine.url=null --deep" in found.mend
+
+
+async def test_a_part_that_does_not_start_is_named_and_its_logs_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        (found,) = await engine_and_learner(config(tmp_path, device="cpu", port=taken.getsockname()[1]))
+    assert (found.name, found.status) == ("engine start", Status.FAIL)
+    assert "engine.port: cannot listen" in found.found
+    (logs,) = re.findall(r"the logs are in (\S+)", found.mend)
+    assert Path(logs).parent.is_dir()
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(400)
+def test_a_sound_model_passes_and_leaves_nothing_behind(
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (template,) = (one for one in plan.checks(config(tiny_model_dir)) if one.name == "chat template")
+    monkeypatch.setattr(plan, "checks", lambda config, **tokens: [template])
+    overrides = [
+        f"model.path={tiny_model_dir}",
+        "engine.kv_cache_bytes=67108864",
+        "engine.device=cpu",
+        "engine.start_timeout_s=300",
+    ]
+    done = CliRunner().invoke(app, ["doctor", str(QUICKSTART), *overrides, "--deep", "--json"])
+    assert done.exit_code == 0, done.output
+    report = json.loads(done.stdout)
+    assert report["not_checked"] == []
+    found = {one["name"]: one for one in report["findings"]}
+    assert {one["status"] for one in found.values()} == {"OK"}
+    assert list(found)[2:] == ["engine start", "learner step", "weight sync", "logprob parity"]
+    assert re.search(
+        r"versions 0 and 1 taken by safetensors.*checksum [0-9a-f]{12} on both sides", found["weight sync"]["found"]
+    )
+    assert "0.0001 is allowed" in found["logprob parity"]["found"]
+    assert list(tmp_path.glob("agentrl-doctor-*")) == []

@@ -1,0 +1,54 @@
+"""What `agentrl env new` writes works as it stands."""
+
+from pathlib import Path
+
+import pytest
+
+from agentrl.check import check_env
+from agentrl.cli.env_new import write_environment
+from agentrl.env import load_env_class, make, play_script
+from agentrl.errors import ConfigError
+
+
+@pytest.mark.parametrize("tool", [True, False])
+async def test_a_new_environment_passes_its_check_unchanged(tmp_path: Path, tool: bool) -> None:
+    path, name = write_environment(f"river crossing {tool}", tmp_path, tool=tool)
+    assert (path, name) == (tmp_path / f"river_crossing_{tool}.py".lower(), f"RiverCrossing{tool}")
+    report = await check_env(load_env_class(f"{path}:{name}"), data=None, sandbox=None, limit=8)
+    assert report.ok, report
+    assert bool(load_env_class(f"{path}:{name}").tools) == tool
+
+
+@pytest.mark.parametrize("tool", [True, False])
+async def test_its_demonstrator_is_as_good_as_its_skill(tmp_path: Path, tool: bool) -> None:
+    path, name = write_environment(f"Demo{tool}", tmp_path, tool=tool)
+    cls = load_env_class(f"{path}:{name}")
+    rewards = []
+    for task in list(cls.tasks("test"))[:40]:
+        script = cls.demonstrations(task, skill=0.5, seed=1)
+        assert script is not None
+        rewards.append((await play_script(make(cls), task, script)).rewards["correct"])
+    assert 0.2 < sum(rewards) / len(rewards) < 0.9
+
+
+def test_training_tasks_do_not_end_and_differ_from_the_test_tasks(tmp_path: Path) -> None:
+    path, name = write_environment("Shop", tmp_path, tool=True)
+    cls = load_env_class(f"{path}:{name}")
+    train = [task.prompt for task, _ in zip(cls.tasks("train", seed=3), range(500), strict=False)]
+    assert len(train) == 500
+    assert not set(train) & {task.prompt for task in cls.tasks("test")}
+
+
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    path, _ = write_environment("Mine", tmp_path, tool=True)
+    path.write_text("precious")
+    with pytest.raises(ConfigError, match=r"mine.py exists already; nothing is overwritten"):
+        write_environment("mine", tmp_path, tool=False)
+    assert path.read_text() == "precious"
+
+
+@pytest.mark.parametrize("name", ["", "3Rivers", "a/b", "../up", "None", "été!"])
+def test_a_name_that_makes_no_class_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="makes no class name"):
+        write_environment(name, tmp_path, tool=True)
+    assert list(tmp_path.iterdir()) == []

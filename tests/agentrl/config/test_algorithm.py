@@ -1,0 +1,94 @@
+"""Presets, what wins over them, and combinations that are refused with the mend."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.config import load, parse
+from agentrl.config.algorithm import AlgorithmConfig
+from agentrl.config.presets import PRESETS
+from agentrl.errors import ConfigError
+
+QUICKSTART = Path(__file__).parents[3] / "configs/quickstart.yaml"
+
+
+def settings(**algorithm: Any) -> AlgorithmConfig:
+    tree = {"name": "t", "env": {"target": "x:Y"}, "model": {"path": "m"}, "algorithm": algorithm}
+    return parse(tree, source="test").algorithm
+
+
+def test_vcpo_with_the_safe_baseline_is_the_default_and_the_papers_form_is_one_word() -> None:
+    assert settings() == settings(preset="vcpo_safe")
+    assert settings().baseline == "opob_safe"
+    published = settings(baseline="opob", baseline_weights="untreated")
+    assert settings(preset="vcpo") == published.model_copy(update={"preset": "vcpo"})
+    assert (settings().ratio, settings().treatment, settings().max_weight) == ("sequence", "truncate", 8.0)
+    assert (settings().step_scale, settings().rho_base) == ("ess_sqrt", "auto")
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_is_its_line_and_nothing_else(preset: str) -> None:
+    changed = {name for name, value in settings(preset=preset) if value != getattr(settings(), name)}
+    assert changed <= {"preset", *PRESETS[preset]}
+    assert all(getattr(settings(preset=preset), name) == value for name, value in PRESETS[preset].items())
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_is_one_word_on_the_command_line_and_survives_saving(preset: str) -> None:
+    config = load(QUICKSTART, [f"algorithm.preset={preset}"])
+    assert config.algorithm.preset == preset
+    assert parse(config.model_dump(mode="json"), source="saved") == config
+
+
+def test_what_is_written_out_wins_over_the_preset() -> None:
+    assert settings(preset="grpo", clip_high=0.28, normalize_by_std=False) == settings(
+        preset="grpo", ratio="token", treatment="clip", clip_low=0.2, clip_high=0.28, normalize_by_std=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "mend"),
+    [
+        ({"ratio": "token"}, "set ratio: sequence or geometric_mean, or baseline: mean"),
+        ({"treatment": "clip"}, "set treatment: truncate, mask or clip_weight, or baseline: mean"),
+        ({"preset": "otb", "ratio": "token", "treatment": "clip"}, "or baseline: mean"),
+        ({"preset": "m2po", "ratio": "sequence"}, "set ratio: token"),
+        ({"preset": "bapo", "ratio": "geometric_mean"}, "set ratio: token"),
+        ({"preset": "rloo", "treatment": "truncate"}, "set treatment: none, or another ratio"),
+        ({"preset": "mis", "min_weight": 9.0}, "must be below max_weight"),
+        (
+            {"preset": "grpo", "max_weight": 2},
+            "max_weight does nothing under .*clip; leave it out, or .*truncate or mask",
+        ),
+        ({"min_weight": 0.5}, "min_weight does nothing under treatment=truncate"),
+        ({"preset": "cispo", "second_moment_bound": 0.1}, "set treatment: second_moment"),
+        ({"preset": "m2po", "clip_high": 0.3}, "set treatment: clip or clip_weight"),
+        ({"adaptive_low": [0.5, 0.9]}, "set treatment: adaptive_clip"),
+        ({"preset": "bapo", "adaptive_low": [0.9, 0.6]}, "adaptive_low must rise"),
+        ({"ess_floor": 0.2, "refuse_below": 0.3}, "must be below ess_floor"),
+        ({"preset": "grpo", "baseline_norms": "proxy"}, "leave baseline_norms out"),
+        ({"preset": "grpo", "baseline_weights": "untreated"}, "leave baseline_weights out"),
+        ({"preset": "vcpoo"}, "algorithm.preset"),
+        ({"clip_lo": 0.1}, "did you mean 'clip_low'"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_with_the_mend(given: dict[str, Any], mend: str) -> None:
+    with pytest.raises(ConfigError, match=mend):
+        settings(**given)
+
+
+@pytest.mark.parametrize("treatment", ["truncate", "mask"])
+def test_a_presets_own_clips_stand_by_idle_when_another_treatment_is_written_out(treatment: str) -> None:
+    found = settings(preset="dapo", treatment=treatment, max_weight=2)
+    assert (found.max_weight, found.clip_high) == (2, PRESETS["dapo"]["clip_high"])
+    assert AlgorithmConfig.model_validate(found.model_dump(mode="json")) == found
+
+
+@pytest.mark.parametrize("algorithm", [{}, {"preset": "reinforce", "normalize_by_std": True}])
+def test_groups_of_one_need_an_algorithm_without_spread(algorithm: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="reinforce"):
+        load(QUICKSTART, ["rollout.group_size=1", *(f"algorithm.{k}={v}" for k, v in algorithm.items())])
+    assert load(QUICKSTART, ["rollout.group_size=1", "algorithm.preset=reinforce"]).rollout.group_size == 1

@@ -1,0 +1,231 @@
+"""Routing, ejection and return, and updates of a pool, with engines that fail when they are told to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import pytest
+
+from agentrl.engine import pool as engine_pool
+from agentrl.engine.parity import Parity
+from agentrl.engine.pool import EnginePool, Order
+from agentrl.engine.weight_updates import WeightUpdate
+from agentrl.errors import EngineError, EngineGone, WeightSyncError
+from agentrl.types import Completion, FinishReason, Probe, Sampling, TransferInit, VersionSpan, WeightsRef
+
+SAMPLING = Sampling(max_tokens=4)
+
+
+@dataclass(eq=False)
+class Breakable:
+    """An engine that answers with its version, and fails as `breaks` says."""
+
+    url: str
+    breaks: Callable[[str], EngineError | None] = lambda what: None
+    version: int = 0
+    asked: list[str] = field(default_factory=list)
+    is_entered: bool = False
+    num_at_once: int = 0
+    most_at_once: int = 0
+    latency_s: float = 0.0
+    updates: list[tuple[str, int]] = field(default_factory=list)
+    wants_weights: bool = False
+
+    async def __aenter__(self) -> Self:
+        self._fail("enter")
+        self.is_entered = True
+        return self
+
+    async def __aexit__(self, *exc: Any) -> None:
+        self.is_entered = False
+
+    def _fail(self, what: str) -> None:
+        if error := self.breaks(what):
+            raise error
+
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling, *, request_id: str) -> Completion:
+        self.asked.append(request_id)
+        self.num_at_once += 1
+        self.most_at_once = max(self.most_at_once, self.num_at_once)
+        try:
+            await asyncio.sleep(self.latency_s)
+            self._fail("generate")
+        finally:
+            self.num_at_once -= 1
+        return Completion(
+            token_ids=(1,),
+            behavior_logprobs=(-1.0,),
+            version_spans=(VersionSpan(version=self.version, start=0, end=1),),
+            finish_reason=FinishReason.STOP,
+        )
+
+    async def health(self) -> None:
+        self._fail("health")
+
+    async def recover(self) -> None:
+        self._fail("recover")
+
+    async def init_transfer(self, init: TransferInit) -> None:
+        raise AssertionError("a pool joins nobody")
+
+    async def update_weights(self, ref: WeightsRef) -> WeightUpdate:
+        self.updates.append(("begin", ref.policy_version))
+        await asyncio.sleep(0.01)
+        self._fail("update")
+        self.version = ref.policy_version
+        self.updates.append(("end", ref.policy_version))
+        parity = Parity(max_abs=0.1 * len(self.url), mean_abs=0.0, kl=0.0)
+        return WeightUpdate(gap_s=0.1 * len(self.url), num_bytes=7, parity=parity)
+
+    def metrics(self) -> dict[str, float]:
+        return {"engine/restarts": 1.0}
+
+
+def ref(version: int) -> WeightsRef:
+    probe = Probe(token_ids=(1, 2), logprobs=(-1.0,))
+    return WeightsRef(policy_version=version, num_bytes=7, update_info={"path": "/w"}, checksum="", probe=probe)
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_pool, "FIRST_RETURN_S", 0.01)
+
+
+@asynccontextmanager
+async def pool_of(
+    *engines: Breakable, order: Order = "simultaneous", return_timeout_s: float = 5.0
+) -> AsyncIterator[EnginePool]:
+    async with EnginePool(engines, order=order, return_timeout_s=return_timeout_s) as pool:
+        yield pool
+    assert not any(engine.is_entered for engine in engines)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def test_an_episode_stays_on_its_engine_and_new_ones_go_where_least_is_running() -> None:
+    first, second = Breakable("a", latency_s=0.02), Breakable("b", latency_s=0.02)
+    async with pool_of(first, second) as pool:
+        for turn in range(3):
+            await asyncio.gather(
+                *(pool.generate([1], SAMPLING, request_id=f"0-{episode}-0-{turn}") for episode in range(8))
+            )
+    assert len(first.asked) == len(second.asked) == 12
+    assert {name.rpartition("-")[0] for name in first.asked}.isdisjoint(
+        {name.rpartition("-")[0] for name in second.asked}
+    )
+
+
+async def test_requests_of_an_engine_that_goes_away_are_answered_by_another() -> None:
+    gone = EngineGone("a is dead")
+    state: dict[str, EngineError | None] = {"generate": gone, "health": gone}
+    dead, alive = Breakable("a", breaks=state.get), Breakable("b")
+    async with pool_of(dead, alive) as pool:
+        completions = await asyncio.gather(*(pool.generate([1], SAMPLING, request_id=f"{i}-0") for i in range(6)))
+        assert len(completions) == 6
+        assert pool.metrics()["engine/num_serving"] == 1
+        state.clear()
+        await until(lambda: pool.metrics()["engine/num_serving"] == 2)
+    assert pool.metrics()["engine/ejections"] == 1
+
+
+async def test_an_engine_returns_with_the_weights_that_were_made_while_it_was_out() -> None:
+    gone = EngineGone("a is dead")
+    state: dict[str, EngineError | None] = {"generate": gone, "health": gone}
+    dead, alive = Breakable("a", breaks=state.get), Breakable("b")
+    async with pool_of(dead, alive) as pool:
+        await pool.update_weights(ref(1))
+        await pool.generate([1], SAMPLING, request_id="0-0")
+        await pool.update_weights(ref(2))
+        assert (dead.version, alive.version) == (1, 2)
+        state.clear()
+        await until(lambda: pool.metrics()["engine/num_serving"] == 2)
+        assert dead.version == 2
+
+
+async def test_what_is_wrong_with_a_request_is_not_blamed_on_the_engine() -> None:
+    engine = Breakable("a", breaks=lambda what: EngineError("too long") if what == "generate" else None)
+    async with pool_of(engine, Breakable("b", latency_s=1.0)) as pool:
+        with pytest.raises(EngineError, match="too long"):
+            await pool.generate([1], SAMPLING, request_id="0-0")
+        assert pool.metrics()["engine/num_serving"] == 2
+
+
+async def test_an_engine_that_fails_every_request_is_taken_out_although_it_answers() -> None:
+    sick = Breakable("a", breaks=lambda what: EngineError("NaN") if what in ("generate", "recover") else None)
+    well = Breakable("b", latency_s=0.01)
+    async with pool_of(sick, well) as pool:
+        answers = [
+            (await asyncio.gather(pool.generate([1], SAMPLING, request_id=f"{i}-0"), return_exceptions=True))[0]
+            for i in range(8)
+        ]
+    assert [type(answer).__name__ for answer in answers] == ["EngineError"] * 2 + ["Completion"] * 6
+
+
+async def test_an_update_that_one_engine_refuses_takes_it_out_and_no_old_version_serves() -> None:
+    state: dict[str, EngineError | None] = {"update": WeightSyncError("another checksum")}
+    false, good = Breakable("a", breaks=state.get), Breakable("bb")
+    async with pool_of(false, good) as pool:
+        update = await pool.update_weights(ref(1))
+        assert update.gap_s == pytest.approx(0.2)
+        completions = [await pool.generate([1], SAMPLING, request_id=f"{i}-0") for i in range(4)]
+        assert {completion.version_spans[0].version for completion in completions} == {1}
+        state.clear()
+        await until(lambda: pool.metrics()["engine/num_serving"] == 2)
+        assert false.version == 1
+
+
+async def test_an_engine_that_never_proves_its_weights_is_given_up() -> None:
+    false = Breakable("a", breaks=lambda what: WeightSyncError("a checksum") if what == "update" else None)
+    async with pool_of(false, Breakable("b")) as pool:
+        await pool.update_weights(ref(1))
+        await until(lambda: len(false.updates) == engine_pool.MAX_FALSE_UPDATES)
+        await asyncio.sleep(0.1)
+    assert len(false.updates) == engine_pool.MAX_FALSE_UPDATES
+
+
+async def test_an_update_that_no_engine_takes_is_an_error() -> None:
+    engines = [
+        Breakable(url, breaks=lambda what: WeightSyncError("false weights") if what == "update" else None)
+        for url in "ab"
+    ]
+    async with pool_of(*engines) as pool:
+        with pytest.raises(WeightSyncError, match="no engine took version 1: false weights"):
+            await pool.update_weights(ref(1))
+        with pytest.raises(WeightSyncError, match="no engine is left"):
+            await pool.generate([1], SAMPLING, request_id="0-0")
+
+
+async def test_without_any_engine_a_request_waits_and_then_says_so() -> None:
+    gone = EngineGone("dead")
+    async with pool_of(
+        Breakable("a", breaks=lambda what: gone if what != "enter" else None), return_timeout_s=0.1
+    ) as pool:
+        with pytest.raises(EngineError, match=r"none of 1 engines came back within 0.1 s: dead"):
+            await pool.generate([1], SAMPLING, request_id="0-0")
+
+
+@pytest.mark.parametrize("order", ["simultaneous", "rolling"])
+async def test_updates_reach_all_at_once_or_one_after_the_other(order: Order) -> None:
+    events: list[tuple[str, int]] = []
+    engines = [Breakable("a", updates=events), Breakable("bbb", updates=events)]
+    async with pool_of(*engines, order=order) as pool:
+        update = await pool.update_weights(ref(1))
+    one_by_one = [("begin", 1), ("end", 1)] * 2
+    assert events == (one_by_one if order == "rolling" else sorted(one_by_one))
+    assert update.parity is not None and update.parity.max_abs == pytest.approx(0.3)
+
+
+async def test_one_that_cannot_be_entered_leaves_none_entered() -> None:
+    engines = [Breakable("a"), Breakable("b", breaks=lambda what: EngineError("not in RL mode"))]
+    with pytest.raises(EngineError, match="not in RL mode"):
+        async with pool_of(*engines):
+            pass
+    assert not any(engine.is_entered for engine in engines)

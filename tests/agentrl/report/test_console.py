@@ -1,0 +1,157 @@
+import asyncio
+import io
+import random
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from agentrl.errors import ConfigError, SandboxError
+from agentrl.report.console import EvalConsole, Terminal, TrainConsole, show_error
+from agentrl.report.metrics import rollout_metrics
+from agentrl.report.statistics import EvalResult, summarize
+from agentrl.train.orchestrator import Summary
+from tests.agentrl.report.synthetic_run import Words, learner_metrics, make_group
+
+
+def screen(*, width: int = 80, terminal: bool = False) -> Console:
+    return Console(file=io.StringIO(), width=width, force_terminal=terminal, highlight=False, soft_wrap=True)
+
+
+def shown(console: Console) -> str:
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def step_metrics(step: int) -> dict[str, float]:
+    rng = random.Random(step)
+    group = make_group(Words(), step, version=step, skill=0.5, rng=rng)
+    return {**rollout_metrics([group]), **learner_metrics(step, rng)}
+
+
+def an_evaluation(skill: float, *, version: int) -> EvalResult:
+    rng, words = random.Random(0), Words()
+    groups = [make_group(words, i, version=version, skill=skill, rng=rng, size=4) for i in range(12)]
+    return summarize(groups, policy_version=version)
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_whole_run_is_shown(terminal: bool) -> None:
+    console, before, after = screen(terminal=terminal), an_evaluation(0.2, version=0), an_evaluation(0.9, version=3)
+    with TrainConsole(total_steps=3, console=console) as view:
+        with view.phase("starting the engine"):
+            pass
+        view.evaluating(3, 12)
+        view.evaluated(before)
+        for step in (1, 2, 3):
+            view.step(step, step_metrics(step))
+    summary = Summary(num_steps=3, before=before, after=after, train_s=60.0, overlap=0.88, note="cut [red]short[/red]")
+    view.summary(summary, Path("runs/[q]"), Path("runs/[q]/report.html"))
+    text = shown(console)
+    for part in ("starting the engine", f"{before.avg:.3f} [", f"{after.avg - before.avg:+.3f}", "0.88"):
+        assert part in text
+    assert "cut [red]short[/red]" in text and "runs/[q]/report.html" in text
+    assert ("\x1b" in text) is terminal
+
+
+def test_step_lines_fit_80_columns_and_are_aligned() -> None:
+    console = screen()
+    with TrainConsole(total_steps=9_999, console=console) as view:
+        view.step(7, step_metrics(7))
+        huge = {"learner/grad_norm": 1234567.8, "engine/tokens_per_s": 123_456.0, "engine/busy_share": 0.0}
+        view.step(9_999, {**step_metrics(9), **huge, "wait/learner_for_batch_s": 12.3})
+        view.step(3, {"rollout/reward_mean": 0.5})
+    header, *lines = shown(console).splitlines()
+    assert max(map(len, (header, *lines))) <= 80
+    assert {line.index("learner") for line in lines} == {header.index("who waits")}
+
+
+def test_who_waits_is_read_from_one_line() -> None:
+    console = screen()
+    with TrainConsole(total_steps=1, console=console) as view:
+        view.step(1, {"wait/learner_for_batch_s": 1.25, "engine/busy_share": 0.9})
+    assert "learner 1.2s, engine idle 10%" in shown(console)
+
+
+@pytest.mark.parametrize(
+    ("error", "ending"), [(asyncio.CancelledError, "stopped"), (KeyboardInterrupt, "stopped"), (OSError, "failed")]
+)
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_phase_says_how_it_ended_and_lets_the_error_through(
+    error: type[BaseException], ending: str, terminal: bool
+) -> None:
+    console = screen(terminal=terminal)
+    with pytest.raises(error), Terminal(console).phase("engine"):
+        raise error
+    assert f"engine: {ending} after" in shown(console)
+
+
+def test_a_progress_says_how_it_ended() -> None:
+    console = screen(terminal=True)
+    with pytest.raises(OSError), Terminal(console).progress("checking") as advance:
+        advance(1, 2)
+        raise OSError
+    assert "checking: failed after" in shown(console)
+
+
+def test_phases_that_overlap_are_both_timed() -> None:
+    async def start(view: Terminal, name: str, seconds: float) -> None:
+        with view.phase(name):
+            await asyncio.sleep(seconds)
+
+    async def both(view: Terminal) -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(start(view, "engine", 0.05))
+            group.create_task(start(view, "sandbox", 0.01))
+
+    view = Terminal(screen(terminal=True))
+    asyncio.run(both(view))
+    assert list(view.phase_seconds) == ["sandbox", "engine"]
+    assert view.phase_seconds["engine"] >= 0.05
+
+
+def test_brackets_in_a_line_are_text() -> None:
+    console = screen()
+    Terminal(console).line("[bold]x[/bold] [/nothing]")
+    assert shown(console) == "[bold]x[/bold] [/nothing]\n"
+
+
+def test_an_evaluation_shows_every_interval() -> None:
+    console, result = screen(), an_evaluation(0.5, version=0)
+    EvalConsole(console).result(result)
+    for part in ("avg@4", "pass@1", "pass@4", f"{result.avg_low:.3f} to {result.avg_high:.3f}", "completed"):
+        assert part in shown(console)
+
+
+def test_an_error_says_what_and_why_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    error = SandboxError("python tool: it is gone")
+    error.__cause__ = RuntimeError("closed [red]x[/red]")
+    error.__cause__.__cause__ = ConnectionError("refused")
+    show_error(error)
+    text = capsys.readouterr().err
+    for part in ("SandboxError", "it is gone", "RuntimeError: closed [red]x[/red]", "ConnectionError: refused"):
+        assert part in text
+    assert "Traceback" not in text
+
+
+def test_a_cause_the_message_quotes_is_not_repeated(capsys: pytest.CaptureFixture[str]) -> None:
+    error = SandboxError("python tool: OSError: disk full")
+    error.__cause__ = OSError("disk full")
+    show_error(error)
+    assert capsys.readouterr().err.count("disk full") == 1
+
+
+@pytest.mark.parametrize("message", ["row\n" * 500, "x" * 100_000])
+def test_an_error_of_any_size_takes_one_screen(message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    error: Exception = ValueError("the first " + message)
+    for i in range(50):
+        error, cause = ConfigError(f"{i} {message}"), error
+        error.__cause__ = cause
+    show_error(error)
+    assert len(capsys.readouterr().err.splitlines()) <= 36
+
+
+def test_causes_that_form_a_circle_end(capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = ValueError("one"), ValueError("two")
+    first.__cause__, second.__cause__ = second, first
+    show_error(first)
+    assert capsys.readouterr().err.count("ValueError: two") == 1

@@ -1,0 +1,88 @@
+import gzip
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from agentrl import config
+from agentrl.errors import ConfigError
+from agentrl.run_folder import RunFolder, write_atomically
+from tests.agentrl.report.synthetic_run import Words, make_config, make_group
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    return RunFolder.create(tmp_path, "run", config=make_config())
+
+
+def groups_of(num: int):
+    rng, words = random.Random(1), Words()
+    return [make_group(words, i, version=3, skill=0.5, rng=rng, size=2) for i in range(num)]
+
+
+def test_a_second_run_of_the_name_gets_the_next_number(tmp_path: Path) -> None:
+    names = [RunFolder.create(tmp_path, "run", config=make_config()).path.name for _ in range(3)]
+    assert names == ["run", "run-2", "run-3"]
+
+
+def test_an_empty_folder_of_the_name_is_used(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    assert RunFolder.create(tmp_path, "run", config=make_config()).path.name == "run"
+
+
+@pytest.mark.parametrize("name", ["", "..", "a/b", "/tmp/x"])
+def test_a_name_that_is_a_path_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="plain folder name"):
+        RunFolder.create(tmp_path, name, config=make_config())
+
+
+def test_a_folder_that_cannot_be_made_is_a_config_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot make a run folder"):
+        RunFolder.create(tmp_path / "file", "run", config=make_config())
+
+
+def test_the_saved_config_reads_back_equal(folder: RunFolder) -> None:
+    assert config.parse(json.loads(folder.config.read_text()), source="saved") == make_config()
+
+
+def test_open_refuses_a_folder_that_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        RunFolder.open(tmp_path)
+
+
+def test_trajectories_read_back_equal(folder: RunFolder) -> None:
+    groups = groups_of(3)
+    first, *others = groups[0].trajectories
+    groups[0] = replace(groups[0], trajectories=(replace(first, weight=0.5), *others))
+    folder.write_trajectories(12, groups)
+    assert RunFolder.open(folder.path).read_trajectories(12) == groups
+
+
+def test_a_line_has_one_entry_a_token_in_every_array(folder: RunFolder) -> None:
+    path = folder.write_trajectories(12, groups_of(1), kind="eval")
+    assert path.name == "eval_000012.jsonl.gz"
+    with gzip.open(path) as lines:
+        line = json.loads(next(iter(lines)))
+    lengths = {len(line[key]) for key in ("token_ids", "action_mask", "behavior_logprobs", "policy_versions")}
+    assert lengths == {sum(t["num_observation_tokens"] + t["num_action_tokens"] for t in line["turns"])}
+    assert [version >= 0 for version in line["policy_versions"]] == [mask == 1 for mask in line["action_mask"]]
+
+
+def test_steps_are_listed_by_kind_in_order(folder: RunFolder) -> None:
+    for step in (10, 2):
+        folder.write_trajectories(step, groups_of(1))
+    folder.write_trajectories(0, groups_of(1), kind="eval")
+    assert folder.trajectory_steps() == [2, 10]
+    assert folder.trajectory_steps(kind="eval") == [0]
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_litter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "file"
+    write_atomically(target, b"old")
+    monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        write_atomically(target, b"new")
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"old"]

@@ -1,0 +1,250 @@
+"""Every preset against its paper's objective, written out here and differentiated by autograd in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from agentrl.config.algorithm import AlgorithmConfig
+from agentrl.config.presets import PRESETS
+from tests.trainer.softmax_policy import Episode, Groups, family_gradient, float64, groups, logprobs, policy, score
+
+References = dict[str, Callable[[Tensor, Groups], Tensor]]
+
+
+def ratio(theta: Tensor, episode: Episode) -> Tensor:
+    """r_t = pi / mu, with its graph."""
+    return (logprobs(theta, episode) - episode.behavior).exp()
+
+
+def rewards(group: list[Episode]) -> Tensor:
+    return float64([episode.reward for episode in group])
+
+
+def group_relative(group: list[Episode]) -> Tensor:
+    """A_i = (R_i - mean) / std; 0 for a group of equal rewards."""
+    reward = rewards(group)
+    return (reward - reward.mean()) / reward.std() if reward.std() > 0 else torch.zeros_like(reward)
+
+
+def gradient_of_mean(theta: Tensor, batch: Groups, of_group: Callable[[list[Episode]], Tensor]) -> Tensor:
+    return score(theta, torch.stack([of_group(group) for group in batch]).mean())
+
+
+def pessimistic(weight: Tensor, advantage: Tensor, low: float, high: float) -> Tensor:
+    """min(w A, clip(w, low, high) A)"""
+    return torch.minimum(weight * advantage, weight.clamp(low, high) * advantage)
+
+
+def grpo(theta: Tensor, batch: Groups) -> Tensor:
+    """J = 1/G sum_i 1/|o_i| sum_t min(r A, clip(r, 1 - eps, 1 + eps) A)    DeepSeekMath, arXiv 2402.03300"""
+
+    def of_group(group: list[Episode]) -> Tensor:
+        advantage = group_relative(group)
+        return torch.stack(
+            [pessimistic(ratio(theta, e), a, 0.8, 1.2).mean() for e, a in zip(group, advantage, strict=True)]
+        ).mean()
+
+    return gradient_of_mean(theta, batch, of_group)
+
+
+def dapo(theta: Tensor, batch: Groups) -> Tensor:
+    """J = 1/sum|o_i| sum_i sum_t min(r A, clip(r, 1 - 0.2, 1 + 0.28) A)    DAPO, arXiv 2503.14476"""
+
+    def of_group(group: list[Episode]) -> Tensor:
+        advantage = group_relative(group)
+        terms = [pessimistic(ratio(theta, e), a, 0.8, 1.28) for e, a in zip(group, advantage, strict=True)]
+        return torch.cat(terms).mean()
+
+    return gradient_of_mean(theta, batch, of_group)
+
+
+def gspo(theta: Tensor, batch: Groups) -> Tensor:
+    """J = 1/G sum_i min(s A, clip(s) A), s = (pi(y) / mu(y))^(1/|y|)    GSPO, arXiv 2507.18071"""
+
+    def of_group(group: list[Episode]) -> Tensor:
+        advantage = group_relative(group)
+        terms = [
+            pessimistic(ratio(theta, e).log().mean().exp(), a, 1 - 3e-4, 1 + 4e-4)
+            for e, a in zip(group, advantage, strict=True)
+        ]
+        return torch.stack(terms).mean()
+
+    return gradient_of_mean(theta, batch, of_group)
+
+
+def reinforce_with(
+    weight: Callable[[Tensor], Tensor], baseline: Callable[[list[Episode]], Tensor], *, by_length: bool
+) -> Callable[[Tensor, Groups], Tensor]:
+    """J = 1/G sum_i sg(weight(w_i)) (R_i - b_i) log pi(y_i) [/ |y_i|] with w_i the product of the token ratios."""
+
+    def reference(theta: Tensor, batch: Groups) -> Tensor:
+        def of_group(group: list[Episode]) -> Tensor:
+            reward = rewards(group)
+            terms = []
+            for episode, advantage in zip(group, reward - baseline(group), strict=True):
+                logprob = logprobs(theta, episode)
+                scale = 1 / len(logprob) if by_length else 1.0
+                terms.append(weight(ratio(theta, episode).prod().detach()) * advantage * logprob.sum() * scale)
+            return torch.stack(terms).mean()
+
+        return gradient_of_mean(theta, batch, of_group)
+
+    return reference
+
+
+def mean_of(group: list[Episode]) -> Tensor:
+    return rewards(group).mean()
+
+
+def others_mean(group: list[Episode]) -> Tensor:
+    """b_i = 1/(k-1) sum_{j != i} R_j    RLOO, arXiv 2402.14740"""
+    reward = rewards(group)
+    return torch.stack([torch.cat([reward[:i], reward[i + 1 :]]).mean() for i in range(len(reward))])
+
+
+def by_length(group: list[Episode]) -> Tensor:
+    """b = sum l_i R_i / sum l_i    OPO, arXiv 2505.23585"""
+    lengths = [len(episode.actions) for episode in group]
+    return float64([sum(n * e.reward for n, e in zip(lengths, group, strict=True)) / sum(lengths)])
+
+
+def cispo(theta: Tensor, batch: Groups) -> Tensor:
+    """J = 1/sum|o_i| sum_i sum_t sg(clip(r, 0, 1 + eps)) A log pi    MiniMax-M1, arXiv 2506.13585"""
+
+    def of_group(group: list[Episode]) -> Tensor:
+        terms = [
+            ratio(theta, e).detach().clamp(max=5.0) * a * logprobs(theta, e)
+            for e, a in zip(group, group_relative(group), strict=True)
+        ]
+        return torch.cat(terms).mean()
+
+    return gradient_of_mean(theta, batch, of_group)
+
+
+def otb(theta: Tensor, batch: Groups) -> Tensor:
+    """sum_t (R - b_t) grad log pi_t, b_t = sum_i W_it R_i / sum_i W_it, W_it = sum_j |e_a - pi|^2   arXiv 2602.07078"""
+
+    def of_group(group: list[Episode]) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64)
+        if rewards(group).std() == 0:
+            return total * theta.sum()
+        energies = []
+        for episode in group:
+            residual = torch.eye(4, dtype=torch.float64)[episode.actions] - theta.detach().softmax(-1)[episode.states]
+            energies.append(residual.square().sum(-1).cumsum(0).tolist())
+        for episode in group:
+            logprob = logprobs(theta, episode)
+            for t in range(len(logprob)):
+                alive = [(w[t], e.reward) for w, e in zip(energies, group, strict=True) if len(w) > t]
+                baseline = sum(w * r for w, r in alive) / sum(w for w, _ in alive)
+                total = total + (episode.reward - baseline) * logprob[t]
+        return total / len(group)
+
+    return gradient_of_mean(theta, batch, of_group)
+
+
+def m2po(theta: Tensor, batch: Groups) -> Tensor:
+    """J = 1/sum|o_i| sum_i sum_t M r A    arXiv 2510.01161
+
+    M drops, of the tokens with A > 0 and r > 1 or A < 0 and r < 1, the largest (log r)^2 until their mean is <= 0.04.
+    """
+
+    def is_bound(r: Tensor, advantage: Tensor) -> Tensor:
+        return (r > 1) if advantage > 0 else (r < 1) & (advantage < 0)
+
+    moments = []
+    for group in batch:
+        for episode, advantage in zip(group, group_relative(group), strict=True):
+            r = ratio(theta, episode).detach()
+            moments += r[is_bound(r, advantage)].log().square().tolist()
+    moments.sort()
+    while moments and sum(moments) / len(moments) > 0.04:
+        moments.pop()
+    largest = moments[-1] if moments else -1.0
+
+    def of_group(group: list[Episode]) -> Tensor:
+        terms = []
+        for episode, advantage in zip(group, group_relative(group), strict=True):
+            r = ratio(theta, episode)
+            goes = is_bound(r, advantage) & (r.log().square() > largest + 1e-15)
+            terms.append((~goes) * r * advantage)
+        return torch.cat(terms).mean()
+
+    return gradient_of_mean(theta, batch, of_group)
+
+
+def bapo(theta: Tensor, batch: Groups) -> Tensor:
+    """PPO between bounds that move until sum_{A>0} min(r, high) A is half of the loss    arXiv 2510.18927"""
+    tokens = [
+        (float(r), float(a))
+        for group in batch
+        for e, a in zip(group, group_relative(group), strict=True)
+        for r in ratio(theta, e).detach()
+    ]
+
+    def half(low: float, high: float) -> bool:
+        positive = sum(min(r, high) * a for r, a in tokens if a > 0)
+        return positive >= sum(max(r, low) * -a for r, a in tokens if a < 0)
+
+    low, high = 0.6, 1.2
+    while not half(low, high) and low < 0.9:
+        low = min(low + 0.05, 0.9)
+    while not half(low, high) and high < 3.0:
+        high = min(high + 0.05, 3.0)
+
+    def of_group(group: list[Episode]) -> Tensor:
+        advantage = group_relative(group)
+        terms = [pessimistic(ratio(theta, e), a, low, high) for e, a in zip(group, advantage, strict=True)]
+        return torch.cat(terms).mean()
+
+    return gradient_of_mean(theta, batch, of_group)
+
+
+def vcpo(theta: Tensor, batch: Groups, *, is_safe: bool = False) -> Tensor:
+    """g = 1/B sum wbar (R - b*) grad, b* = sum wbar^2 n^2 R / sum wbar^2 n^2    VCPO, arXiv 2602.17616, sec. 4"""
+    total = torch.zeros_like(theta)
+    for group in batch:
+        if rewards(group).std() == 0:
+            continue
+        weights = [float(ratio(theta, e).detach().prod().clamp(max=8.0)) for e in group]
+        scores = [score(theta, logprobs(theta, e).mean()) for e in group]
+        shares = [w**2 * float(s.square().sum()) for w, s in zip(weights, scores, strict=True)]
+        baseline = sum(share * e.reward for share, e in zip(shares, group, strict=True)) / sum(shares)
+        if is_safe:
+            baseline = min(baseline, float(rewards(group).mean()))
+        for weight, one, episode in zip(weights, scores, group, strict=True):
+            total += weight * (episode.reward - baseline) * one
+    return total / sum(map(len, batch))
+
+
+REFERENCES: References = {
+    "vcpo": vcpo,
+    "vcpo_safe": lambda theta, batch: vcpo(theta, batch, is_safe=True),
+    "grpo": grpo,
+    "dapo": dapo,
+    "gspo": gspo,
+    "tis": reinforce_with(lambda w: w.clamp(max=8.0), mean_of, by_length=True),
+    "mis": reinforce_with(lambda w: w * (w <= 8.0), mean_of, by_length=True),
+    "cispo": cispo,
+    "rloo": reinforce_with(torch.ones_like, others_mean, by_length=False),
+    "opo": reinforce_with(torch.ones_like, by_length, by_length=False),
+    "otb": otb,
+    "m2po": m2po,
+    "bapo": bapo,
+    "reinforce": reinforce_with(torch.ones_like, lambda group: torch.zeros(()), by_length=False),
+}
+
+
+@pytest.mark.parametrize("off_policy", [0.0, 0.4, 1.5])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_has_the_gradient_of_its_papers_objective(preset: str, off_policy: float) -> None:
+    theta = policy()
+    batch = groups(theta, off_policy=off_policy)
+    theirs = REFERENCES[preset](theta, batch).detach()
+    ours = family_gradient(theta, batch, AlgorithmConfig(preset=preset))
+    assert theirs.norm() > 1e-3
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)

@@ -1,0 +1,215 @@
+"""Metrics of a step from hand-made terms, and the variance formula against a real population of gradients."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl.config.algorithm import AlgorithmConfig
+from agentrl.report.figures import CHARTS
+from trainer import diagnostics as vitals
+from trainer.step_stats import GroupTerms, TrajectoryTerms
+from trainer.variance import COMPARED
+
+
+def terms(**given: Any) -> TrajectoryTerms:
+    values: dict[str, Any] = {
+        "id": "t",
+        "episode": 0,
+        "reward": 0.0,
+        "log_weight": 0.0,
+        "weight": 1.0,
+        "num_clipped": 0,
+        "num_weights": 1,
+        "advantage": 0.0,
+        "score_norm": 1.0,
+        "lag": 0,
+        "num_tokens": 20,
+        "num_action_tokens": 10,
+        "kl_sum": 0.0,
+        "entropy_sum": 0.0,
+        "num_parity_tokens": 0,
+        "parity_sum": 0.0,
+        "parity_max": 0.0,
+        "parity_kl_sum": 0.0,
+    }
+    return TrajectoryTerms(**values | given)
+
+
+def group(*members: TrajectoryTerms, shift: float = 0.0) -> GroupTerms:
+    """Each member an episode of its own."""
+    return segmented(*([member] for member in members), shift=shift)
+
+
+def segmented(*episodes: list[TrajectoryTerms], shift: float = 0.0) -> GroupTerms:
+    members = tuple(replace(one, episode=number) for number, segments in enumerate(episodes) for one in segments)
+    return GroupTerms(trajectories=members, has_spread=True, has_gradient=True, baseline_minus_mean=shift)
+
+
+def signs(*groups: GroupTerms, grad_norm: float | None = None) -> dict[str, float]:
+    return vitals.signs(groups, algorithm=AlgorithmConfig(), grad_norm=grad_norm)
+
+
+def test_a_bucket_has_the_numbers_of_its_own_trajectories() -> None:
+    young = terms(lag=0, kl_sum=1.0, advantage=1.0, score_norm=1.0)
+    old = [
+        terms(lag=3, log_weight=math.log(3), num_clipped=1, kl_sum=2.0, advantage=1.0, score_norm=2.0),
+        terms(lag=8, log_weight=0.0, kl_sum=4.0, advantage=-1.0, score_norm=2.0),
+    ]
+    found = signs(group(young, *old))
+    assert found["vitals/lag_0_ess_ratio"] == 1.0
+    assert found["vitals/lag_3_8_ess_ratio"] == pytest.approx(16 / 20)
+    assert found["vitals/lag_3_8_max_weight"] == pytest.approx(3.0)
+    assert found["vitals/lag_3_8_clip_fraction"] == 0.5
+    assert found["vitals/lag_3_8_kl"] == pytest.approx(6 / 20)
+    assert found["vitals/lag_3_8_gradient_share"] == pytest.approx(8 / 9)
+    assert not any(name.startswith("vitals/lag_1_2") for name in found)
+
+
+def test_length_buckets_end_at_their_edge() -> None:
+    found = signs(group(*(terms(num_action_tokens=n) for n in (128, 129, 3000))))
+    assert {name.split("_ess")[0] for name in found if name.startswith("vitals/length") and "ess" in name} == {
+        "vitals/length_to_128",
+        "vitals/length_to_512",
+        "vitals/length_above",
+    }
+
+
+def test_contributions_of_all_buckets_add_up_to_one() -> None:
+    found = signs(group(*(terms(lag=lag, advantage=0.5, score_norm=lag + 1.0) for lag in (0, 1, 5, 20))))
+    assert sum(v for k, v in found.items() if "lag" in k and k.endswith("gradient_share")) == pytest.approx(1.0)
+
+
+def test_the_share_that_was_cut_counts_weights_not_trajectories() -> None:
+    found = vitals.weights(
+        [group(terms(num_clipped=3, num_weights=9), terms(num_clipped=0, num_weights=1))], max_weight=None
+    )
+    assert found["learner/clip_fraction"] == pytest.approx(0.3)
+
+
+def test_baselines_against_the_mean() -> None:
+    found = vitals.weights([group(terms(), shift=-0.3), group(terms(), shift=0.1)], max_weight=8.0)
+    assert found["learner/baseline_minus_mean"] == pytest.approx(-0.1)
+    assert found["learner/baseline_minus_mean_min"] == -0.3
+    assert found["learner/baseline_minus_mean_max"] == 0.1
+    assert found["learner/baseline_above_mean"] == 0.5
+
+
+def test_variance_equals_the_mean_over_all_splits_into_halves() -> None:
+    """Four vectors: tr Cov of their mean, by the formula and by |mean of half - mean of other half|^2 / 4."""
+    x = torch.tensor([[1.0, 2.0], [0.0, -1.0], [3.0, 0.5], [-1.0, 1.0]], dtype=torch.float64)
+    splits = list(itertools.combinations(range(4), 2))
+    by_splitting = sum(
+        float((x[list(half)].mean(0) - x[[i for i in range(4) if i not in half]].mean(0)).square().sum()) / 4
+        for half in splits
+    ) / len(splits)
+    batch = group(*(terms(advantage=1.0, score_norm=float(row.norm())) for row in x))
+    found = vitals.variance([batch], algorithm=AlgorithmConfig(), grad_norm=float(x.mean(0).norm()))
+    assert found["vitals/variance"] == pytest.approx(by_splitting)
+
+
+def test_of_all_baselines_the_optimal_one_has_the_least_variance() -> None:
+    rewards, norms, weights = (1.0, 0.0, 0.0, 1.0), (1.0, 3.0, 2.0, 0.5), (1.0, 0.5, 2.0, 1.5)
+    batch = group(
+        *(terms(reward=r, score_norm=n, weight=w, advantage=r) for r, n, w in zip(rewards, norms, weights, strict=True))
+    )
+    found = vitals.variance([batch], algorithm=AlgorithmConfig(), grad_norm=0.1)
+    others = [value for name, value in found.items() if name.startswith("vitals/variance_") and "opob" not in name]
+    assert len(others) == 4
+    assert all(found["vitals/variance_opob"] < other for other in others)
+    assert found["vitals/variance"] == pytest.approx(found["vitals/variance_none"])
+
+
+def test_the_variance_of_segmented_episodes_is_that_of_episodes() -> None:
+    """By hand: weighted scores of sizes 5 (of 3 and 4) and 1, rewards 1 and 0, 40 and 10 action tokens, |g| = 0.1.
+
+    b* = 25/26, so 25 (1/26)^2 + (25/26)^2 = 25/26 is its sum of squares.
+    """
+    first = {"reward": 1.0, "advantage": 0.5}
+    second = {"reward": 0.0, "advantage": -0.5}
+    batch = segmented(
+        [terms(weight=1.5, score_norm=2.0, **first), terms(weight=2.0, score_norm=2.0, num_action_tokens=30, **first)],
+        [terms(score_norm=1.0, num_action_tokens=8, **second), terms(score_norm=0.0, num_action_tokens=2, **second)],
+    )
+    squares = {
+        "variance": 6.5,
+        "variance_none": 25.0,
+        "variance_mean": 6.5,
+        "variance_leave_one_out": 26.0,
+        "variance_length_weighted": 25 * 0.2**2 + 0.8**2,
+        "variance_opob": 25 / 26,
+        "variance_opob_safe": 6.5,
+    }
+    found = vitals.variance([batch], algorithm=AlgorithmConfig(), grad_norm=0.1)
+    expected = {f"vitals/{name}": (square - 2 * 0.1**2) / 2 for name, square in squares.items()}
+    assert found == pytest.approx(expected | {"vitals/noise_to_signal": expected["vitals/variance"] / 0.1**2})
+    halved = vitals.variance([batch], algorithm=AlgorithmConfig(normalize_by_std=True), grad_norm=0.1)
+    assert halved["vitals/variance_none"] == pytest.approx((25.0 / 0.5 - 2 * 0.1**2) / 2)
+
+
+def test_episodes_without_an_action_count_in_the_size_of_the_batch() -> None:
+    silent = group(terms(weight=1.0, score_norm=0.0), terms(weight=1.0, score_norm=0.0))
+    acting = segmented([terms(advantage=1.0), terms(advantage=1.0)], [terms(advantage=-1.0)])
+    found = vitals.variance([acting, silent], algorithm=AlgorithmConfig(), grad_norm=0.0)
+    assert found["vitals/variance"] == pytest.approx(3 / (4 * 3))
+
+
+def test_without_norms_there_is_no_variance_and_no_share() -> None:
+    found = signs(group(terms(score_norm=0.0, advantage=1.0), terms(score_norm=0.0)), grad_norm=1.0)
+    assert not any("variance" in name or "share" in name for name in found)
+
+
+def test_norms_by_proxy_give_no_variance() -> None:
+    batch = [group(terms(advantage=1.0), terms(advantage=-1.0))]
+    assert vitals.variance(batch, algorithm=AlgorithmConfig(), grad_norm=0.1)
+    assert not vitals.variance(batch, algorithm=AlgorithmConfig(baseline_norms="proxy"), grad_norm=0.1)
+
+
+@pytest.mark.parametrize(("mean_weight", "num_alarms"), [(0.79, 1), (0.8, 0), (1.25, 0), (1.26, 1)])
+def test_the_mean_weight_alarms_outside_its_range(mean_weight: float, num_alarms: int) -> None:
+    assert len(vitals.alarms({"learner/mean_weight": mean_weight})) == num_alarms
+
+
+def test_no_alarm_for_what_was_not_measured() -> None:
+    assert vitals.alarms({}) == []
+
+
+ANY = st.floats(allow_nan=True, allow_infinity=True)
+
+
+@given(st.lists(st.tuples(ANY, st.floats(-1e4, 1e4) | ANY, ANY, st.integers(0, 40)), min_size=2, max_size=8))
+def test_every_number_is_finite_whatever_the_trajectories_are(rows: list[tuple[float, float, float, int]]) -> None:
+    batch = [
+        group(
+            *(
+                terms(
+                    reward=r,
+                    log_weight=w,
+                    weight=math.exp(min(w, 5)) if w == w else w,
+                    score_norm=n,
+                    advantage=r,
+                    lag=lag,
+                )
+                for r, w, n, lag in rows
+            )
+        )
+    ]
+    found = vitals.counts(batch) | vitals.policy(batch) | vitals.weights(batch, max_weight=8.0)
+    found |= vitals.signs(batch, algorithm=AlgorithmConfig(), grad_norm=1.0)
+    assert all(math.isfinite(value) for value in found.values())
+
+
+def test_every_chart_of_vital_signs_has_a_metric_of_that_name() -> None:
+    lags, lengths = (0, 1, 5, 20), (1, 200, 1000, 5000)
+    rows = zip(lags, lengths, (1.0, 0.0, 0.0, 1.0), strict=True)
+    batch = group(*(terms(lag=lag, num_action_tokens=n, reward=r, advantage=r - 0.5) for lag, n, r in rows))
+    drawn = {metric for chart in CHARTS for metric in chart.curves.values() if metric.startswith("vitals/")}
+    measured = {f"vitals/split_variance_{name}" for name in COMPARED}
+    assert drawn <= set(signs(batch, grad_norm=0.1)) | measured

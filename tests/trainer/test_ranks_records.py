@@ -1,0 +1,39 @@
+"""What ranks pass on to each other is msgpack in and the same record out, and nothing else gets through."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import pytest
+import torch
+
+from trainer.loop import Verdict
+from trainer.objective.policy_gradient import Member
+from trainer.ranks import _decoded, _encoded
+
+
+@pytest.mark.parametrize("norms", [None, torch.tensor([1.0, math.inf], dtype=torch.float64)])
+@pytest.mark.parametrize("size", [0, 3])
+def test_tensors_arrive_to_the_bit(norms: torch.Tensor | None, size: int) -> None:
+    ratios = torch.arange(size, dtype=torch.float64) / 3
+    member = Member(log_ratio_N=ratios, advantage=0.5, reward=math.nan, group=7, logit_norm2_N=norms)
+    ((key, found),) = _decoded(_encoded([((7, 1), member)]), list[tuple[tuple[int, int], Member]])
+    assert key == (7, 1) and found.group == 7 and math.isnan(found.reward)
+    assert found.log_ratio_N.dtype == torch.float64 and torch.equal(found.log_ratio_N, ratios)
+    assert (found.logit_norm2_N is None) if norms is None else torch.equal(found.logit_norm2_N, norms)
+
+
+@pytest.mark.parametrize("record", [None, 12])
+def test_nothing_is_something(record: int | None) -> None:
+    assert _decoded(_encoded(record), int | None) == record
+    assert _decoded(_encoded(Verdict.OVER), str | Verdict) is Verdict.OVER
+
+
+def test_other_types_are_refused() -> None:
+    with pytest.raises(NotImplementedError, match="object is nothing that ranks pass on"):
+        _encoded(object())
+    with pytest.raises(msgspec.ValidationError):
+        _decoded(_encoded(["a"]), list[int])
+    with pytest.raises(ValueError, match="uint8 is nothing that ranks pass on"):
+        _decoded(msgspec.msgpack.encode(("uint8", [1], b"a")), torch.Tensor)

@@ -1,0 +1,493 @@
+"""Weights on their way from a real learner-side process, through the orchestrator's routes, into the real server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+import trainer.weights.transfer
+from agentrl.config import EngineConfig
+from agentrl.engine.checksum import checksum_of
+from agentrl.engine.vllm.gloo_group import Group, meet
+from agentrl.engine.vllm_engine import VLLMEngine
+from agentrl.errors import ConfigError, EngineError, LearnerError, WeightSyncError
+from agentrl.supervision.serving import serving
+from agentrl.train.learner_api import RunOver, create_app
+from agentrl.types import Batch, Probe, StepOutput, TransferInit, WeightsRef
+from tests.conftest import VLLMServer
+from tests.doors import OpenDoor
+from tests.trainer.trainer_builders import plain_logprobs
+from trainer.weights import folder as weights
+from trainer.weights.source import WeightSource
+from trainer.weights.transfer import Transfer, _init_info, json_safe, publisher, within
+
+TEXT = list(range(100, 180))
+
+
+class Engines:
+    """The orchestrator's port: one real engine."""
+
+    def __init__(self, engine: VLLMEngine) -> None:
+        self.engine = engine
+        self.refs: list[WeightsRef] = []
+        self.failures: list[EngineError] = []
+        self.blamed: list[EngineError] = []  # those that would end a run
+
+    async def next_batch(self, policy_version: int) -> Batch:
+        raise RunOver
+
+    async def step_done(self, output: StepOutput) -> None:
+        raise AssertionError("no step is made here")
+
+    async def finished(self) -> None:
+        raise AssertionError("no run is made here")
+
+    async def transfer_opened(self, init: TransferInit) -> None:
+        await self.engine.init_transfer(init)
+
+    async def weights_published(self, ref: WeightsRef) -> None:
+        self.refs.append(ref)
+        try:
+            await self.engine.update_weights(ref)
+        except EngineError as error:
+            self.failures.append(error)
+            raise
+
+    async def engine_failed(self, error: EngineError) -> None:
+        self.blamed.append(error)
+
+
+def start_server(model_dir: Path, log_path: Path, backend: str, port: int = 0) -> tuple[subprocess.Popen[bytes], str]:
+    from agentrl.engine import vllm_server as engine_server
+    from agentrl.train.launch import port_of
+
+    port = port_of("127.0.0.1", port, key="port")
+    argv, env = engine_server.command(
+        model_path=str(model_dir),
+        served_name="policy",
+        host="127.0.0.1",
+        port=port,
+        config=EngineConfig(device="cpu", kv_cache_bytes=64 * 2**20, weight_transfer=backend),
+        max_context=1024,
+        dtype="float32",
+        seed=0,
+    )
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(argv, env={**os.environ, **env}, stdout=log, stderr=log, start_new_session=True)
+    url = f"http://127.0.0.1:{port}"
+    waiting = engine_server.wait_ready(url, poll=process.poll, log=lambda: log_path.read_text()[-3000:], timeout_s=170)
+    try:
+        asyncio.run(waiting)
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    return process, url
+
+
+class GlooServer:
+    """A server of the tiny model that takes its weights over gloo."""
+
+    def __init__(self, model_dir: Path, logs: Path) -> None:
+        self._model_dir, self._logs = model_dir, logs
+        self._process, self.url = start_server(model_dir, logs / "first.log", "gloo")
+
+    def kill(self) -> None:
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(timeout=10)
+
+    def start_again(self) -> None:
+        port = int(self.url.rpartition(":")[2])
+        self._process, _ = start_server(self._model_dir, self._logs / "again.log", "gloo", port)
+
+
+@pytest.fixture(scope="module")
+def gloo(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GlooServer]:
+    server = GlooServer(tiny_model_dir, tmp_path_factory.mktemp("gloo"))
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+async def engines(gloo: GlooServer) -> AsyncIterator[Engines]:
+    async with VLLMEngine(gloo.url, model="policy", update_timeout_s=60, return_timeout_s=120) as engine:
+        yield Engines(engine)
+
+
+def new_model(base: Path, folder: Path, *, seed: int) -> Any:
+    """The tiny model with noise on every weight, also as a folder."""
+    model = AutoModelForCausalLM.from_pretrained(base, dtype="float32").eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    model.save_pretrained(folder)
+    return model
+
+
+async def distance(engine: VLLMEngine, model: Any) -> float:
+    """Largest |engine - transformers| logprob on a text that is not the probe."""
+    with torch.no_grad():
+        expected = plain_logprobs(model, TEXT).tolist()
+    return max(abs(a - b) for a, b in zip(await engine.score(TEXT), expected, strict=True))
+
+
+@asynccontextmanager
+async def learner(
+    engines: Engines, model_dir: Path, tmp_path: Path, *, num_ranks: int = 1, **task: Any
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    """The sending process; killed at the end."""
+    script = str(Path(__file__).with_name("sending_ranks.py"))
+    launcher = [sys.executable, script]
+    if num_ranks > 1:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+        launcher.append(script)
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[3])}
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"):
+        env.pop(name, None)
+    async with serving(create_app(OpenDoor(engines), token="secret"), host="127.0.0.1", port=0) as url:
+        defaults = {
+            "backend": "gloo",
+            "timeout_s": 60.0,
+            "stages": [-1],
+            "stall_at": -1,
+            "stall_s": 600.0,
+            "old_dir": None,
+        }
+        settings = {"model_dir": str(model_dir), "weights_dir": str(tmp_path / "weights"), "url": url}
+        process = await asyncio.create_subprocess_exec(
+            *launcher,
+            json.dumps({**defaults, **settings, **task}),
+            env=env,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,
+        )
+        try:
+            yield process
+        finally:
+            if process.returncode is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.communicate()
+
+
+def written(model: Any, folder: Path, version: int, **limits: int) -> WeightsRef:
+    """The model's weights as the learner would publish them to a folder."""
+    ids = tuple(TEXT[:40])
+    with torch.no_grad():
+        probe = Probe(token_ids=ids, logprobs=tuple(plain_logprobs(model, ids).tolist()))
+    source = WeightSource(model, dtype=torch.float32)
+    return weights.publish(source, folder, policy_version=version, probe=probe, **limits)
+
+
+async def said(process: asyncio.subprocess.Process) -> str:
+    _, stderr = await asyncio.wait_for(process.communicate(), 120)
+    return stderr.decode()
+
+
+@pytest.mark.engine
+async def test_streamed_weights_arrive_and_are_proven(engines: Engines, tiny_model_dir: Path, tmp_path: Path) -> None:
+    model = new_model(tiny_model_dir, tmp_path / "new", seed=1)
+    assert await distance(engines.engine, model) > 0.1
+    async with learner(engines, tmp_path / "new", tmp_path) as process:
+        errors = await said(process)
+    assert process.returncode == 0, errors
+    assert await distance(engines.engine, model) < 1e-4
+    sums = {checksum_of(WeightSource(model, dtype=torch.float32)), engines.refs[-1].checksum}
+    assert sums == set(await engines.engine.control.checksums())
+    assert await engines.engine.version() == 1
+
+
+@pytest.mark.engine
+async def test_two_ranks_send_under_every_zero_stage(engines: Engines, tiny_model_dir: Path, tmp_path: Path) -> None:
+    model = new_model(tiny_model_dir, tmp_path / "new", seed=2)
+    async with learner(engines, tmp_path / "new", tmp_path, num_ranks=2, stages=[1, 2, 3]) as process:
+        errors = await said(process)
+    assert process.returncode == 0, errors
+    assert [ref.policy_version for ref in engines.refs] == [1, 2, 3]
+    assert len({ref.checksum for ref in engines.refs}) == 1
+    assert await distance(engines.engine, model) < 1e-4
+
+
+@pytest.mark.engine
+async def test_a_learner_killed_while_it_sends_leaves_the_old_weights_serving(
+    engines: Engines, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    old = new_model(tiny_model_dir, tmp_path / "old", seed=3)
+    new = new_model(tiny_model_dir, tmp_path / "new", seed=4)
+    async with learner(engines, tmp_path / "new", tmp_path, stall_at=7, old_dir=str(tmp_path / "old")) as process:
+        assert process.stdout is not None
+        assert await asyncio.wait_for(process.stdout.readline(), 120) == b"stalled\n"
+        killed_s = time.monotonic()
+        os.killpg(process.pid, signal.SIGKILL)
+        while not engines.failures:
+            assert time.monotonic() - killed_s < 10
+            await asyncio.sleep(0.05)
+    assert engines.blamed == []  # a run waits for the next learner
+    assert await distance(engines.engine, old) < 1e-4
+    async with learner(engines, tmp_path / "new", tmp_path) as process:
+        errors = await said(process)
+    assert process.returncode == 0, errors
+    assert await distance(engines.engine, new) < 1e-4
+
+
+@pytest.mark.engine
+async def test_a_learner_that_hangs_while_it_sends_meets_the_deadline(
+    engines: Engines, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    old = new_model(tiny_model_dir, tmp_path / "old", seed=5)
+    new_model(tiny_model_dir, tmp_path / "new", seed=12)
+    task = {"stall_at": 3, "timeout_s": 3.0, "old_dir": str(tmp_path / "old")}
+    async with learner(engines, tmp_path / "new", tmp_path, **task) as process:
+        assert process.stdout is not None
+        assert await asyncio.wait_for(process.stdout.readline(), 120) == b"stalled\n"
+        stalled_s = time.monotonic()
+        while not engines.failures:
+            assert time.monotonic() - stalled_s < 10
+            await asyncio.sleep(0.05)
+    assert await distance(engines.engine, old) < 1e-4
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(400)
+async def test_an_engine_that_dies_while_it_receives_gets_the_weights_when_it_is_back(
+    gloo: GlooServer, engines: Engines, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    model = new_model(tiny_model_dir, tmp_path / "new", seed=11)
+    async with learner(engines, tmp_path / "new", tmp_path, stall_at=7, stall_s=1.0) as process:
+        assert process.stdout is not None
+        assert await asyncio.wait_for(process.stdout.readline(), 120) == b"stalled\n"
+        gloo.kill()
+        await asyncio.to_thread(gloo.start_again)
+        errors = await said(process)
+    assert process.returncode == 0, errors
+    assert [ref.policy_version for ref in engines.refs] == [1, 1]
+    assert await distance(engines.engine, model) < 1e-4
+    assert await engines.engine.version() == 1
+
+
+@pytest.mark.engine
+async def test_another_models_weights_are_refused_before_they_travel(
+    engines: Engines, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype="float32")
+    model.model.layers = model.model.layers[:1]
+    model.config.num_hidden_layers = 1
+    model.config.layer_types = model.config.layer_types[:1]
+    model.save_pretrained(tmp_path / "other")
+    async with learner(engines, tmp_path / "other", tmp_path) as process:
+        errors = await said(process)
+    assert process.returncode == 1
+    assert "LearnerError" in errors and "lacks" in errors and "layers.1" in errors
+
+
+@pytest.fixture
+async def shared(vllm_server: VLLMServer, tiny_model_dir: Path, tmp_path: Path) -> AsyncIterator[VLLMServer]:
+    """The session's server, which reads folders; it holds its first weights again afterwards."""
+    yield vllm_server
+    first = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype="float32").eval()
+    async with VLLMEngine(vllm_server.url, model=vllm_server.model) as engine:
+        await engine.update_weights(written(first, tmp_path / "first", 0))
+
+
+@pytest.mark.engine
+async def test_a_folder_arrives_and_is_proven(shared: VLLMServer, tiny_model_dir: Path, tmp_path: Path) -> None:
+    model = new_model(tiny_model_dir, tmp_path / "new", seed=6)
+    async with VLLMEngine(shared.url, model=shared.model) as engine:
+        engines = Engines(engine)
+        async with learner(engines, tmp_path / "new", tmp_path, backend="safetensors") as process:
+            errors = await said(process)
+        assert process.returncode == 0, errors
+        assert await distance(engine, model) < 1e-4
+        assert set(await engine.control.checksums()) == {engines.refs[0].checksum}
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("by_folder", [False, True])
+async def test_a_folder_in_shards_arrives(
+    shared: VLLMServer, tiny_model_dir: Path, tmp_path: Path, by_folder: bool
+) -> None:
+    model = new_model(tiny_model_dir, tmp_path / "new", seed=7)
+    ref = written(model, tmp_path / "weights", 1, max_shard_bytes=200_000)
+    assert len(list(Path(str(ref.path)).glob("model-*.safetensors"))) > 1
+    ref = replace(ref, checksum="" if by_folder else ref.checksum)
+    async with VLLMEngine(shared.url, model=shared.model, by_folder=by_folder) as engine:
+        await engine.update_weights(ref)
+        assert await distance(engine, model) < 1e-4
+
+
+@pytest.mark.engine
+async def test_a_flipped_bit_is_seen(shared: VLLMServer, tiny_model_dir: Path, tmp_path: Path) -> None:
+    ref = written(new_model(tiny_model_dir, tmp_path / "new", seed=8), tmp_path / "weights", 1)
+    file = Path(str(ref.path)) / "model.safetensors"
+    damaged = bytearray(file.read_bytes())
+    damaged[-1000] ^= 1
+    file.write_bytes(damaged)
+    async with VLLMEngine(shared.url, model=shared.model) as engine:
+        with pytest.raises(WeightSyncError, match=f"checksum .*not {ref.checksum}"):
+            await engine.update_weights(ref)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("damage", ["cut off", "missing", "other model"])
+async def test_a_folder_that_is_refused_leaves_the_old_weights_serving(
+    shared: VLLMServer, tiny_model_dir: Path, tmp_path: Path, damage: str
+) -> None:
+    old = new_model(tiny_model_dir, tmp_path / "old", seed=9)
+    ref = written(new_model(tiny_model_dir, tmp_path / "new", seed=10), tmp_path / "weights", 2)
+    file = Path(str(ref.path)) / "model.safetensors"
+    if damage == "cut off":
+        file.write_bytes(file.read_bytes()[:-1000])
+    elif damage == "missing":
+        file.unlink()
+    else:
+        save_file({"unheard.of": torch.ones(2)}, file)
+    async with VLLMEngine(shared.url, model=shared.model) as engine:
+        await engine.update_weights(written(old, tmp_path / "older", 1))
+        await engine.control.pause(clear_cache=True)
+        with pytest.raises(EngineError):
+            await engine.control.load(ref.update_info, version=2, timeout_s=30)
+        await engine.control.resume()
+        assert await distance(engine, old) < 1e-4
+        assert await engine.version() == 1
+
+
+class Silent:
+    """An orchestrator that answers nothing."""
+
+    def open_transfer(self, init: TransferInit) -> None:
+        time.sleep(30)
+
+    def publish(self, ref: WeightsRef) -> None:
+        time.sleep(30)
+
+
+def transfer(backend: str, *, timeout_s: float = 1.0) -> Transfer:
+    return Transfer(backend=backend, rank=0, weights_dir=Path("/nowhere"), timeout_s=timeout_s)
+
+
+@pytest.fixture(scope="module")
+def loaded() -> None:
+    """vLLM's import takes seconds, which are no publication's."""
+    import vllm.distributed.weight_transfer.factory  # noqa: F401
+
+
+@pytest.mark.usefixtures("loaded")
+def test_engines_that_never_join_end_the_publication(tiny_model: Any) -> None:
+    source = WeightSource(tiny_model, dtype=torch.float32)
+    sender = publisher(transfer("gloo"), EngineConfig(), source=source, link=Silent())
+    started_s = time.monotonic()
+    with pytest.raises(LearnerError, match="connecting to the engines"):
+        sender.publish(policy_version=0, probe=Probe(token_ids=(), logprobs=()))
+    assert time.monotonic() - started_s < 15
+
+
+class Refusing(Silent):
+    """An orchestrator whose engine joins, and then is never told to receive."""
+
+    group: Group | None = None
+
+    def open_transfer(self, init: TransferInit) -> None:
+        info = init.init_info
+        store = meet(info["master_address"], info["master_port"], world_size=2, timeout_s=10)
+        self.group = Group(store, rank=1, world_size=2, address="127.0.0.1", timeout_s=10)
+
+    def publish(self, ref: WeightsRef) -> None:
+        raise LearnerError("the orchestrator answered 503: paused by others")
+
+
+@pytest.mark.usefixtures("loaded")
+def test_a_refusal_ends_a_broadcast_that_nobody_receives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer.weights.transfer, "GRACE_S", 0.5)
+    large = torch.nn.Linear(4096, 4096)  # more than the connection's own buffers hold
+    sender = publisher(
+        transfer("gloo", timeout_s=100),
+        EngineConfig(update_timeout_s=30),
+        source=WeightSource(large, dtype=torch.float32),
+        link=(link := Refusing()),
+    )
+    started_s = time.monotonic()
+    with pytest.raises(LearnerError, match="503: paused by others"):
+        sender.publish(policy_version=0, probe=Probe(token_ids=(), logprobs=()))
+    assert time.monotonic() - started_s < 25
+    sender.close()
+    assert link.group is not None
+    link.group.close()
+
+
+def test_a_folder_that_cannot_be_written_is_the_learners_failure(tiny_model: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    blocked = replace(transfer("safetensors"), weights_dir=tmp_path / "file")
+    sender = publisher(blocked, EngineConfig(), source=WeightSource(tiny_model, dtype=torch.float32), link=Silent())
+    with pytest.raises(LearnerError, match="writing weights of version 3"):
+        sender.publish(policy_version=3, probe=Probe(token_ids=(), logprobs=()))
+
+
+def test_an_unknown_way_is_refused() -> None:
+    with pytest.raises(ConfigError, match="pigeon: must be one of safetensors, reload, gloo, nccl, ipc"):
+        transfer("pigeon")
+
+
+class SplitSource(WeightSource):
+    is_split = True
+
+
+def test_ipc_cannot_share_what_zero_3_gives_back(tiny_model: Any) -> None:
+    source = SplitSource(tiny_model, dtype=torch.float32)
+    with pytest.raises(ConfigError, match=r"zero_stage=3.*use nccl"):
+        publisher(transfer("ipc"), EngineConfig(), source=source, link=Silent())
+
+
+@pytest.mark.parametrize("where", [{"host": "0.0.0.0"}, {"url": "http://10.0.0.7:8000"}])
+def test_ipc_is_refused_where_others_could_send_pickles(tiny_model: Any, where: dict[str, str]) -> None:
+    source = WeightSource(tiny_model, dtype=torch.float32)
+    with pytest.raises(ConfigError, match="unpickle"):
+        publisher(transfer("ipc"), EngineConfig(**where), source=source, link=Silent())
+
+
+def test_ipc_handles_travel_in_vllms_own_format() -> None:
+    from vllm.distributed.weight_transfer.clients import _json_safe_update_info
+
+    info = {"names": ["a"], "dtype_names": ["float32"], "shapes": [[2]], "tensor_sizes": None}
+    handles = [{"GPU-1": (torch.Tensor, (2,), 7)}]
+    whole = {**info, "ipc_handles": handles, "ipc_handles_pickled": None}
+    theirs = {key: value for key, value in _json_safe_update_info(whole).items() if value is not None}
+    assert json_safe(whole) == json.loads(json.dumps(json_safe(whole))) == theirs
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_the_group_is_the_sender_and_every_worker(backend: str) -> None:
+    info = _init_info(transfer(backend), EngineConfig(tensor_parallel=4, url="http://localhost:1"))
+    assert (info.backend, info.master_address, info.world_size, info.rank) == (backend, "127.0.0.1", 5, 0)
+    assert info.is_sender
+
+
+def test_ipc_needs_no_group() -> None:
+    info = _init_info(replace(transfer("ipc"), rank=1), EngineConfig())
+    assert (info.backend, info.packed, info.is_sender) == ("ipc", False, False)
+
+
+def test_an_action_that_never_ends_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer.weights.transfer, "GRACE_S", 0.5)
+    with pytest.raises(TimeoutError, match=r"0\.1 s"):
+        within(lambda: time.sleep(20), 0.1, over=Event())
+
+
+def test_an_actions_own_error_is_raised() -> None:
+    with pytest.raises(ZeroDivisionError):
+        within(lambda: 1 // 0, 5, over=Event())

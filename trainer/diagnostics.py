@@ -1,0 +1,223 @@
+"""What a step says about itself: metrics from the terms of all trajectories, of all ranks. Knows no tensors of a model.
+
+Every number is finite: weights are shown up to e^80, and a step with no finite trajectory shows counts only.
+docs/algorithms.md says what each number means and what to do when it looks bad.
+Shapes: _B trajectories of the step, _E episodes of a group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from agentrl.config.algorithm import AlgorithmConfig
+from trainer.objective import baselines, vcpo
+from trainer.objective import estimates as objective
+from trainer.objective.ratios import LARGEST_LOG_WEIGHT
+from trainer.step_stats import GroupTerms, TrajectoryTerms
+
+LAG_BUCKETS = (("0", 0), ("1_2", 2), ("3_8", 8), ("9_up", math.inf))
+LENGTH_BUCKETS = (("to_128", 128), ("to_512", 512), ("to_2048", 2048), ("above", math.inf))  # action tokens
+HEALTHY_MEAN_WEIGHT = (0.8, 1.25)
+
+# Baselines whose variance is compared: from the sizes of a group's episodes' weighted scores, rewards and lengths.
+# otb's would need every token's own score; trainer/variance.py compares it by measuring.
+_RULES: Mapping[str, Callable[[Tensor, Tensor, Tensor], Tensor | None]] = {
+    "none": lambda size_E, reward_E, length_E: torch.zeros_like(reward_E),
+    "mean": lambda size_E, reward_E, length_E: baselines.mean(reward_E),
+    "leave_one_out": lambda size_E, reward_E, length_E: baselines.leave_one_out(reward_E),
+    "length_weighted": lambda size_E, reward_E, length_E: baselines.length_weighted(reward_E, length_E),
+    "opob": lambda size_E, reward_E, length_E: vcpo.optimal_baseline(torch.zeros_like(size_E), size_E, reward_E),
+    "opob_safe": lambda size_E, reward_E, length_E: vcpo.safe_baseline(torch.zeros_like(size_E), size_E, reward_E),
+}
+
+
+def members(groups: Sequence[GroupTerms]) -> list[TrajectoryTerms]:
+    """All trajectories of the step. [B]"""
+    return [trajectory for group in groups for trajectory in group.trajectories]
+
+
+def counts(groups: Sequence[GroupTerms]) -> dict[str, float]:
+    """How much of what the step was made of."""
+    trajectories = members(groups)
+    lags = [trajectory.lag for trajectory in trajectories]
+    return {
+        "learner/num_trajectories": float(len(trajectories)),
+        "learner/num_tokens": float(sum(trajectory.num_tokens for trajectory in trajectories)),
+        "learner/num_action_tokens": float(sum(trajectory.num_action_tokens for trajectory in trajectories)),
+        "learner/zero_variance_groups": float(sum(not group.has_spread for group in groups)),
+        "learner/groups_without_gradient": float(sum(not group.has_gradient for group in groups)),
+        "learner/lag_mean": sum(lags) / len(lags),
+        "learner/lag_max": float(max(lags)),
+    }
+
+
+def policy(groups: Sequence[GroupTerms]) -> dict[str, float]:
+    """Divergence and entropy per action token, and agreement with the engine where both had the same weights."""
+    finite = _finite(groups)
+    metrics = {}
+    if num_actions := sum(trajectory.num_action_tokens for trajectory in finite):
+        metrics["learner/kl"] = sum(trajectory.kl_sum for trajectory in finite) / num_actions
+        metrics["learner/entropy"] = sum(trajectory.entropy_sum for trajectory in finite) / num_actions
+    if num_parity := sum(trajectory.num_parity_tokens for trajectory in finite):
+        metrics["learner/parity_mean_abs"] = sum(trajectory.parity_sum for trajectory in finite) / num_parity
+        metrics["learner/parity_kl"] = sum(trajectory.parity_kl_sum for trajectory in finite) / num_parity
+        metrics["learner/parity_max_abs"] = max(trajectory.parity_max for trajectory in finite)
+    return metrics
+
+
+def weights(groups: Sequence[GroupTerms], *, max_weight: float | None) -> dict[str, float]:
+    """Importance weights of the trajectories whose numbers are finite, and where the baselines lie.
+
+    `max_weight` is the c at which the truncated ESS ratio is taken; None leaves the weights as they are.
+    """
+    finite = _finite(groups)
+    if not finite:
+        return {}
+    log_weight_B = _log_weights(finite)
+    weight_B = log_weight_B.clamp(max=LARGEST_LOG_WEIGHT).exp()
+    limit = math.inf if max_weight is None else math.log(max_weight)
+    return {
+        "learner/ess_ratio": float(vcpo.ess_ratio(log_weight_B)),
+        "learner/ess_ratio_truncated": float(vcpo.ess_ratio(log_weight_B.clamp(max=limit))),
+        "learner/mean_weight": float(weight_B.mean()),
+        "learner/max_weight": float(weight_B.max()),
+        "learner/clip_fraction": _clip_fraction(finite),
+        **_baseline_shifts(groups),
+    }
+
+
+def signs(groups: Sequence[GroupTerms], *, algorithm: AlgorithmConfig, grad_norm: float | None) -> dict[str, float]:
+    """The same by lag and by length, and the variance of the gradient under each baseline.
+
+    `grad_norm` is the norm of the step's gradient before clipping; None where the step was refused.
+    """
+    finite = _finite(groups)
+    by_lag = _buckets(finite, "lag", LAG_BUCKETS, lambda trajectory: trajectory.lag)
+    by_length = _buckets(finite, "length", LENGTH_BUCKETS, lambda trajectory: trajectory.num_action_tokens)
+    variances = {} if grad_norm is None else variance(groups, algorithm=algorithm, grad_norm=grad_norm)
+    return by_lag | by_length | variances
+
+
+def variance(groups: Sequence[GroupTerms], *, algorithm: AlgorithmConfig, grad_norm: float) -> dict[str, float]:
+    """Trace of the covariance of the step's gradient, in use and under each baseline, where norms were measured.
+
+        tr Cov(g) = (sum_e |x_e|^2 - B |g|^2) / (B (B - 1))        x_e = (R_e - b) / s * sum_i w_i score_i
+
+    with g their mean, over B episodes e and their trajectories i; within an episode scores are taken for orthogonal.
+    This is what a split of the batch into halves gives on average over all splits, without splitting. It takes the
+    episodes for independent, which a baseline made from their own group breaks by O(1/G). For baselines that are
+    not in use |g| is that of the one in use: equal in expectation, since a constant baseline does not move the mean.
+    """
+    size = sum(len(group.episodes()) for group in groups)
+    active = [group for group in groups if group.has_gradient and not any(m.non_finite() for m in group.trajectories)]
+    has_norms = any(trajectory.score_norm > 0 for trajectory in members(active))
+    if size < 2 or not has_norms or algorithm.baseline_norms != "exact":  # a proxy has no common scale with |g|
+        return {}
+
+    def trace(square_sum: float) -> float:
+        return (square_sum - size * grad_norm * grad_norm) / (size * (size - 1))
+
+    in_use = sum(map(_contribution, members(active)))
+    metrics = {"vitals/variance": trace(in_use)}
+    if grad_norm > 0:
+        metrics["vitals/noise_to_signal"] = trace(in_use) / grad_norm / grad_norm
+    for name, rule in _RULES.items():
+        metrics[f"vitals/variance_{name}"] = trace(sum(_square_sum(group, rule, algorithm) for group in active))
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
+
+
+def alarms(metrics: Mapping[str, float]) -> list[str]:
+    """What in these metrics a person should look at now."""
+    low, high = HEALTHY_MEAN_WEIGHT
+    found = []
+    mean_weight = metrics.get("learner/mean_weight")
+    if mean_weight is not None and not low <= mean_weight <= high:
+        found.append(
+            f"mean importance weight {mean_weight:.3g} is outside [{low}, {high}]: the policy leaves the data; "
+            "lower rollout.max_lag or learner.lr"
+        )
+    return found
+
+
+def _finite(groups: Sequence[GroupTerms]) -> list[TrajectoryTerms]:
+    return [trajectory for trajectory in members(groups) if not trajectory.non_finite()]
+
+
+def _log_weights(trajectories: Sequence[TrajectoryTerms]) -> Tensor:
+    return torch.tensor([trajectory.log_weight for trajectory in trajectories], dtype=torch.float64)
+
+
+def _clip_fraction(trajectories: Sequence[TrajectoryTerms]) -> float:
+    num_weights = sum(trajectory.num_weights for trajectory in trajectories)
+    return sum(trajectory.num_clipped for trajectory in trajectories) / max(1, num_weights)
+
+
+def _baseline_shifts(groups: Sequence[GroupTerms]) -> dict[str, float]:
+    """Where the groups' baselines lie, seen from their mean rewards."""
+    shifts = [g.baseline_minus_mean for g in groups if g.has_gradient and math.isfinite(g.baseline_minus_mean)]
+    if not shifts:
+        return {"learner/baseline_minus_mean": 0.0}
+    return {
+        "learner/baseline_minus_mean": sum(shifts) / len(shifts),
+        "learner/baseline_minus_mean_min": min(shifts),
+        "learner/baseline_minus_mean_max": max(shifts),
+        "learner/baseline_above_mean": sum(shift > 1e-9 for shift in shifts) / len(shifts),
+    }
+
+
+def _buckets(
+    trajectories: Sequence[TrajectoryTerms],
+    axis: str,
+    edges: Sequence[tuple[str, float]],
+    key: Callable[[TrajectoryTerms], float],
+) -> dict[str, float]:
+    """One set of numbers a bucket that has trajectories; a bucket ends at its edge, inclusive."""
+    total = sum(_contribution(trajectory) for trajectory in trajectories)
+    metrics, lower = {}, -math.inf
+    for name, upper in edges:
+        inside = [trajectory for trajectory in trajectories if lower < key(trajectory) <= upper]
+        lower = upper
+        for what, value in _bucket(inside, total).items():
+            metrics[f"vitals/{axis}_{name}_{what}"] = value
+    return metrics
+
+
+def _bucket(inside: Sequence[TrajectoryTerms], total: float) -> dict[str, float]:
+    if not inside:
+        return {}
+    log_weight_B = _log_weights(inside)
+    metrics = {
+        "ess_ratio": float(vcpo.ess_ratio(log_weight_B)),
+        "max_weight": float(log_weight_B.max().clamp(max=LARGEST_LOG_WEIGHT).exp()),
+        "clip_fraction": _clip_fraction(inside),
+    }
+    if num_actions := sum(trajectory.num_action_tokens for trajectory in inside):
+        metrics["kl"] = sum(trajectory.kl_sum for trajectory in inside) / num_actions
+    if total > 0 and math.isfinite(total):
+        metrics["gradient_share"] = sum(_contribution(trajectory) for trajectory in inside) / total
+    return metrics
+
+
+def _contribution(trajectory: TrajectoryTerms) -> float:
+    """Its part in |x_e|^2, and so in the squared norm of the gradient, taking scores for orthogonal."""
+    size = trajectory.weight * trajectory.advantage * trajectory.score_norm
+    return size * size  # where ** would raise, this is infinite
+
+
+def _square_sum(
+    group: GroupTerms, rule: Callable[[Tensor, Tensor, Tensor], Tensor | None], algorithm: AlgorithmConfig
+) -> float:
+    """sum_e |x_e|^2 of one group under another baseline."""
+    episodes = group.episodes()
+    reward_E = torch.tensor([segments[0].reward for segments in episodes], dtype=torch.float64)
+    length_E = torch.tensor([sum(segment.num_action_tokens for segment in segments) for segments in episodes])
+    sizes = [math.hypot(*(segment.weight * segment.score_norm for segment in segments)) for segments in episodes]
+    size_E = torch.tensor(sizes, dtype=torch.float64)
+    baseline = rule(size_E, reward_E, length_E)
+    std = float(objective.reward_std(reward_E)) if algorithm.normalize_by_std else 1.0
+    centered_E = reward_E if baseline is None else reward_E - baseline
+    return float((size_E * centered_E / std).square().sum())

@@ -1,0 +1,161 @@
+"""Log-probability and entropy of each action token under the model. Knows nothing of rewards or weights.
+
+The head works on action positions only and in chunks, forward and backward: [tokens, vocabulary] is never held whole.
+Shapes: _N action tokens, _C tokens of a chunk, _V vocabulary, _D hidden size, _U ids of a segment.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.gradient import attention
+from trainer.gradient.score_gradients import forwards
+from trainer.gradient.score_sums import Recorder, product
+from trainer.packing import Pack
+
+# [tokens, vocabulary] in float32 at a time: 64 MiB on a CPU, 1 GiB where a matrix product needs many rows to be fast.
+CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 2**28}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenScores:
+    """What the model says of each action token, in nats. float32."""
+
+    logprob_N: Tensor  # with its graph, where a recorder was given
+    entropy_N: Tensor
+    sum_pi2_N: Tensor  # sum over the vocabulary of pi^2
+
+
+def score(model: Any, pack: Pack, recorder: Recorder | None = None, *, chunk_tokens: int | None = None) -> TokenScores:
+    """Score a pack in one forward.
+
+    Without a recorder there is no graph. With one, call inside `score_gradients.recording` with the same recorder:
+    `torch.autograd.backward(logprob_N, seed_N)` then gives it every weight's pieces, the head's among them.
+    """
+    head = model.get_output_embeddings()
+    device = pack.input_ids_S.device
+    rows = chunk_tokens or max(1, CHUNK_ELEMENTS[device.type] // head.out_features)
+    found: list[Tensor] = []
+
+    def scored(hidden_1ND: Tensor) -> Tensor:
+        logprob_N: Tensor
+        logprob_N, *found[:] = _Head.apply(hidden_1ND[0], head, pack, rows, recorder)  # type: ignore[no-untyped-call]
+        return logprob_N
+
+    # Through the model's own call, the head's included: ZeRO-3 and PEFT hang on both.
+    with torch.set_grad_enabled(recorder is not None), forwards([(head, scored)]):
+        logprob_N = model(
+            input_ids=pack.input_ids_S[None],
+            position_ids=pack.position_ids_S[None],
+            use_cache=False,  # a cache object would make transformers ignore the borders of segments
+            logits_to_keep=pack.predictor_N,
+            **attention.segment_arguments(pack.bounds, device),
+        ).logits
+    return TokenScores(logprob_N=logprob_N, entropy_N=found[0], sum_pi2_N=found[1])
+
+
+class _Head(torch.autograd.Function):
+    """log softmax(h W^T) at the targets. Kept is the log of the normaliser; the backward makes several chunks again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_ND: Tensor, head: nn.Linear, pack: Pack, rows: int, recorder: Recorder | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        logprob_N, entropy_N, sum_pi2_N, log_sum_N = torch.empty(4, len(hidden_ND), device=hidden_ND.device)
+        for start in range(0, len(hidden_ND), rows):
+            at = slice(start, start + rows)
+            logits_CV = (hidden_ND[at] @ head.weight.t()).float()
+            log_sum_N[at] = logits_CV.logsumexp(dim=-1)
+            logprob_N[at] = logits_CV.gather(1, pack.target_N[at, None])[:, 0] - log_sum_N[at]
+            pi_CV = (logits_CV - log_sum_N[at, None]).exp_()
+            entropy_N[at] = log_sum_N[at] - _row_dots(pi_CV, logits_CV)
+            sum_pi2_N[at] = _row_dots(pi_CV, pi_CV)
+        # A single chunk is here anyway, and wanted next: the head is where the backward starts.
+        ctx.pi_CV = pi_CV if 0 < len(hidden_ND) <= rows else None
+        ctx.save_for_backward(hidden_ND, log_sum_N)
+        ctx.head, ctx.pack, ctx.rows, ctx.recorder = head, pack, rows, recorder
+        ctx.mark_non_differentiable(entropy_N, sum_pi2_N)
+        return logprob_N, entropy_N, sum_pi2_N
+
+    @staticmethod
+    def backward(ctx: Any, seed_N: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None, None]:
+        hidden_ND, log_sum_N = ctx.saved_tensors
+        pieces = _HeadPieces(ctx.head.weight, ctx.pack, ctx.recorder)
+        grad_ND = torch.empty_like(hidden_ND)
+        for at in _chunks(ctx.recorder.action_bounds, ctx.rows):
+            pi_CV, ctx.pi_CV = ctx.pi_CV, None
+            if pi_CV is None:
+                pi_CV = (hidden_ND[at] @ ctx.head.weight.t()).float().sub_(log_sum_N[at, None]).exp_()
+            grad_CV = pi_CV.mul_(-seed_N[at, None])
+            grad_CV.scatter_add_(1, ctx.pack.target_N[at, None], seed_N[at, None])
+            grad_CV = grad_CV.to(hidden_ND.dtype)
+            grad_ND[at] = grad_CV @ ctx.head.weight
+            pieces.add(at, grad_CV, hidden_ND[at])
+        return grad_ND, None, None, None, None
+
+
+def _row_dots(left_CV: Tensor, right_CV: Tensor) -> Tensor:
+    """Each row of one with the same row of the other, without a product in between. [C]"""
+    return torch.bmm(left_CV[:, None, :], right_CV[:, :, None])[:, 0, 0]
+
+
+def _chunks(bounds: tuple[int, ...], rows: int) -> Iterator[slice]:
+    """Slices of at most `rows` tokens: several whole segments, or part of one."""
+    start = 0
+    for segment_start, segment_end in itertools.pairwise(bounds):
+        if segment_end - start <= rows:
+            continue
+        if segment_start > start:
+            yield slice(start, segment_start)
+            start = segment_start
+        while segment_end - start > rows:
+            yield slice(start, start + rows)
+            start += rows
+    if bounds[-1] > start:
+        yield slice(start, bounds[-1])
+
+
+class _HeadPieces:
+    """The head's gradient, one segment after another; a segment may come in several chunks."""
+
+    def __init__(self, weight: Tensor, pack: Pack, recorder: Recorder) -> None:
+        self._index = recorder.index_of(weight)
+        self._pack, self._recorder = pack, recorder
+        self._segment = 0
+        self._piece: Tensor | None = None
+
+    def add(self, at: slice, grad_CV: Tensor, hidden_CD: Tensor) -> None:
+        """The next chunk."""
+        recorder = self._recorder
+        if self._index is None:
+            return
+        if not recorder.has_norms:
+            return recorder.whole(self._index, grad_CV, hidden_CD)
+        while self._segment < recorder.num_segments:
+            start = max(at.start, recorder.action_bounds[self._segment])
+            end = min(at.stop, recorder.action_bounds[self._segment + 1])
+            inside = slice(start - at.start, end - at.start)
+            self._grow(grad_CV[inside], hidden_CD[inside])
+            if end < recorder.action_bounds[self._segment + 1]:
+                return
+            self._finish()
+
+    def _grow(self, grad_CV: Tensor, hidden_CD: Tensor) -> None:
+        if self._piece is None:
+            self._piece = product(grad_CV, hidden_CD)
+        elif grad_CV.dtype == torch.float32:
+            self._piece.addmm_(grad_CV.t(), hidden_CD)
+        else:
+            self._piece += product(grad_CV, hidden_CD)
+
+    def _finish(self) -> None:
+        assert self._piece is not None and self._index is not None
+        start, end = self._recorder.bounds[self._segment : self._segment + 2]
+        self._recorder.head(self._index, self._segment, self._piece, self._pack.input_ids_S[start:end])
+        self._segment, self._piece = self._segment + 1, None

@@ -1,0 +1,231 @@
+"""The policy-gradient family as one object: from log-ratios and rewards to the weight of every score. Pure.
+
+    g = 1/B sum_i A_i / L_i sum_t w_it grad log pi(a_it)
+
+B trajectories, A advantage, L length or 1, w the treated importance weight of token t. The settings choose each of
+them; docs/algorithms.md lists the published algorithms that fall out. Knows nothing of models, packing or DeepSpeed,
+and nothing of how norms are measured; the optimal baseline is finished here once they are.
+Shapes: _G members of one group, _N action tokens of one trajectory, _M action tokens of a batch. float64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from agentrl.config.algorithm import AlgorithmConfig
+from agentrl.config.presets import OPTIMAL
+from agentrl.types import has_spread
+from trainer.objective import baselines, ratios, vcpo
+from trainer.objective import estimates as objective
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberWeights:
+    """One trajectory's weights. NaN or infinite entries mean that the step must be refused."""
+
+    weight_N: Tensor  # float64 [N], 0 where a token is masked or clipped away
+    log_weight: float  # untruncated log of the sequence ratio: what ESS and the largest weight are measured of
+    log_used: float  # log of the weight in use where that is one number for the trajectory; else that of its mean
+    num_clipped: int  # action tokens (1 for a whole sequence) whose weight was cut, masked or clipped
+    num_weights: int  # what num_clipped is a share of: action tokens, or 1 for a whole sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One trajectory among all of the step, for objectives that look at the whole batch first."""
+
+    log_ratio_N: Tensor  # float64 [N], log pi - log mu
+    advantage: float  # as `Objective.advantages` gave it; 0.0 where the group has no gradient
+    reward: float
+    group: int
+    logit_norm2_N: Tensor | None = None  # float64 [N], see baselines.logit_norm2; only where `needs_logits`
+
+
+class Objective:
+    """One algorithm, ready to be asked for its numbers."""
+
+    def __init__(self, algorithm: AlgorithmConfig) -> None:
+        self._algorithm = algorithm
+        self._bounds = ratios.Bounds(low=1 - algorithm.clip_low, high=1 + algorithm.clip_high)
+        self.needs_norms = algorithm.baseline in OPTIMAL
+        """Each trajectory's score norm must be measured, and `baseline` asked before the group is done."""
+        self.needs_logits = algorithm.baseline == "otb"
+        """`Member.logit_norm2_N` must be given."""
+        self.needs_batch = self.needs_logits or algorithm.treatment in ("second_moment", "adaptive_clip")
+        """`batch_weights` with every member of the step takes the place of `weights`."""
+
+    def advantages(self, reward_G: Tensor, num_actions_G: Tensor) -> Tensor | None:
+        """(R - b_0) / s about the reference baseline. [G] None: no gradient from this group.
+
+        b_0 is the baseline itself where rewards and lengths determine it, the mean where norms are needed (`baseline`
+        then gives the rest), and for otb R - b_t is part of the weights: its advantage is 1/s.
+        """
+        reward_G = reward_G.double()
+        if self._algorithm.needs_spread and not has_spread(reward_G.tolist()):
+            return None
+        scale = self.score_scale(reward_G)
+        match self._algorithm.baseline:
+            case "none":
+                return reward_G * scale
+            case "mean" | "opob" | "opob_safe":
+                return (reward_G - baselines.mean(reward_G)) * scale
+            case "leave_one_out":
+                return (reward_G - baselines.leave_one_out(reward_G)) * scale
+            case "length_weighted":
+                return (reward_G - baselines.length_weighted(reward_G, num_actions_G)) * scale
+            case "otb":
+                return torch.full_like(reward_G, scale)
+
+    def score_scale(self, reward_G: Tensor) -> float:
+        """1/s: what a trajectory's share in the score sum carries beside its weight. 1.0 for a group without spread."""
+        if not self._algorithm.normalize_by_std or not has_spread(reward_G.tolist()):
+            return 1.0
+        return 1 / float(objective.reward_std(reward_G.double()))
+
+    def lengths(
+        self, num_actions_G: Tensor, *, share_G: Tensor | None = None, num_episodes: int | None = None
+    ) -> Tensor:
+        """L / c: what each trajectory's summed score is divided by. float64 [G], never 0.
+
+        `group`: the group's tokens over its episodes, for segments too, so that every token of the group counts alike
+        (DAPO, arXiv 2503.14476).
+
+        Args:
+            num_actions_G: action tokens of each trajectory.
+            share_G: c, the share of each in its episode; 0 (masked) divides as 1. All 1 where left out.
+            num_episodes: G where left out.
+        """
+        length_G = num_actions_G.double()
+        share_G = torch.ones_like(length_G) if share_G is None else share_G.double()
+        share_G = share_G.masked_fill(share_G == 0, 1.0)
+        match self._algorithm.normalize_by_length:
+            case False:
+                return 1 / share_G
+            case True:
+                return length_G.clamp(min=1) / share_G
+            case "group":
+                return (length_G.sum().clamp(min=1) / max(1, num_episodes or len(length_G))).expand_as(length_G)
+
+    def log_in_baseline(self, weights: MemberWeights) -> float:
+        """log of the weight of one trajectory in b*; -inf where nothing of it is in the gradient."""
+        if self._algorithm.baseline_weights == "treated" or weights.log_used == -math.inf:
+            return weights.log_used
+        return weights.log_weight
+
+    def baseline(self, log_weight_G: Tensor, score_norm_G: Tensor, reward_G: Tensor) -> Tensor | None:
+        """b* of `opob` or `opob_safe` from `log_in_baseline` and the norms; None when no member has a gradient.
+
+        Raises ValueError under any other baseline.
+        """
+        match self._algorithm.baseline:
+            case "opob":
+                return vcpo.optimal_baseline(log_weight_G, score_norm_G, reward_G)
+            case "opob_safe":
+                return vcpo.safe_baseline(log_weight_G, score_norm_G, reward_G)
+            case other:
+                raise ValueError(f"baseline {other} does not depend on norms")
+
+    def weights(self, log_ratio_N: Tensor, advantage: float) -> MemberWeights:
+        """The weights of one trajectory on its own. Raises ValueError when the batch must be seen first."""
+        if self.needs_batch:
+            raise ValueError(f"{self._algorithm.treatment}, {self._algorithm.baseline}: ask batch_weights")
+        log_weight_N = ratios.log_weights(log_ratio_N.double(), self._algorithm.ratio)
+        return self._member(log_ratio_N, log_weight_N, self._treated(log_weight_N, advantage))
+
+    def batch_weights(self, members: Sequence[Member]) -> list[MemberWeights]:
+        """The weights of all trajectories of the step, whose groups are complete. Any order; answers in the same."""
+        if not members:  # a step in which nobody acted
+            return []
+        log_weights = [ratios.log_weights(one.log_ratio_N.double(), self._algorithm.ratio) for one in members]
+        treated = self._treated_together(members, log_weights)
+        found = [
+            self._member(member.log_ratio_N, log_weight_N, log_used_N)
+            for member, log_weight_N, log_used_N in zip(members, log_weights, treated, strict=True)
+        ]
+        return self._about_token_baseline(members, found) if self.needs_logits else found
+
+    def _treated_together(self, members: Sequence[Member], log_weights: Sequence[Tensor]) -> list[Tensor]:
+        """Every member's log weights after the treatment, which may look at all of them."""
+        algorithm = self._algorithm
+        log_ratio_M = torch.cat([member.log_ratio_N.double() for member in members])
+        advantage_M = torch.cat([torch.full_like(m.log_ratio_N.double(), m.advantage) for m in members])
+        match algorithm.treatment:
+            case "second_moment":
+                keep_M = ratios.second_moment_mask(log_ratio_M, advantage_M, algorithm.second_moment_bound)
+                keeps = torch.split(keep_M, [len(member.log_ratio_N) for member in members])
+                return [w_N.masked_fill(~keep_N, -math.inf) for w_N, keep_N in zip(log_weights, keeps, strict=True)]
+            case "adaptive_clip":
+                bounds = ratios.adaptive_bounds(
+                    log_ratio_M,
+                    advantage_M,
+                    low=algorithm.adaptive_low,
+                    high=algorithm.adaptive_high,
+                    step=algorithm.adaptive_step,
+                    positive_share=algorithm.positive_share,
+                )
+                return [
+                    ratios.clipped_objective(log_weight_N, member.advantage, bounds)
+                    for member, log_weight_N in zip(members, log_weights, strict=True)
+                ]
+            case _:
+                return [self._treated(w_N, member.advantage) for member, w_N in zip(members, log_weights, strict=True)]
+
+    def _treated(self, log_weight_N: Tensor, advantage: float) -> Tensor:
+        algorithm = self._algorithm
+        match algorithm.treatment:
+            case "truncate":
+                return ratios.truncated(log_weight_N, algorithm.max_weight)
+            case "mask":
+                return ratios.masked(log_weight_N, low=algorithm.min_weight, high=algorithm.max_weight)
+            case "clip":
+                return ratios.clipped_objective(log_weight_N, advantage, self._bounds)
+            case "clip_weight":
+                return ratios.clipped_weight(log_weight_N, self._bounds)
+            case _:
+                return log_weight_N
+
+    def _member(self, log_ratio_N: Tensor, log_weight_N: Tensor, log_used_N: Tensor) -> MemberWeights:
+        if self._algorithm.ratio != "token":  # one weight, told at every token
+            log_weight_N, log_first_N = log_weight_N[:1], log_used_N[:1]
+        else:
+            log_first_N = log_used_N
+        return MemberWeights(
+            weight_N=ratios.exp(log_used_N),
+            log_weight=float(log_ratio_N.double().sum()),
+            log_used=float(log_first_N.logsumexp(0) - math.log(len(log_first_N))) if len(log_first_N) else 0.0,
+            num_clipped=int((log_first_N != log_weight_N).sum()),
+            num_weights=len(log_first_N),
+        )
+
+    def _about_token_baseline(self, members: Sequence[Member], found: Sequence[MemberWeights]) -> list[MemberWeights]:
+        """The same weights times R - b_t, group by group."""
+        turned = list(found)
+        for group in sorted({member.group for member in members}):
+            index_G = [i for i, member in enumerate(members) if member.group == group]
+            reward_G = torch.tensor([members[i].reward for i in index_G], dtype=torch.float64)
+            norm2_G = [_given(members[i].logit_norm2_N) for i in index_G]
+            baseline_G = baselines.optimal_token(reward_G, [found[i].weight_N for i in index_G], norm2_G)
+            for i, reward, baseline_N in zip(index_G, reward_G, baseline_G, strict=True):
+                turned[i] = _scaled(found[i], reward - baseline_N)
+        return turned
+
+
+def _given(logit_norm2_N: Tensor | None) -> Tensor:
+    if logit_norm2_N is None:
+        raise ValueError("the optimal token baseline needs Member.logit_norm2_N")
+    return logit_norm2_N.double()
+
+
+def _scaled(weights: MemberWeights, factor_N: Tensor) -> MemberWeights:
+    return MemberWeights(
+        weight_N=weights.weight_N * factor_N,
+        log_weight=weights.log_weight,
+        log_used=weights.log_used,
+        num_clipped=weights.num_clipped,
+        num_weights=weights.num_weights,
+    )

@@ -6,7 +6,7 @@ import difflib
 import importlib
 import importlib.util
 import inspect
-import pkgutil
+import logging
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,10 +16,13 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from agentrl.env.base import Env
+from agentrl.env.entry_points import load_adapted, register_installed
 from agentrl.errors import ConfigError
 
 if TYPE_CHECKING:
     from sandbox.client import SandboxClient
+
+log = logging.getLogger(__name__)
 
 _FILE_MODULE = "agentrl_user_"
 WrapEnv = Callable[[Env], Env]
@@ -95,27 +98,24 @@ def _place(cls: type) -> str:
 
 def spec(env_id: str) -> EnvSpec:
     """What is registered under an id. Raises ConfigError with the nearest known one."""
+    if env_id in _SPECS:
+        return _SPECS[env_id]
+    failures = register_installed()
     if env_id not in _SPECS:
-        _register_shipped()
-    if env_id not in _SPECS:
-        raise ConfigError(
-            f"there is no environment {env_id!r}{_suggest(env_id, list(_SPECS))}; "
-            "your own: module:Class or path/to/file.py:Class"
-        )
+        known = _suggest(env_id, list(_SPECS)) or "; no installed package registers one (pip install agentrl does)"
+        problem = f"there is no environment {env_id!r}{known}; your own: module:Class or path/to/file.py:Class"
+        raise ConfigError("\n".join((problem, *failures)))
     return _SPECS[env_id]
 
 
 def specs() -> list[EnvSpec]:
-    """All that is registered, by id: the shipped environments, and those of modules that were imported."""
-    _register_shipped()
+    """All registered environments, sorted by id: those of installed packages and of modules that were imported.
+
+    Logs a warning for each package whose environments cannot be imported.
+    """
+    for failure in register_installed():
+        log.warning(failure)
     return [_SPECS[env_id] for env_id in sorted(_SPECS)]
-
-
-def _register_shipped() -> None:
-    import envs
-
-    for info in pkgutil.iter_modules(envs.__path__):
-        importlib.import_module(f"envs.{info.name}")
 
 
 def make(
@@ -151,7 +151,7 @@ def load_env_class(target: str, kwargs: Mapping[str, Any] | None = None) -> type
     `kwargs` are constructor arguments for `make` to fill in; classmethods find them in `cls.kwargs`. Raises
     ConfigError with the mend.
     """
-    if (adapted := _adapted(target, kwargs or {})) is not None:
+    if (adapted := load_adapted(target, kwargs or {})) is not None:
         return adapted
     if ":" not in target:
         return spec(target).load(kwargs)
@@ -171,14 +171,6 @@ def load_object(target: str) -> Any:
     if found is None:
         classes = [k for k, v in vars(module).items() if isinstance(v, type) and v.__module__ == module.__name__]
         raise ConfigError(f"{target}: {name!r} does not exist{_suggest(name, classes)}")
-    return found
-
-
-def _adapted(target: str, kwargs: Mapping[str, Any]) -> type[Env] | None:
-    """The class that an adapter makes of a target such as `gymnasium:FrozenLake-v1`; None where it is no adapter's."""
-    from envs import adapters
-
-    found: type[Env] | None = adapters.load(target, kwargs)
     return found
 
 

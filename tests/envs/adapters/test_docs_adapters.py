@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import re
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 
 from agentrl import config
 from agentrl.env import Env, load_env_class
-from envs.adapters import FACTORIES
+from agentrl.env.entry_points import adapters
 from envs.adapters.to_gymnasium import TextEnv
 
 DOCS = Path(__file__).parents[3] / "docs" / "adapters.md"
@@ -21,7 +20,7 @@ PROGRAMS = re.findall(r"```python\n(.*?)```", DOCS.read_text(), flags=re.DOTALL)
 
 
 def test_every_adapter_has_a_config() -> None:
-    assert {re.search(r"target: (\w+):", text).group(1) for text in CONFIGS} == set(FACTORIES)  # type: ignore[union-attr]
+    assert {re.search(r"target: (\w+):", text).group(1) for text in CONFIGS} == set(adapters())  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("text", CONFIGS)
@@ -30,8 +29,7 @@ def test_a_config_loads_and_its_options_are_the_adapters(text: str, tmp_path: Pa
     path.write_text(f"name: run\n{text}model: {{path: some-model}}\n")
     env = config.load(path).env
     scheme, _, rest = env.target.partition(":")
-    module, _, name = FACTORIES[scheme].partition(":")
-    signature = inspect.signature(getattr(importlib.import_module(module), name))
+    signature = inspect.signature(adapters()[scheme].load())
     signature.bind(rest, **env.kwargs)
     if scheme == "gymnasium":
         assert issubclass(load_env_class(env.target, env.kwargs), Env)

@@ -1,7 +1,8 @@
 """Does every way to divide the learner's work come to the same? Three steps under many settings, against one.
 
-    python tests/trainer/equality.py MODEL                     the table of docs/learner.md
-    torchrun ... equality.py MODEL --out FILE --cases JSON     for test_equality.py on two ranks: rank 0 saves outcomes
+    python -m tests.trainer.equality MODEL                            the table of docs/learner.md
+    torchrun ... --module tests.trainer.equality MODEL --out FILE --cases JSON
+                                       what test_equality.py runs on two ranks: rank 0 saves the outcomes
 
 A setting's outcome is the terms of every trajectory at every step, the gradient norms, and the weights in the end.
 """
@@ -31,6 +32,7 @@ from trainer import packing, ranks
 from trainer.learner import Learner
 from trainer.step_stats import GroupTerms
 
+ROOT = Path(__file__).parents[2]
 LEARNER = {"lr": 1e-4, "grad_clip": 0.5, "weight_decay": 0.01}
 NUM_STEPS = 3
 Share = Callable[..., list[TrajectoryGroup]]
@@ -190,8 +192,8 @@ def on_two_ranks(model_dir: Path, settings: Sequence[Setting], out: Path, *, tim
     """One pair of processes for all of them; both are gone when this returns or raises."""
     cases = json.dumps([asdict(setting) for setting in settings])
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*launcher, __file__, str(model_dir), "--out", str(out), "--cases", cases]
-    with subprocess.Popen(command, start_new_session=True) as process:
+    command = [*launcher, "--module", "tests.trainer.equality", str(model_dir), "--out", str(out), "--cases", cases]
+    with subprocess.Popen(command, cwd=ROOT, start_new_session=True) as process:
         try:
             assert process.wait(timeout_s) == 0
         finally:

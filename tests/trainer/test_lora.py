@@ -35,6 +35,7 @@ from trainer.model import checkpoint_layers, load_model
 from trainer.weights import folder as weights
 from trainer.weights.source import WeightSource
 
+ROOT = Path(__file__).parents[2]
 TEXT = list(range(100, 180))
 SETTINGS = {"lr": 1e-2, "grad_clip": 0.05, "weight_decay": 0.01}
 SMALL = {"rank": 4, "alpha": 8}
@@ -160,12 +161,10 @@ def test_two_ranks_under_zero_3_make_the_same_update_as_one_under_zero_0(
 ) -> None:
     """Compared are merged weights, gathered by the source on both ranks."""
     groups, before = mixed_groups(tiny_model), whole_weights(tiny_model)
-    script = Path(__file__).with_name("two_ranks.py")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     sections = {"model": learner_config(tiny_model_dir).model.model_dump(), "learner": STAGE_3}
-    subprocess.run(
-        [*launcher, str(script), str(tiny_model_dir), str(tmp_path), json.dumps(sections)], check=True, timeout=120
-    )
+    command = [*launcher, "--module", "tests.trainer.two_ranks", str(tiny_model_dir), str(tmp_path)]
+    subprocess.run([*command, json.dumps(sections)], cwd=ROOT, check=True, timeout=120)
     theirs = torch.load(tmp_path / "result.pt")["weights"]
     learner = Learner(learner_config(tiny_model_dir, learner={**SETTINGS, "zero_stage": 0}))
     for version in range(3):
@@ -230,7 +229,7 @@ def published(learner: Learner, folder: Path, version: int) -> WeightsRef:
 
 
 def test_the_example_of_the_docs_loads(tmp_path: Path) -> None:
-    section = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text().split("\n## LoRA\n")[1]
+    section = (ROOT / "docs" / "algorithms.md").read_text().split("\n## LoRA\n")[1]
     example = section.split("```yaml\n")[1].split("```")[0]
     (tmp_path / "lora.yaml").write_text("name: docs\nenv: {target: x:Y}\n" + example)
     found = load(tmp_path / "lora.yaml").model

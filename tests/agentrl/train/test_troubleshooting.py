@@ -38,13 +38,14 @@ SANDBOX_SILENT = Trouble("the sandbox did not answer within ... s.")
 LEARNER_AGAIN = Trouble("the learner was restarted: the run goes on from the journal")
 
 PROVOKED_ELSEWHERE = {
-    "... can be reached by others": "http/test_tokens.py::test_an_engine_that_others_reach_demands_a_token",
-    "... is being trained by process": "run/test_resume.py::test_two_processes_do_not_train_one_run",
-    "the last ... groups each had": "test_orchestrator.py::test_a_task_without_signal_ends_with_a_reason",
-    "the engine ended with exit code": "engines/test_server.py::test_a_server_that_ends_is_reported_with_its_log",
-    "no engine is left": "engines/test_pool.py::test_an_update_that_no_engine_takes_is_an_error",
-    "the learner did not deliver": "test_stalls.py::test_a_learner_that_never_comes_is_ended_by_its_own_deadline",
-    "nothing moved for": "test_stalls.py::test_an_engine_that_falls_silent_in_training_is_named_down_the_whole_chain",
+    "... can be reached by others": "supervision/test_secrets.py::test_an_engine_that_others_reach_demands_a_token",
+    "... is being trained by process": "train/test_resume.py::test_two_processes_do_not_train_one_run",
+    "the last ... groups each had": "train/test_orchestrator.py::test_a_task_without_signal_ends_with_a_reason",
+    "the engine ended with exit code": "engine/test_vllm_server.py::test_a_server_that_ends_is_reported_with_its_log",
+    "no engine is left": "engine/test_pool.py::test_an_update_that_no_engine_takes_is_an_error",
+    "the learner did not deliver": "train/test_stalls.py::test_a_learner_that_never_comes_is_ended_by_its_own_deadline",
+    "nothing moved for": "train/test_stalls.py::"
+    "test_an_engine_that_falls_silent_in_training_is_named_down_the_whole_chain",
     "no thread of this process": "supervision/test_watchdog.py::test_code_that_lets_no_thread_run_is_interrupted_too",
     "...; the run was told so": "supervision/test_watchdog.py::test_a_loop_that_cannot_be_interrupted_ends_the_process",
     "the event loop stood": "supervision/test_watchdog.py::"

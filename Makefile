@@ -7,7 +7,7 @@ PYTEST_ARGS ?=
 # Two workers: most tests use one core, or wait. PYTEST_ARGS="-n 0" is one process, for a debugger.
 PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup train test lint check format lock clean
+.PHONY: help setup train test lint check format docs lock clean
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
 
@@ -32,6 +32,14 @@ check: lint test ## everything that must hold before a commit
 format: $(READY) ## rewrite the files in the project's format
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
+
+docs: .venv-docs/.ready ## build the documentation: open site/index.html (dead links fail)
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
+
+.venv-docs/.ready: requirements/docs.txt
+	@python3 -m venv --clear .venv-docs
+	@.venv-docs/bin/python -m pip --disable-pip-version-check install -qq --no-deps -r requirements/docs.txt
+	@touch $@
 
 lock: $(READY) ## write what is installed into requirements/lock.txt
 	@$(BIN)/python requirements/freeze.py > requirements/lock.new && mv requirements/lock.new requirements/lock.txt

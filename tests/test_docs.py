@@ -1,0 +1,114 @@
+"""What README.md, CONTRIBUTING.md, docs/ and the reports name exists: links, anchors, files, modules, pages.
+
+`make docs` checks links and anchors again with the site's own rules. This test needs nothing installed for that.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import yaml
+
+from agentrl.config import Config
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")])
+# Outside code: inline code may hold anything that looks like a link.
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+CODE_BLOCK = re.compile(r"^( *)```.*?^\1```$", re.DOTALL | re.MULTILINE)
+TOP = r"(?:agentrl|trainer|envs|sandbox|configs|examples|benchmarks|requirements|tests|docs|docker)"
+FILE = re.compile(rf"(?<![\w/.-]){TOP}/[\w./-]*\w")
+SECTIONS = [name for name, field in Config.model_fields.items() if hasattr(field.annotation, "model_fields")]
+DOTTED = re.compile(rf"(?<![\w/.-])(?:{'|'.join(['agentrl', 'trainer', 'envs', *SECTIONS])})(?:\.\w+)+")
+READERS_OWN = {"configs/mine.py"}  # a file that the reader makes
+FILE_NAME = re.compile(r".*\.(log|parquet|jsonl?|py|yaml)")
+
+
+def page_id(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+every_page = pytest.mark.parametrize("page", PAGES, ids=page_id)
+
+
+def prose(page: Path) -> str:
+    return CODE_BLOCK.sub("", page.read_text())
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives the headings of a page."""
+    found: list[str] = []
+    for heading in re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE):
+        text = LINK.sub(lambda link: link[0].split("](")[0].lstrip("!["), heading)
+        slug = re.sub(r"[^\w\- ]", "", text.strip().lower()).replace(" ", "-")
+        same = sum(re.fullmatch(rf"{re.escape(slug)}(-\d+)?", other) is not None for other in found)
+        found.append(f"{slug}-{same}" if same else slug)
+    return set(found)
+
+
+def nav_pages(nav: Any) -> list[str]:
+    if isinstance(nav, str):
+        return [nav]
+    return [page for part in (nav.values() if isinstance(nav, dict) else nav) for page in nav_pages(part)]
+
+
+@every_page
+def test_links_lead_somewhere(page: Path) -> None:
+    dead = []
+    for link in LINK.findall(re.sub(r"`[^`]*`", "", prose(page))):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            dead.append(link)
+    assert dead == []
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
+    listed = nav_pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+    docs = [path.name for path in ROOT.glob("docs/*.md")]
+    assert sorted(listed) == sorted([*docs, *map(page_id, ROOT.glob("benchmarks/*.md")), "CONTRIBUTING.md"])
+
+
+@every_page
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    named = {path for code in re.findall(r"`([^`\n]+)`", prose(page)) for path in FILE.findall(code)} - READERS_OWN
+    assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
+
+
+@every_page
+def test_modules_names_and_config_keys_that_a_page_names_exist(page: Path) -> None:
+    named = {name for code in re.findall(r"`([^`\n]+)`", prose(page)) for name in DOTTED.findall(code)}
+    named = {name for name in named if not FILE_NAME.fullmatch(name)}
+    assert [name for name in sorted(named) if not is_config_key(name) and not is_importable(name)] == []
+
+
+def is_config_key(dotted: str) -> bool:
+    """Whether `train.steps` or `model.warmstart.steps` can stand in a config."""
+    model: Any = Config
+    for name in dotted.split("."):
+        if (field := getattr(model, "model_fields", {}).get(name)) is None:
+            return False
+        candidates = [field.annotation, *get_args(field.annotation)]
+        model = next((part for part in candidates if hasattr(part, "model_fields")), None)
+    return True
+
+
+def is_importable(dotted: str) -> bool:
+    """Whether a module, or a name inside one, can be imported: `agentrl.env.Env.step` is looked up to its end."""
+    parts = dotted.split(".")
+    for length in range(len(parts), 0, -1):
+        folder = ROOT.joinpath(*parts[:length])
+        if folder.with_suffix(".py").exists() or (folder / "__init__.py").exists():
+            found: Any = importlib.import_module(".".join(parts[:length]))
+            for name in parts[length:]:
+                if not hasattr(found, name):
+                    return False
+                found = getattr(found, name)
+            return True
+    return False

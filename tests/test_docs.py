@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import tomllib
 from pathlib import Path
 from typing import Any, get_args
 
@@ -24,6 +25,7 @@ TOP = r"(?:agentrl|trainer|envs|sandbox|configs|examples|benchmarks|requirements
 FILE = re.compile(rf"(?<![\w/.-]){TOP}/[\w./-]*\w")
 SECTIONS = [name for name, field in Config.model_fields.items() if hasattr(field.annotation, "model_fields")]
 DOTTED = re.compile(rf"(?<![\w/.-])(?:{'|'.join(['agentrl', 'trainer', 'envs', *SECTIONS])})(?:\.\w+)+")
+ENTRY_POINTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
 READERS_OWN = {"configs/mine.py"}  # a file that the reader makes
 FILE_NAME = re.compile(r".*\.(log|parquet|jsonl?|py|yaml)")
 
@@ -84,7 +86,7 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
 @every_page
 def test_modules_names_and_config_keys_that_a_page_names_exist(page: Path) -> None:
     named = {name for code in re.findall(r"`([^`\n]+)`", prose(page)) for name in DOTTED.findall(code)}
-    named = {name for name in named if not FILE_NAME.fullmatch(name)}
+    named = {name for name in named if not FILE_NAME.fullmatch(name) and name not in ENTRY_POINTS}
     assert [name for name in sorted(named) if not is_config_key(name) and not is_importable(name)] == []
 
 

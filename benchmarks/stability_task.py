@@ -32,7 +32,7 @@ from agentrl.engine import launch as launch_engines
 from agentrl.env import Env, load_env_class, opened
 from agentrl.report.evaluation import evaluate
 from agentrl.rollout.player import Player
-from agentrl.supervision.secrets import Tokens
+from agentrl.supervision.secrets import Secrets
 from agentrl.train import launch
 from agentrl.train.training import is_model_folder
 from agentrl.types import Batch, Probe, Task, TrajectoryGroup, WeightsRef
@@ -87,7 +87,7 @@ async def staged(config: Config) -> AsyncIterator[Stage]:
 
     env_class = load_env_class(config.env.target, config.env.kwargs)
     with TemporaryDirectory(prefix="stability-") as logs, launch.weights_folder(Path(logs)) as folder:
-        async with launch.sandbox_service(config, logs=Path(logs), token=Tokens.of({}).sandbox) as (
+        async with launch.sandbox_service(config, logs=Path(logs), token=Secrets.from_environment({}).sandbox) as (
             sandbox,
             parts,
         ):

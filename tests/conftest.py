@@ -63,10 +63,10 @@ def vllm_server(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) 
     """The real engine on the CPU, started once with the command of a run; its process group ends with the tests."""
     from agentrl.config import EngineConfig
     from agentrl.engine import vllm_server as engine_server
-    from agentrl.train.launch import port_of
+    from agentrl.supervision.serving import free_port
 
     server = VLLMServer(
-        url=f"http://127.0.0.1:{(port := port_of('127.0.0.1', 0, key='port'))}",
+        url=f"http://127.0.0.1:{(port := free_port())}",
         log_path=tmp_path_factory.mktemp("engine") / "engine.log",
         model="policy",
     )

@@ -16,7 +16,7 @@ from typing import get_args
 from agentrl import config as config_module
 from agentrl.engine.vllm_server import Transfer
 from agentrl.errors import AgentRLError, ConfigError
-from agentrl.supervision import secrets as tokens
+from agentrl.supervision import secrets
 
 
 def main() -> int:
@@ -36,10 +36,10 @@ def main() -> int:
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    given = {f"{tokens.RUN}_FILE": arguments.token_file} if arguments.token_file else {}
-    token = tokens.read(tokens.RUN, {**os.environ, **given})
+    given = {f"{secrets.RUN}_FILE": arguments.token_file} if arguments.token_file else {}
+    token = secrets.read(secrets.RUN, {**os.environ, **given})
     if not token:
-        raise ConfigError(f"set {tokens.RUN} to the orchestrator's token")
+        raise ConfigError(f"set {secrets.RUN} to the orchestrator's token")
     config = config_module.load(arguments.config)
     os.environ.setdefault("OMP_NUM_THREADS", str(config.learner.num_threads))  # before anything loads OpenMP
     from trainer import ranks
@@ -66,7 +66,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m trainer", description="The learner of one run.")
     parser.add_argument("--config", type=Path, required=True, help="resolved JSON of the run")
     parser.add_argument("--orchestrator", required=True, help="base URL")
-    parser.add_argument("--token-file", help=f"holds the token where {tokens.RUN} is not set")
+    parser.add_argument("--token-file", help=f"holds the token where {secrets.RUN} is not set")
     parser.add_argument("--weights-dir", type=Path, required=True, help="where versions for the engine are written")
     parser.add_argument("--run-dir", type=Path, required=True, help="the run's folder; checkpoints go there")
     parser.add_argument(

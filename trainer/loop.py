@@ -25,7 +25,7 @@ from torch import distributed
 from agentrl.config import Config
 from agentrl.errors import LearnerError, WeightsWanted, boundary
 from agentrl.run_folder import RunFolder
-from agentrl.train import learner_schema as wire
+from agentrl.train import learner_api as api
 from agentrl.types import Batch, Probe, StepOutput, TransferInit, WeightsRef
 from trainer import checkpoint, ranks
 from trainer.learner import Learner
@@ -55,13 +55,13 @@ VERDICTS = {204: Verdict.NOT_YET, AGAIN: Verdict.PUBLISH_AGAIN, 410: Verdict.OVE
 
 
 class Orchestrator:
-    """The routes of wire.py, seen from the learner."""
+    """The routes of api.py, seen from the learner."""
 
     def __init__(
         self, url: str, *, token: str, publish_timeout_s: float = 300.0, gone_after_s: float = GONE_AFTER_S
     ) -> None:
         self._url = url
-        headers = {"Authorization": f"Bearer {token}", wire.LEARNER_HEADER: uuid.uuid4().hex}
+        headers = {"Authorization": f"Bearer {token}", api.LEARNER_HEADER: uuid.uuid4().hex}
         self._client = httpx.Client(base_url=url, headers=headers, trust_env=False)
         self._publish_timeout_s = publish_timeout_s
         self._gone_after_s = gone_after_s
@@ -70,38 +70,40 @@ class Orchestrator:
         """One long poll for the batch of this version. Raises LearnerError."""
         response = self._call(
             lambda: self._client.get(
-                wire.BATCH, params={"policy_version": policy_version}, timeout=wire.LONG_POLL_S + self._gone_after_s
+                api.BATCH,
+                params={"policy_version": policy_version},
+                timeout=api.LONG_POLL_S + self._gone_after_s,
             )
         )
         if response.status_code in VERDICTS:
             return VERDICTS[response.status_code]
         with boundary(LearnerError, "reading the batch"):
-            return wire.decode(response.content, Batch)
+            return api.decode(response.content, Batch)
 
     def report(self, output: StepOutput) -> None:
         """A step was made."""
-        self._post(wire.STEP, output, timeout_s=self._gone_after_s)
+        self._post(api.STEP, output, timeout_s=self._gone_after_s)
 
     def open_transfer(self, init: TransferInit) -> None:
         """Returns once every engine has joined the learner's group."""
-        self._post(wire.TRANSFER, init, timeout_s=self._publish_timeout_s)
+        self._post(api.TRANSFER, init, timeout_s=self._publish_timeout_s)
 
     def publish(self, ref: WeightsRef) -> None:
         """Returns once every engine holds the weights and has proven it. Raises WeightsWanted: publish again."""
-        response = self._post(wire.WEIGHTS, ref, timeout_s=self._publish_timeout_s)
+        response = self._post(api.WEIGHTS, ref, timeout_s=self._publish_timeout_s)
         if response.status_code == AGAIN:
             raise WeightsWanted(f"an engine was restarted while it took version {ref.policy_version}")
 
     def finish(self) -> None:
         """The last weights were exported."""
-        self._call(lambda: self._client.post(wire.FINISHED, timeout=self._gone_after_s))
+        self._call(lambda: self._client.post(api.FINISHED, timeout=self._gone_after_s))
 
     def close(self) -> None:
         """Close the connections."""
         self._client.close()
 
     def _post(self, route: str, record: StepOutput | TransferInit | WeightsRef, *, timeout_s: float) -> httpx.Response:
-        body, headers = wire.encode(record), {"Content-Type": wire.MEDIA_TYPE}
+        body, headers = api.encode(record), {"Content-Type": api.MEDIA_TYPE}
         return self._call(lambda: self._client.post(route, content=body, headers=headers, timeout=timeout_s))
 
     def _call(self, request: Callable[[], httpx.Response]) -> httpx.Response:

@@ -14,12 +14,15 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
 
 from agentrl.errors import ConfigError, JournalError, boundary
 from agentrl.report.statistics import EvalResult
-from agentrl.train import learner_schema as wire
 from agentrl.types import Task, TrajectoryGroup
+
+T = TypeVar("T")
 
 FORMAT = 2
 
@@ -117,7 +120,7 @@ class Journal:
 
     def issued(self, group_id: int, task: Task, *, version: int = 0, cursor: int = 0) -> None:
         """A group was admitted at `version`. `cursor`: rows drawn from the source by then."""
-        row = (group_id, task.id, wire.encode(task), cursor, version, GroupState.IN_FLIGHT)
+        row = (group_id, task.id, _encode(task), cursor, version, GroupState.IN_FLIGHT)
         with self._transaction():
             self._db.execute(
                 "INSERT INTO groups (group_id, task_id, task, cursor, admitted, state) VALUES (?, ?, ?, ?, ?, ?)", row
@@ -130,14 +133,14 @@ class Journal:
         """A group is finished: keep all of it."""
         self._execute(
             "UPDATE groups SET state = ?, rewards = ?, payload = ? WHERE group_id = ?",
-            (GroupState.READY, wire.encode(group.episode_rewards), wire.encode(group), group.group_id),
+            (GroupState.READY, _encode(group.episode_rewards), _encode(group), group.group_id),
         )
 
     def useless(self, group: TrajectoryGroup) -> None:
         """A group is finished and carries no gradient: keep its rewards."""
         self._execute(
             "UPDATE groups SET state = ?, rewards = ? WHERE group_id = ?",
-            (GroupState.DROPPED_ZERO_VARIANCE, wire.encode(group.episode_rewards), group.group_id),
+            (GroupState.DROPPED_ZERO_VARIANCE, _encode(group.episode_rewards), group.group_id),
         )
 
     def taken(self, group_ids: Sequence[int], *, step: int) -> None:
@@ -163,14 +166,14 @@ class Journal:
                 "UPDATE groups SET state = ?, reason = ?, payload = NULL WHERE group_id = ?", (state, reason, group_id)
             )
             if again is not None:
-                self._db.execute("INSERT INTO returned (task_id, task) VALUES (?, ?)", (again.id, wire.encode(again)))
+                self._db.execute("INSERT INTO returned (task_id, task) VALUES (?, ?)", (again.id, _encode(again)))
 
     # What else a run must remember.
 
     def step_made(self, step: int, state: StepState, *, resumable_from: int | None) -> None:
         """Version `step` is in the engines. Batches up to the learner's checkpoint `resumable_from` are forgotten."""
         with self._transaction():
-            self._db.execute("INSERT OR REPLACE INTO steps (step, state) VALUES (?, ?)", (step, wire.encode(state)))
+            self._db.execute("INSERT OR REPLACE INTO steps (step, state) VALUES (?, ?)", (step, _encode(state)))
             if resumable_from is not None:
                 self._db.execute(
                     "UPDATE groups SET payload = NULL WHERE step <= ? AND payload IS NOT NULL", (resumable_from,)
@@ -180,7 +183,7 @@ class Journal:
         """A held-out measurement was made."""
         self._execute(
             "INSERT OR REPLACE INTO evaluations (policy_version, result) VALUES (?, ?)",
-            (result.policy_version, wire.encode(result)),
+            (result.policy_version, _encode(result)),
         )
 
     # What goes on.
@@ -188,7 +191,7 @@ class Journal:
     def evaluations(self) -> dict[int, EvalResult]:
         """By policy version, rising."""
         rows = self._rows("SELECT policy_version, result FROM evaluations ORDER BY policy_version")
-        return {version: wire.decode(result, EvalResult) for version, result in rows}
+        return {version: _decode(result, EvalResult) for version, result in rows}
 
     def source_history(self) -> SourceHistory:
         """What the tasks' source must be told to go on where it was."""
@@ -199,10 +202,10 @@ class Journal:
         return SourceHistory(
             cursor=cursor,
             outcomes=tuple(
-                Outcome(group_id=i, task_id=task_id, admitted=at, rewards=wire.decode(rewards, tuple[float, ...]))
+                Outcome(group_id=i, task_id=task_id, admitted=at, rewards=_decode(rewards, tuple[float, ...]))
                 for i, task_id, at, rewards in finished
             ),
-            returned=tuple(wire.decode(task, Task) for (task,) in self._rows("SELECT task FROM returned ORDER BY id")),
+            returned=tuple(_decode(task, Task) for (task,) in self._rows("SELECT task FROM returned ORDER BY id")),
         )
 
     def resume_at(self, version: int) -> Resumption:
@@ -226,8 +229,8 @@ class Journal:
             counts={state: count for state, count in self.counts().items() if state in _FINAL},
             batches=self._batches_after(version),
             ready=tuple(_group(payload) for (payload,) in self._of_state(GroupState.READY, "payload")),
-            in_flight=tuple((group_id, wire.decode(task, Task)) for group_id, task in in_flight),
-            state=wire.decode(known[0][1], StepState) if known else None,
+            in_flight=tuple((group_id, _decode(task, Task)) for group_id, task in in_flight),
+            state=_decode(known[0][1], StepState) if known else None,
             unrecorded=() if is_recorded else self._batch(version),
         )
 
@@ -245,7 +248,7 @@ class Journal:
     def train_s(self) -> float:
         """Time spent training up to `last_step`."""
         rows = self._rows("SELECT state FROM steps ORDER BY step DESC LIMIT 1")
-        return wire.decode(rows[0][0], StepState).train_s if rows else 0.0
+        return _decode(rows[0][0], StepState).train_s if rows else 0.0
 
     def close(self) -> None:
         """Close the database."""
@@ -322,4 +325,12 @@ class Journal:
 
 
 def _group(payload: bytes) -> TrajectoryGroup:
-    return wire.decode(payload, TrajectoryGroup)
+    return _decode(payload, TrajectoryGroup)
+
+
+def _encode(record: object) -> bytes:
+    return msgspec.msgpack.encode(record)
+
+
+def _decode(data: bytes, record_type: type[T]) -> T:
+    return msgspec.msgpack.decode(data, type=record_type)

@@ -9,7 +9,6 @@ Knows HTTP and nothing of tokens or episodes. One server for all sessions runs w
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import secrets
 from collections.abc import AsyncIterator, Iterable
@@ -30,8 +29,8 @@ from agentrl.chat.openai_schema import (
     read_request,
 )
 from agentrl.env.agent_env import Endpoint
-from agentrl.supervision.http_body import BodyTooLarge, read_body
-from agentrl.supervision.serving import serving
+from agentrl.supervision.secrets import is_bearer
+from agentrl.supervision.serving import BodyTooLarge, read_body, serving
 
 log = logging.getLogger(__name__)
 
@@ -136,8 +135,7 @@ class ChatProxy:
 
     def _seat(self, name: str, request: Request) -> _Seat:
         seat = self._seats.get(name)
-        given = request.headers.get("authorization", "")
-        if seat is None or not hmac.compare_digest(given.encode(), f"Bearer {seat.key}".encode()):
+        if seat is None or not is_bearer(request.headers.get("authorization", ""), seat.key):
             raise _over()
         return seat
 

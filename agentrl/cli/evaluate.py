@@ -23,7 +23,7 @@ from agentrl.errors import ConfigError
 from agentrl.report.console import EvalConsole
 from agentrl.report.evaluation import Evaluation, MakeGroup, evaluate
 from agentrl.rollout.player import Player
-from agentrl.supervision.secrets import Tokens
+from agentrl.supervision.secrets import Secrets
 from agentrl.train import launch
 from agentrl.train.training import check_model
 from agentrl.wrappers import load_wrappers
@@ -42,7 +42,7 @@ class Request:
     api_key_env: str
     tokenizer: str
     num_tasks: int
-    tokens: Tokens
+    secrets: Secrets
 
     @classmethod
     def from_options(
@@ -89,7 +89,7 @@ class Request:
             api_key_env=key_name,
             tokenizer=tokenizer or laid_over.model.path,
             num_tasks=limit or default_tasks,
-            tokens=Tokens.of(environ or {}),
+            secrets=Secrets.from_environment(environ or {}),
         )
 
 
@@ -119,7 +119,7 @@ async def playing(request: Request, env_class: type[Env], console: EvalConsole) 
     wrappers = load_wrappers(config.env.wrappers)
     through = _by_tokens if request.served_model is None else _by_messages
     with TemporaryDirectory(prefix="agentrl-eval-") as logs:
-        async with launch.sandbox_service(config, logs=Path(logs), token=request.tokens.sandbox) as (sandbox, parts):
+        async with launch.sandbox_service(config, logs=Path(logs), token=request.secrets.sandbox) as (sandbox, parts):
             with console.phase("starting the sandbox"):
                 await launch.sandbox_ready(sandbox, parts, max_restarts=config.sandbox.max_restarts)
             async with launch.watching(*parts), opened(env_class, sandbox=sandbox, wrappers=wrappers) as make_env:
@@ -179,17 +179,17 @@ async def _engine(request: Request, logs: Path, console: EvalConsole) -> AsyncIt
     """A server started for the model folder, or the running one."""
     config = request.config
     if request.url is not None:
-        timeout_s, token = config.engine.request_timeout_s, request.tokens.engine
+        timeout_s, token = config.engine.request_timeout_s, request.secrets.engine
         async with OpenAIEngine(request.url, request_timeout_s=timeout_s, token=token) as running:
             yield running
         return
     async with launch_engines.engine_servers(
-        config, model_path=config.model.path, logs=logs, token=request.tokens.engine
+        config, model_path=config.model.path, logs=logs, token=request.secrets.engine
     ) as servers:
         with console.phase("starting the engine (vLLM)"):
             await launch_engines.engines_ready(servers, config.engine)
         async with (
             launch.watching(*launch_engines.parts_of(servers)),
-            launch_engines.engine_client(servers, config, token=request.tokens.engine) as engine,
+            launch_engines.engine_client(servers, config, token=request.secrets.engine) as engine,
         ):
             yield engine

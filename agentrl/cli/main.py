@@ -76,11 +76,11 @@ def _new_or_resumed(config: str | None, overrides: list[str], resume: Path | Non
 async def _train(config: Config, resumed: RunFolder | None) -> None:
     from agentrl.report.console import TrainConsole
     from agentrl.run_folder import RunFolder
-    from agentrl.supervision.secrets import Tokens
+    from agentrl.supervision.secrets import Secrets
     from agentrl.train.training import Training, train
 
     console = TrainConsole(total_steps=config.train.steps)
-    training = Training(config, console, tokens=Tokens.of(os.environ))
+    training = Training(config, console, secrets=Secrets.from_environment(os.environ))
     await train(training, resumed or RunFolder.create(config.out_dir, config.name, config=config), console)
 
 
@@ -150,7 +150,7 @@ def engine(config_path: ConfigPath, overrides: Overrides = None, debug: Debug = 
     """Serve the config's model with vLLM, with the flags that in-flight weight updates need."""
     from agentrl import config as configs
     from agentrl.engine.launch import replace_by_engine
-    from agentrl.supervision import secrets as tokens
+    from agentrl.supervision import secrets
     from agentrl.train.training import check_model, is_model_folder
 
     config = configs.load(config_path, overrides or [])
@@ -159,7 +159,7 @@ def engine(config_path: ConfigPath, overrides: Overrides = None, debug: Debug = 
         raise ConfigError(
             f"model.path: there is no {config.model.path} yet: run `agentrl warmstart {config_path}` first"
         )
-    _guarded(lambda: replace_by_engine(config, token=tokens.read(tokens.ENGINE, os.environ)), debug=debug)
+    _guarded(lambda: replace_by_engine(config, token=secrets.read(secrets.ENGINE, os.environ)), debug=debug)
 
 
 @app.command()

@@ -14,7 +14,7 @@ import typer
 from agentrl.cli import options as cli_run
 from agentrl.cli.options import ConfigPath, Debug, Overrides
 from agentrl.errors import ConfigError
-from agentrl.supervision import secrets as tokens
+from agentrl.supervision import secrets
 
 if TYPE_CHECKING:
     from agentrl.config import Config
@@ -61,11 +61,11 @@ def _orchestrate(
     from agentrl.run_folder import RunFolder
     from agentrl.train.training import Training, train
 
-    if tokens.read(tokens.RUN, os.environ) is None:
-        raise ConfigError(f"set {tokens.RUN} (or {tokens.RUN}_FILE), the same for orchestrator and learner")
+    if secrets.read(secrets.RUN, os.environ) is None:
+        raise ConfigError(f"set {secrets.RUN} (or {secrets.RUN}_FILE), the same for orchestrator and learner")
     config = configs.load(config_path, overrides)
     console = TrainConsole(total_steps=config.train.steps)
-    training = Training(config, console, tokens=tokens.Tokens.of(os.environ), learner_at=at)
+    training = Training(config, console, secrets=secrets.Secrets.from_environment(os.environ), learner_at=at)
     run = _unfinished(latest, config) or RunFolder.create(config.out_dir, config.name, config=config)
     if latest is not None:
         _point(latest, run.path)
@@ -105,9 +105,9 @@ def _learn(config_path: Path, orchestrator_url: str, weights_dir: Path | None) -
     from agentrl import config as configs
     from agentrl.train import launch
 
-    token = tokens.read(tokens.RUN, os.environ)
+    token = secrets.read(secrets.RUN, os.environ)
     if token is None:
-        raise ConfigError(f"set {tokens.RUN} (or {tokens.RUN}_FILE), the same for orchestrator and learner")
+        raise ConfigError(f"set {secrets.RUN} (or {secrets.RUN}_FILE), the same for orchestrator and learner")
     config = configs.load(config_path)
     run_dir = config_path.resolve().parent
     command = launch.learner_command(
@@ -116,7 +116,7 @@ def _learn(config_path: Path, orchestrator_url: str, weights_dir: Path | None) -
         orchestrator_url=orchestrator_url,
         weights_dir=weights_dir or run_dir / "weights",
         run_dir=run_dir,
-        token_file=Path(path) if (path := os.environ.get(f"{tokens.RUN}_FILE")) else None,
+        token_file=Path(path) if (path := os.environ.get(f"{secrets.RUN}_FILE")) else None,
     )
-    added = {tokens.RUN: token, "OMP_NUM_THREADS": str(config.learner.num_threads)}
+    added = {secrets.RUN: token, "OMP_NUM_THREADS": str(config.learner.num_threads)}
     os.execvpe(command[0], command, {**os.environ, **added})

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from agentrl.config import Config
 from agentrl.errors import ConfigError
 from agentrl.report.console import EvalConsole
-from agentrl.supervision import secrets as tokens
+from agentrl.supervision import secrets
 
 if TYPE_CHECKING:
     from sandbox.client import SandboxClient
@@ -53,7 +53,7 @@ async def _sandbox(config: Config, url: str | None) -> AsyncIterator[SandboxClie
     from sandbox.client import SandboxClient
 
     if url is not None:
-        async with SandboxClient(url, token=tokens.read(tokens.SANDBOX, os.environ)) as client:
+        async with SandboxClient(url, token=secrets.read(secrets.SANDBOX, os.environ)) as client:
             yield client
     else:
         settings = config.sandbox

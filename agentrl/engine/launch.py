@@ -21,7 +21,7 @@ from agentrl.engine.pool import EnginePool
 from agentrl.engine.vllm_engine import VLLMEngine
 from agentrl.errors import ConfigError, raise_first
 from agentrl.supervision.child import Child, child, never
-from agentrl.train.launch import port_of
+from agentrl.supervision.serving import configured_port
 
 SERVED_NAME = "policy"
 PARITY_BOUNDS = {"float32": 1e-4, "bfloat16": 0.5}
@@ -143,7 +143,7 @@ def replace_by_engine(config: Config, *, token: str | None = None) -> None:
 def _command(config: Config, model_path: str, index: int, token: str | None) -> tuple[str, list[str], dict[str, str]]:
     """(base URL, command, added environment) of the `index`-th server of our own. Raises ConfigError."""
     settings = _of_replica(config.engine, index)
-    port = port_of(settings.host, settings.port, key="engine.port")
+    port = configured_port(settings.host, settings.port, key="engine.port")
     command, env = engine_server.command(
         model_path=model_path,
         served_name=SERVED_NAME,

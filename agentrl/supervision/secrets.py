@@ -1,10 +1,11 @@
-"""The secrets with which parts of a run know each other: read from the environment, or from files that it names.
+"""The secrets by which the parts of a run recognise each other: read from the environment, or from files it names.
 
-Knows no wire. A listener that others can reach demands one; on loopback it may go without.
+A listener that other machines can reach requires a secret; a listener on loopback may go without one.
 """
 
 from __future__ import annotations
 
+import hmac
 import ipaddress
 import secrets
 from collections.abc import Mapping
@@ -15,48 +16,52 @@ from typing import Self
 from agentrl.errors import ConfigError
 
 RUN = "AGENTRL_TOKEN"
-"""Between learner and orchestrator; and wherever the two below are not set."""
+"""Between learner and orchestrator; also the default of the two below."""
 SANDBOX = "AGENTRL_SANDBOX_TOKEN"
 ENGINE = "AGENTRL_ENGINE_TOKEN"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tokens:
-    """Those of one run."""
+class Secrets:
+    """The secrets of one run.
+
+    >>> Secrets.from_environment({"AGENTRL_TOKEN": "a", "AGENTRL_ENGINE_TOKEN": "b"})
+    Secrets(run='a', sandbox='a', engine='b')
+    """
 
     run: str
     sandbox: str
     engine: str | None
-    """None: engines demand none, and so listen on loopback only."""
+    """None: engines require no secret, and so listen on loopback only."""
 
     @classmethod
-    def of(cls, environ: Mapping[str, str]) -> Self:
-        """What the environment says; where it says nothing the run makes up its own. Raises ConfigError."""
+    def from_environment(cls, environ: Mapping[str, str]) -> Self:
+        """The secrets that the environment sets; the run generates its own where none is set. Raises ConfigError."""
         run = read(RUN, environ) or secrets.token_urlsafe(16)
         return cls(run=run, sandbox=read(SANDBOX, environ) or run, engine=read(ENGINE, environ))
 
 
 def read(name: str, environ: Mapping[str, str]) -> str | None:
-    """The token called `name`: of the variable, of the file that `name`_FILE names, or that of the run.
+    """The secret called `name`: the variable's value, the content of the file `name`_FILE, or the secret of the run.
 
     Raises ConfigError for a file that cannot be read or is empty.
     """
-    if token := environ.get(name):
-        return token
+    if secret := environ.get(name):
+        return secret
     if path := environ.get(f"{name}_FILE"):
         try:
-            token = Path(path).read_text().strip()
+            secret = Path(path).read_text().strip()
         except OSError as error:
             raise ConfigError(f"{name}_FILE: cannot read {path}: {error.strerror}") from error
-        if not token:
+        if not secret:
             raise ConfigError(f"{name}_FILE: {path} is empty")
-        return token
+        return secret
     return read(RUN, environ) if name != RUN else None
 
 
-def demand(token: str | None, *, host: str, key: str, name: str) -> None:
-    """Raises ConfigError where `key`, set to `host`, lets others in and there is no token to know friends by."""
-    if token is None and not is_loopback(host):
+def require(secret: str | None, *, host: str, key: str, name: str) -> None:
+    """Raises ConfigError when other machines can reach `host`, which `key` sets, and there is no secret."""
+    if secret is None and not is_loopback(host):
         raise ConfigError(
             f"{key}: {host} can be reached by others, and there is no token: set {name} (or {name}_FILE, the path of a "
             "file that holds one), or listen on 127.0.0.1"
@@ -64,8 +69,14 @@ def demand(token: str | None, *, host: str, key: str, name: str) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches it. Names other than localhost count as reachable by others."""
+    """Whether only this machine can reach `host`. Names other than localhost count as reachable by others."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def is_bearer(authorization: str | bytes, secret: str) -> bool:
+    """Whether the value of an Authorization header is `Bearer SECRET`; compared in constant time."""
+    given = authorization.encode() if isinstance(authorization, str) else authorization
+    return hmac.compare_digest(given, f"Bearer {secret}".encode())

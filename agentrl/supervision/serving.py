@@ -1,4 +1,7 @@
-"""An HTTP app for the length of a block, inside the event loop that runs everything else. Knows no route."""
+"""Serving HTTP inside a run's event loop: free ports, an app for the length of a block, request bodies with a limit.
+
+Independent of what is served: each app brings its own routes.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,36 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 import uvicorn
-from fastapi import FastAPI
+from fastapi import FastAPI, HTTPException, Request
+from starlette.requests import ClientDisconnect
 
 from agentrl.errors import ConfigError
 
 
+class BodyTooLarge(ValueError):
+    """A request's body is longer than allowed, or announces that it is."""
+
+
+def free_port(host: str = "127.0.0.1", port: int = 0) -> int:
+    """`port`, or any free one for 0. Raises OSError when it is taken, or `host` is not an address of this machine."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+        return int(sock.getsockname()[1])
+
+
+def configured_port(host: str, port: int, *, key: str) -> int:
+    """`free_port` for the config setting `key`. Raises ConfigError, naming the setting, when the port is taken."""
+    try:
+        return free_port(host, port)
+    except OSError as error:
+        raise ConfigError(
+            f"{key}: cannot listen on {host}:{port}: {error.strerror}. Choose another, or 0 for any free port"
+        ) from error
+
+
 class _Server(uvicorn.Server):
-    """uvicorn without its own signal handlers: Ctrl-C belongs to whoever runs the event loop."""
+    """uvicorn without its own signal handlers: the process that runs the event loop handles Ctrl-C."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -23,7 +49,12 @@ class _Server(uvicorn.Server):
 
 @asynccontextmanager
 async def serving(app: FastAPI, *, host: str, port: int) -> AsyncIterator[str]:
-    """Serve for the length of the block; yields the base URL. Raises ConfigError when the port is taken."""
+    """Serve for the length of the block; yields the base URL. Raises ConfigError when the port is taken.
+
+    Example:
+        async with serving(app, host="127.0.0.1", port=0) as url:
+            ...
+    """
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -43,3 +74,27 @@ async def serving(app: FastAPI, *, host: str, port: int) -> AsyncIterator[str]:
                 await task
         finally:
             sock.close()
+
+
+async def read_body(request: Request, *, limit_bytes: int) -> bytes:
+    """The whole body of a request.
+
+    A body sent in chunks announces no length, so the bytes are counted as well: checking the header alone would let
+    such a body grow until memory is full.
+
+    Raises:
+        BodyTooLarge: at once when the announced length is over the limit, else at the first byte over it.
+        HTTPException: the client disconnected before the end.
+    """
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced) > limit_bytes:
+        raise BodyTooLarge(f"bodies are limited to {limit_bytes} bytes")
+    body = bytearray()
+    try:
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > limit_bytes:
+                raise BodyTooLarge(f"bodies are limited to {limit_bytes} bytes")
+    except ClientDisconnect as error:
+        raise HTTPException(400, "the body broke off") from error  # answered, so that the log shows no traceback
+    return bytes(body)

@@ -9,7 +9,6 @@ import asyncio
 import json
 import os
 import shutil
-import socket
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -21,9 +20,10 @@ from urllib.parse import urlsplit
 
 from agentrl.config import Config
 from agentrl.engine import vllm_server as engine_server
-from agentrl.errors import ConfigError, SandboxError, raise_first
+from agentrl.errors import SandboxError, raise_first
 from agentrl.run_folder import RunFolder
 from agentrl.supervision.child import Child, child, never
+from agentrl.supervision.serving import configured_port
 from agentrl.train import launch_ranks
 
 if TYPE_CHECKING:
@@ -33,19 +33,6 @@ TOKEN_VARIABLE = "AGENTRL_TOKEN"
 SANDBOX_START_TIMEOUT_S = 60.0
 SANDBOX_RETURN_TIMEOUT_S = 60.0
 WEIGHTS_PREFIX = "agentrl-weights-"
-
-
-def port_of(host: str, port: int, *, key: str) -> int:
-    """`port`, or a free one for 0. Raises ConfigError, naming the setting, when it is taken."""
-    with socket.socket() as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            sock.bind((host, port))
-        except OSError as error:
-            raise ConfigError(
-                f"{key}: cannot listen on {host}:{port}: {error.strerror}. Choose another, or 0 for any free port"
-            ) from error
-        return int(sock.getsockname()[1])
 
 
 @asynccontextmanager
@@ -73,7 +60,7 @@ async def sandbox_service(
         async with SandboxClient(settings.url, token=token, return_timeout_s=SANDBOX_RETURN_TIMEOUT_S) as client:
             yield client, []
         return
-    port = port_of(settings.host, settings.port, key="sandbox.port")
+    port = configured_port(settings.host, settings.port, key="sandbox.port")
     command = [
         *(sys.executable, "-m", "sandbox", "--host", settings.host, "--port", str(port)),
         *("--backend", settings.backend, "--slots", str(settings.slots), "--token-env", TOKEN_VARIABLE),

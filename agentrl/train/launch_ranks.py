@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -17,7 +16,8 @@ from pathlib import Path
 
 from agentrl.config import LearnerConfig
 from agentrl.errors import ConfigError, MissingDependencyError
-from agentrl.supervision import secrets as tokens
+from agentrl.supervision import secrets
+from agentrl.supervision.serving import free_port
 
 TOKEN_FILE = "learner.token"
 _LINE = re.compile(r"(\S+)\s+slots=(\d+)\s*")
@@ -43,7 +43,7 @@ def launcher(learner: LearnerConfig, *, token_file: Path | None) -> list[str]:
     if learner.hostfile is not None:
         hosts = check_hosts(learner)
         if len(hosts) > 1 and token_file is None:
-            raise ConfigError(f"{tokens.RUN}_FILE: ssh passes no token on: name a file that holds it on all machines")
+            raise ConfigError(f"{secrets.RUN}_FILE: ssh passes no token on: name a file that holds it on all machines")
         start = [*_deepspeed(learner.hostfile, hosts), "trainer"]
         return start if token_file is None else [*start, "--token-file", str(token_file)]
     if learner.num_ranks == 1:
@@ -105,20 +105,13 @@ def _deepspeed(hostfile: str, hosts: list[Host]) -> list[str]:
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", hostfile]
     # One machine, this one, has not to be reached. Of several, all find the first under the name that it has here.
     launcher += ["--no_ssh_check"] if len(hosts) == 1 else []
-    return [*launcher, "--master_addr", first, "--master_port", str(_free_port(first)), "--module"]
+    return [*launcher, "--master_addr", first, "--master_port", str(free_port(first)), "--module"]
 
 
 def _is_this_machine(name: str) -> bool:
     with suppress(OSError):
-        return _free_port(name) > 0
+        return free_port(name) > 0
     return False
-
-
-def _free_port(name: str) -> int:
-    """On the address of `name`, which must be one of this machine's: OSError otherwise."""
-    with socket.socket() as sock:
-        sock.bind((name, 0))
-        return int(sock.getsockname()[1])
 
 
 @contextmanager

@@ -33,8 +33,7 @@ from agentrl.report.statistics import EvalResult
 from agentrl.run_folder import RunFolder
 from agentrl.supervision.wait_graph import Gauges, Progress
 from agentrl.train.error_breaker import ErrorBreaker
-from agentrl.train.learner_door import LearnerDoor
-from agentrl.train.learner_seat import LearnerSeat
+from agentrl.train.learner_api import LearnerSession, LearnerSessions
 from agentrl.train.rollout_loop import PlayGroup, Rollouts, Tasks
 from agentrl.train.training_loop import Conductor, Stage
 from agentrl.types import Batch, Task
@@ -108,7 +107,7 @@ class Orchestrator:
         self._journal = Journal(run.journal)
         self._tasks = Tasks(source, self._journal.source_history())
         self._breaker = ErrorBreaker(config.rollout.max_infra_error_rate)
-        self._door = LearnerDoor(self._engine)
+        self._sessions = LearnerSessions(self._engine)
         self._learner_came = asyncio.Event()
         self._recorded = 0  # the last step whose numbers are written down
 
@@ -117,19 +116,19 @@ class Orchestrator:
         await self._learner_came.wait()
 
     @property
-    def learner_door(self) -> LearnerDoor:
+    def sessions(self) -> LearnerSessions:
         """The learner's side, to be served over HTTP."""
-        return self._door
+        return self._sessions
 
     async def run(self) -> Summary:
         """Train until the steps, or the minutes, are used up. Raises what ended it otherwise."""
         try:
             while True:
-                seat = await self._door.open()
+                session = await self._sessions.open()
                 try:
                     async with asyncio.TaskGroup() as group:
-                        watch = group.create_task(self._door.replaced(), name="watch for another learner")
-                        summary = await self._train(seat)
+                        watch = group.create_task(self._sessions.replaced(), name="watch for another learner")
+                        summary = await self._train(session)
                         watch.cancel()
                     return summary
                 except BaseExceptionGroup as errors:
@@ -137,15 +136,15 @@ class Orchestrator:
                         raise_first(errors)
                     log.warning("the learner was restarted: the run goes on from the journal")
         finally:
-            await self._door.shut()
+            await self._sessions.close()
             self._journal.close()
 
-    async def _train(self, seat: LearnerSeat) -> Summary:
+    async def _train(self, session: LearnerSession) -> Summary:
         """From where the learner stands to the end of the run."""
         within_s = self._config.learner.start_timeout_s
         starting = self._progress.waiting("conductor", on="learner", what="its first weights", within_s=within_s)
         with self._progress.phase("starting the learner"), starting:
-            first = await seat.weights(within_s=within_s)
+            first = await session.weights(within_s=within_s)
         self._learner_came.set()
         self._progress.measure(lambda: self._gauges_at(first.policy_version))
         resumed = self._journal.resume_at(first.policy_version)
@@ -154,7 +153,7 @@ class Orchestrator:
         await self._record_lost_step(resumed)
         self._tasks.committed(first.policy_version + len(resumed.batches))
         await self._evaluate(first.policy_version, only_if_none=True)
-        stage = self._stage(seat, resumed)
+        stage = self._stage(session, resumed)
         conductor = Conductor(
             self._config,
             stage,
@@ -167,17 +166,17 @@ class Orchestrator:
         with self._progress.phase("training"):
             note = await _beside(stage.rollouts, conductor)
         version, train_s = stage.buffer.version, conductor.train_s
-        await seat.finish()
+        await session.finish()
         await self._evaluate(version)
-        await self._exported(seat)
-        self._metrics.log("event", version, {"run/overlap": seat.overlap, "run/train_s": train_s})
+        await self._exported(session)
+        self._metrics.log("event", version, {"run/overlap": session.overlap, "run/train_s": train_s})
         evaluations = self._journal.evaluations()
         return Summary(
             num_steps=version,
             before=evaluations[min(evaluations)],
             after=evaluations[version],
             train_s=train_s,
-            overlap=seat.overlap,
+            overlap=session.overlap,
             note=note,
         )
 
@@ -192,12 +191,12 @@ class Orchestrator:
             num_tokens=self._engine.num_tokens,
         )
 
-    async def _exported(self, seat: LearnerSeat) -> None:
+    async def _exported(self, session: LearnerSession) -> None:
         waiting = self._progress.waiting("conductor", on="learner", what="its last export", within_s=EXPORT_TIMEOUT_S)
         with self._progress.phase("exporting the trained model"), waiting:
-            await seat.exported(within_s=EXPORT_TIMEOUT_S)
+            await session.exported(within_s=EXPORT_TIMEOUT_S)
 
-    def _stage(self, seat: LearnerSeat, resumed: Resumption) -> Stage:
+    def _stage(self, session: LearnerSession, resumed: Resumption) -> Stage:
         config = self._config
         guard = EssGuard(
             max_lag=config.rollout.max_lag,
@@ -225,7 +224,7 @@ class Orchestrator:
             progress=self._progress,
         )
         return Stage(
-            seat=seat,
+            session=session,
             buffer=buffer,
             rollouts=rollouts,
             tasks=self._tasks,

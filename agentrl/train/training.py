@@ -21,7 +21,7 @@ from agentrl.report.metrics import MetricsLog
 from agentrl.rollout.monitored_env import noted
 from agentrl.rollout.player import Player
 from agentrl.run_folder import RunFolder
-from agentrl.supervision.secrets import Tokens
+from agentrl.supervision.secrets import Secrets
 from agentrl.supervision.serving import serving
 from agentrl.supervision.watchdog import supervised
 from agentrl.train import launch, launch_ranks
@@ -50,7 +50,7 @@ class Training:
         config: Config,
         console: TrainConsole,
         *,
-        tokens: Tokens | None = None,
+        secrets: Secrets | None = None,
         learner_at: tuple[str, int] | None = None,
     ) -> None:
         check_model(config)
@@ -58,7 +58,7 @@ class Training:
             launch_ranks.check_hosts(config.learner)
         self._config = config
         self._console = console
-        self._tokens = tokens or Tokens.of({})
+        self._secrets = secrets or Secrets.from_environment({})
         self._learner_at = learner_at
         self._env_class = load_env_class(config.env.target, config.env.kwargs)
         self._wrappers = load_wrappers(config.env.wrappers)
@@ -79,7 +79,7 @@ class Training:
             yield
 
     async def _with_sandbox(self) -> Summary:
-        async with launch.sandbox_service(self._config, logs=self._run.logs, token=self._tokens.sandbox) as (
+        async with launch.sandbox_service(self._config, logs=self._run.logs, token=self._secrets.sandbox) as (
             sandbox,
             parts,
         ):
@@ -111,7 +111,7 @@ class Training:
                 config_path=self._run.config,
                 out=Path(model.path),
                 sandbox_url=sandbox.url,
-                token=self._tokens.sandbox,
+                token=self._secrets.sandbox,
                 logs=self._run.logs,
                 on_progress=on_progress,
             ) as part:
@@ -123,7 +123,7 @@ class Training:
 
         async with (
             launch_engines.engine_servers(
-                self._config, model_path=model_path, logs=self._run.logs, token=self._tokens.engine
+                self._config, model_path=model_path, logs=self._run.logs, token=self._secrets.engine
             ) as servers,
             launch.watching(*launch_engines.parts_of(servers)),
         ):
@@ -138,7 +138,7 @@ class Training:
             player = Player(self._config, make_env=noted(make_env, self._progress), tokenizer=tokenizer)
             on_tokens = partial(self._progress.beat, "engine")
             async with launch_engines.engine_client(
-                servers, self._config, token=self._tokens.engine, on_tokens=on_tokens
+                servers, self._config, token=self._secrets.engine, on_tokens=on_tokens
             ) as engine:
                 return await self._with_learner(engine, player)
 
@@ -157,8 +157,8 @@ class Training:
                 progress=self._progress,
             )
             host, port = self._learner_at or ("127.0.0.1", 0)
-            door = create_app(orchestrator.learner_door, token=self._tokens.run)
-            async with serving(door, host=host, port=port) as url:
+            app = create_app(orchestrator.sessions, token=self._secrets.run)
+            async with serving(app, host=host, port=port) as url:
                 return await (orchestrator.run() if self._learner_at else self._with_own_learner(orchestrator, url))
 
     async def _with_own_learner(self, orchestrator: Orchestrator, url: str) -> Summary:
@@ -169,8 +169,8 @@ class Training:
                 orchestrator_url=url,
                 weights_dir=weights_dir,
                 run_dir=self._run.path,
-                token=self._tokens.run,
-                may_end=lambda: orchestrator.learner_door.is_done,
+                token=self._secrets.run,
+                may_end=lambda: orchestrator.sessions.is_done,
             ) as learner:
                 return await self._watched(orchestrator, learner)
 

@@ -16,7 +16,7 @@ from agentrl.env.canary import Canaries
 from agentrl.errors import NoLearningSignal
 from agentrl.report.metrics import rollout_metrics
 from agentrl.supervision.wait_graph import Gauges, Progress
-from agentrl.train.learner_seat import LearnerSeat
+from agentrl.train.learner_api import LearnerSession
 from agentrl.train.rollout_loop import Rollouts, Tasks
 from agentrl.types import Batch, StepOutput
 
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 class Stage:
     """What the steps of one attempt work on."""
 
-    seat: LearnerSeat
+    session: LearnerSession
     buffer: TrajectoryBuffer
     rollouts: Rollouts
     tasks: Tasks
@@ -72,7 +72,7 @@ class Conductor:
             step=stage.buffer.version,
             num_steps=self._config.train.steps,
             version=stage.buffer.version,
-            learner_version=max(stage.seat.made_version, stage.buffer.version),
+            learner_version=max(stage.session.made_version, stage.buffer.version),
             lag=self._lag,
             max_lag=self._config.rollout.max_lag,
             num_tokens=stage.engine.num_tokens,
@@ -114,9 +114,9 @@ class Conductor:
         self._lag = max(batch.policy_version - group.policy_version for group in batch.groups)
         within_s = self._config.learner.step_timeout_s
         with self._progress.waiting("conductor", on="learner", what="a step", within_s=within_s):
-            output = await stage.seat.train(batch, within_s=within_s)
+            output = await stage.session.train(batch, within_s=within_s)
         with self._progress.waiting("conductor", on="learner", what="new weights", within_s=within_s):
-            ref = await stage.seat.weights(within_s=within_s)
+            ref = await stage.session.weights(within_s=within_s)
         await self._act_on_ess(output)
         stage.tasks.committed(ref.policy_version)
         await stage.buffer.commit(ref.policy_version)
@@ -125,7 +125,7 @@ class Conductor:
             "engine/tokens_per_s": (stage.engine.num_tokens - tokens) / seconds,
             "engine/busy_share": min(1.0, (stage.engine.busy.seconds - busy_s) / seconds),
             "run/step_s": seconds,
-            "run/overlap": stage.seat.overlap,
+            "run/overlap": stage.session.overlap,
         }
         await self._record(step, batch, self._metrics(batch, output, timing))
         # Last: what a crash leaves without this mark is written down again.
@@ -151,7 +151,7 @@ class Conductor:
     def _metrics(self, batch: Batch, output: StepOutput, timing: Mapping[str, float]) -> dict[str, float]:
         stage, ledger = self._stage, self._stage.buffer.ledger()
         assert ledger.balanced(), ledger
-        update = stage.seat.last_update
+        update = stage.session.last_update
         values = {
             **output.metrics,
             **rollout_metrics(stage.rollouts.pop_finished() or batch.groups),

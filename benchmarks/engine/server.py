@@ -16,7 +16,7 @@ from prometheus_client.samples import Sample
 from agentrl.config import EngineConfig
 from agentrl.engine import vllm_server as engine_server
 from agentrl.supervision.child import child
-from agentrl.train.launch import port_of
+from agentrl.supervision.serving import free_port
 from sandbox.backends import processes
 
 SERVED_NAME = "policy"
@@ -65,7 +65,7 @@ async def serve(
     """The server of a run, but with its statistics switched on. Raises EngineError with the end of its log."""
     global _started
     _started += 1
-    port = port_of(config.host, 0, key="port")
+    port = free_port(config.host)
     argv, env = engine_server.command(
         model_path=str(model),
         served_name=SERVED_NAME,

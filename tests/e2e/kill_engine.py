@@ -10,14 +10,14 @@ from pathlib import Path
 import psutil
 
 from agentrl.engine import vllm_server as engine_server
-from agentrl.train.launch import port_of
+from agentrl.supervision.serving import free_port
 
 
 class OutsideEngine:
     """`agentrl engine` on a port that it keeps. `model` is what the config serves."""
 
     def __init__(self, folder: Path, config: Path, overrides: list[str]) -> None:
-        self._port = port_of("127.0.0.1", 0, key="port")
+        self._port = free_port()
         self._log = folder / "engine.log"
         self._command = [sys.executable, "-m", "agentrl", "engine", str(config), *overrides]
         self._command += ["engine.host=127.0.0.1", f"engine.port={self._port}"]

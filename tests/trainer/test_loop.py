@@ -19,12 +19,11 @@ from agentrl.config import Config, save
 from agentrl.engine.checksum import checksum_of
 from agentrl.errors import EngineError, LearnerError, WeightsWanted
 from agentrl.supervision.child import Child, child
-from agentrl.supervision.serving import serving
+from agentrl.supervision.serving import free_port, serving
 from agentrl.train import launch
-from agentrl.train.launch import port_of
 from agentrl.train.learner_api import RunOver, create_app
 from agentrl.types import Batch, StepOutput, TransferInit, WeightsRef
-from tests.doors import OpenDoor
+from tests.one_session import OneSession
 from tests.trainer.trainer_builders import batch, config, mixed_groups, plain_logprobs
 from trainer.loop import Orchestrator, Verdict
 
@@ -74,7 +73,7 @@ def server(port: Any) -> Iterator[str]:
     ready, stop, urls = Event(), Event(), list[str]()
 
     async def main() -> None:
-        async with serving(create_app(OpenDoor(port), token=TOKEN), host="127.0.0.1", port=0) as url:
+        async with serving(create_app(OneSession(port), token=TOKEN), host="127.0.0.1", port=0) as url:
             urls.append(url)
             ready.set()
             await asyncio.to_thread(stop.wait)
@@ -97,7 +96,7 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def under_deepspeed() -> list[str]:
-    port = port_of("127.0.0.1", 0, key="--master_port")
+    port = free_port()
     program = str(Path(sys.executable).with_name("deepspeed"))
     return [program, "--num_gpus", "2", "--master_port", str(port), "--module", "trainer"]
 

@@ -13,7 +13,7 @@ import torch
 
 from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.testing import completion, group, trajectory
-from agentrl.train import learner_schema as wire
+from agentrl.train import learner_api as api
 from agentrl.types import Batch, Task, Trajectory, Turn
 from tests.trainer.trainer_builders import architecture, batch, config, episode, mixed_groups, whole_weights
 from trainer.gradient import attention
@@ -109,9 +109,9 @@ def test_a_record_refuses_a_logprob_that_cannot_be_one(logprob: float) -> None:
 
 @pytest.mark.parametrize("logprob", [math.nan, -math.inf])
 def test_the_wire_refuses_it_too(tiny_model: Any, logprob: float) -> None:
-    body = wire.encode(poisoned(batch(mixed_groups(tiny_model)), logprob))
+    body = api.encode(poisoned(batch(mixed_groups(tiny_model)), logprob))
     with pytest.raises(msgspec.ValidationError, match=r"logprob of token 0 is (nan|-inf)"):
-        wire.decode(body, Batch)
+        api.decode(body, Batch)
 
 
 @pytest.mark.parametrize("logprob", [math.nan, -math.inf])

@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import logging
 import pickle
-import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ from agentrl.config import EngineConfig
 from agentrl.engine.checksum import Checksum
 from agentrl.engine.vllm_server import LOOPBACK
 from agentrl.errors import ConfigError, LearnerError, MissingDependencyError, boundary
+from agentrl.supervision.serving import free_port
 from agentrl.types import Probe, TransferInit, WeightsRef
 from trainer.weights import folder as weights
 from trainer.weights.source import WeightSource
@@ -280,7 +280,7 @@ def _init_info(transfer: Transfer, engine: EngineConfig) -> Any:
     if transfer.backend == "nccl":
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-        return NCCLTrainerInitInfo(address, _free_port(address), world_size, rank=transfer.rank)
+        return NCCLTrainerInitInfo(address, free_port(address), world_size, rank=transfer.rank)
     gloo_trainer.register()
     return gloo_trainer.GlooTrainerInitInfo(
         master_address=address, world_size=world_size, timeout_s=engine.update_timeout_s, rank=transfer.rank
@@ -289,9 +289,3 @@ def _init_info(transfer: Transfer, engine: EngineConfig) -> Any:
 
 def _engine_host(engine: EngineConfig) -> str:
     return (urlsplit(engine.urls[0]).hostname or "") if engine.urls else engine.host
-
-
-def _free_port(address: str) -> int:
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as sock:
-        sock.bind((address, 0))
-        return int(sock.getsockname()[1])

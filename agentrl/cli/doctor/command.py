@@ -135,16 +135,16 @@ class _Waiting:
 async def _examined(config: Config | None, waiting: _Waiting) -> list[Finding]:
     from agentrl.cli.doctor import plan
     from agentrl.cli.doctor.findings import crashed, examine
-    from agentrl.supervision import secrets as tokens
+    from agentrl.supervision import secrets
 
     found: list[Finding] = []
-    secrets: dict[str, str | None] = {}
-    for key, name in (("engine_token", tokens.ENGINE), ("sandbox_token", tokens.SANDBOX)):
+    given: dict[str, str | None] = {}
+    for key, name in (("engine_token", secrets.ENGINE), ("sandbox_token", secrets.SANDBOX)):
         try:
-            secrets[key] = tokens.read(name, os.environ)
+            given[key] = secrets.read(name, os.environ)
         except ConfigError as error:
             found.append(crashed(key.replace("_", " "), error))
-    checks = plan.checks(config, **secrets)
+    checks = plan.checks(config, **given)
     left = [check.name for check in checks]
 
     def on_done(name: str) -> None:

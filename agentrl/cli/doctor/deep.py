@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from agentrl.engine.vllm_engine import Engine, TrainableEngine
     from agentrl.run_folder import RunFolder
     from agentrl.tokens.tokenizer import TurnTokenizer
-    from agentrl.train.learner_seat import LearnerSeat
+    from agentrl.train.learner_api import LearnerSession
     from agentrl.types import WeightsRef
 
 ENGINE, LEARNER, SYNC, PARITY = "engine start", "learner step", "weight sync", "logprob parity"
@@ -91,8 +91,8 @@ class _Trial:
         run = RunFolder.create(self._folder, "trial", config=self._config)
         async with AsyncExitStack() as stack:
             engine, turns = await self._engine(stack, run)
-            seat = await self._learner(stack, run, engine)
-            await self._compared(seat, engine, turns)
+            session = await self._learner(stack, run, engine)
+            await self._compared(session, engine, turns)
 
     async def _make_model(self) -> None:
         """The model that the warm start would make, hardly trained, where there is none yet."""
@@ -141,19 +141,18 @@ class _Trial:
         self.findings.append(ok(ENGINE, f"ready after {time.monotonic() - started:.0f} s: {what}"))
         return engine, turns
 
-    async def _learner(self, stack: AsyncExitStack, run: RunFolder, engine: TrainableEngine) -> LearnerSeat:
+    async def _learner(self, stack: AsyncExitStack, run: RunFolder, engine: TrainableEngine) -> LearnerSession:
         from agentrl.engine.metered import MeteredEngine
         from agentrl.supervision.serving import serving
-        from agentrl.train.learner_api import create_app
-        from agentrl.train.learner_door import LearnerDoor
+        from agentrl.train.learner_api import LearnerSessions, create_app
 
         self._stage = LEARNER
         self._say("starting the learner (DeepSpeed)")
-        door = LearnerDoor(MeteredEngine(engine))
-        seat = await door.open()
-        app = create_app(door, token=self._token)
+        sessions = LearnerSessions(MeteredEngine(engine))
+        session = await sessions.open()
+        app = create_app(sessions, token=self._token)
         url = await stack.enter_async_context(serving(app, host="127.0.0.1", port=0))
-        stack.push_async_callback(seat.finish)  # after the learner's end: what it asked last is answered
+        stack.push_async_callback(session.finish)  # after the learner's end: what it asked last is answered
         learner = await stack.enter_async_context(
             launch.learner_process(
                 self._config,
@@ -165,26 +164,26 @@ class _Trial:
             )
         )
         await stack.enter_async_context(launch.watching(learner))
-        return seat
+        return session
 
-    async def _compared(self, seat: LearnerSeat, engine: Engine, turns: TurnTokenizer) -> None:
+    async def _compared(self, session: LearnerSession, engine: Engine, turns: TurnTokenizer) -> None:
         """Weights of version 0, a step, weights of version 1."""
         settings, started = self._config.learner, time.monotonic()
         within_s = self._config.engine.update_timeout_s
-        await seat.weights(within_s=settings.start_timeout_s + within_s)
+        await session.weights(within_s=settings.start_timeout_s + within_s)
         self._stage = ENGINE
         batch = await _batch(engine, turns)
         self._stage = LEARNER
         self._say("training one step")
-        output = await seat.train(batch, within_s=settings.step_timeout_s)
+        output = await session.train(batch, within_s=settings.step_timeout_s)
         self.findings.append(_step(output, seconds=time.monotonic() - started))
         self._stage = SYNC
         self._say("updating the weights")
-        ref = await seat.weights(within_s=within_s)
-        assert seat.last_update is not None
-        self.findings.append(_sync(ref, self._config, gap_s=seat.last_update.gap_s))
+        ref = await session.weights(within_s=within_s)
+        assert session.last_update is not None
+        self.findings.append(_sync(ref, self._config, gap_s=session.last_update.gap_s))
         self._stage = PARITY
-        self.findings.append(judged(seat.last_update.parity, output.metrics, bound=bound_of(self._config)))
+        self.findings.append(judged(session.last_update.parity, output.metrics, bound=bound_of(self._config)))
 
 
 def bound_of(config: Config) -> float:

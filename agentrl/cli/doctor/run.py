@@ -163,7 +163,7 @@ async def engine_urls(settings: EngineConfig, *, token: str | None = None) -> li
 
 def ports(engine: EngineConfig, sandbox: SandboxConfig) -> list[Finding]:
     """The fixed ports of parts that are to be started here."""
-    from agentrl.train.launch import port_of
+    from agentrl.supervision.serving import configured_port
 
     wanted = [] if engine.urls or not engine.port else range(engine.port, engine.port + engine.replicas)
     asked = [("engine.port", engine.host, port) for port in wanted]
@@ -172,7 +172,7 @@ def ports(engine: EngineConfig, sandbox: SandboxConfig) -> list[Finding]:
     findings = []
     for key, host, port in asked:
         try:
-            port_of(host, port, key=key)
+            configured_port(host, port, key=key)
         except ConfigError:
             mend = f"choose another {key}, or 0 for any free one; `ss -ltnp 'sport = :{port}'` shows who has it"
             findings.append(fail(key, f"{host}:{port} is taken, or not of this machine", mend))

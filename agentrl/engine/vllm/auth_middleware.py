@@ -1,17 +1,16 @@
-"""Inside a vLLM server: lets in only who shows the token.
+"""Authentication inside a vLLM server: every route except /health requires the engine's bearer token.
 
-vLLM's own --api-key leaves open the routes that change weights, and those run what they are told. Handed to stock vLLM
-by its --middleware flag (engine/vllm_server.py). Knows no route but the one that says it lives.
+vLLM's own --api-key leaves the routes that change weights open, and those execute what they receive. Stock vLLM loads
+this class through its --middleware flag (engine/vllm_server.py). Independent of the routes themselves.
 """
 
 from __future__ import annotations
 
-import hmac
 import os
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from agentrl.supervision import secrets as tokens
+from agentrl.supervision import secrets
 
 Scope = MutableMapping[str, Any]
 App = Callable[[Scope, Any, Callable[[Scope], Awaitable[None]]], Awaitable[None]]
@@ -19,19 +18,26 @@ OPEN_PATHS = ("/health",)
 REFUSAL = b'{"error": {"message": "wrong or missing bearer token: see AGENTRL_ENGINE_TOKEN"}}'
 
 
-class TokenGuard:
-    """ASGI layer around everything the server answers. Raises ConfigError at the start where there is no token."""
+class BearerAuthMiddleware:
+    """ASGI middleware that answers 401 to requests without the token of AGENTRL_ENGINE_TOKEN.
+
+    Raises ConfigError at the start where the environment holds no token.
+
+    Example:
+        vllm serve MODEL --middleware agentrl.engine.vllm.auth_middleware.BearerAuthMiddleware
+    """
 
     def __init__(self, app: App) -> None:
-        token = tokens.read(tokens.ENGINE, os.environ)
-        tokens.demand(token, host="", key="engine", name=tokens.ENGINE)
+        token = secrets.read(secrets.ENGINE, os.environ)
+        secrets.require(token, host="", key="engine", name=secrets.ENGINE)
+        assert token is not None
         self._app = app
-        self._wanted = f"Bearer {token}".encode()
+        self._token = token
 
     async def __call__(self, scope: Scope, receive: Any, send: Callable[[Scope], Awaitable[None]]) -> None:
-        """Pass on what is allowed, answer 401 to the rest."""
+        """Pass an allowed request on; answer 401 to any other."""
         is_request = scope["type"] in ("http", "websocket")
-        if not is_request or scope["path"] in OPEN_PATHS or self._is_known(scope):
+        if not is_request or scope["path"] in OPEN_PATHS or self._is_allowed(scope):
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
             headers = [(b"content-type", b"application/json"), (b"content-length", str(len(REFUSAL)).encode())]
@@ -40,6 +46,6 @@ class TokenGuard:
         else:
             await send({"type": "websocket.close", "code": 1008})
 
-    def _is_known(self, scope: Scope) -> bool:
+    def _is_allowed(self, scope: Scope) -> bool:
         given = [value for name, value in scope["headers"] if name == b"authorization"]
-        return len(given) == 1 and hmac.compare_digest(given[0], self._wanted)
+        return len(given) == 1 and secrets.is_bearer(given[0], self._token)

@@ -21,6 +21,7 @@ from agentrl.engine import launch as launch_engines
 from agentrl.engine.vllm_engine import VLLMEngine
 from agentrl.errors import EngineError, EngineGone
 from agentrl.supervision.child import Child, ChildDied
+from agentrl.supervision.serving import free_port
 from agentrl.train import launch
 from agentrl.types import Completion, Sampling
 from tests.agentrl.engine.judge import PROMPT, Judge, worst
@@ -185,7 +186,7 @@ async def test_a_model_that_vllm_does_not_know_is_said_to_be_one(tiny_model_dir:
 
 
 async def test_a_server_that_is_not_there_is_waited_for_and_then_named(tiny_model_dir: Path, tmp_path: Path) -> None:
-    port = launch.port_of("127.0.0.1", 0, key="port")
+    port = free_port()
     config = config_for(tiny_model_dir, url=f"http://127.0.0.1:{port}", start_timeout_s=0.5)
     message = await cannot_start(config, tmp_path)
     assert f"the engine at http://127.0.0.1:{port} was not ready within 0.5 s" in message

@@ -17,7 +17,7 @@ from fastapi.responses import JSONResponse
 from agentrl.engine.openai import OpenAIEngine
 from agentrl.engine.vllm_engine import VLLMEngine
 from agentrl.errors import ConfigError, EngineError, EngineGone, WeightSyncError
-from agentrl.train.launch import port_of
+from agentrl.supervision.serving import free_port
 from agentrl.types import FinishReason, Probe, Sampling, WeightsRef
 
 PROMPT = [5, 6, 7]
@@ -91,7 +91,7 @@ class Script:
 @pytest.fixture
 def script() -> Iterator[Script]:
     script = Script()
-    port = port_of("127.0.0.1", 0, key="port")
+    port = free_port()
     script.url = f"http://127.0.0.1:{port}"
     server = uvicorn.Server(uvicorn.Config(script.app(), host="127.0.0.1", port=port, log_level="error"))
     thread = threading.Thread(target=server.run)
@@ -291,7 +291,7 @@ async def test_a_server_that_does_not_answer_ends_at_the_deadline(script: Script
 
 
 async def test_nothing_listening_names_the_url() -> None:
-    url = f"http://127.0.0.1:{port_of('127.0.0.1', 0, key='port')}"
+    url = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(EngineError, match=f"{url}.*nothing listens there"):
         async with VLLMEngine(url):
             pass

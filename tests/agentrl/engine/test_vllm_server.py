@@ -14,7 +14,7 @@ from agentrl.config import EngineConfig
 from agentrl.engine import vllm_server as engine_server
 from agentrl.errors import ConfigError, EngineError, MissingDependencyError
 from agentrl.supervision.child import child
-from agentrl.train.launch import port_of
+from agentrl.supervision.serving import free_port
 
 
 def command(**changes: object) -> tuple[list[str], dict[str, str]]:
@@ -161,7 +161,7 @@ async def test_a_server_that_never_answers_is_given_up_with_its_log() -> None:
 
 @pytest.mark.engine
 async def test_a_missing_model_gives_the_reason_of_the_real_server(tmp_path: Path) -> None:
-    port = port_of("127.0.0.1", 0, key="port")
+    port = free_port()
     argv, env = command(model_path=str(tmp_path / "nothing-here"), port=port)
     async with child("engine", argv, log_path=tmp_path / "engine.log", env=env) as part:
         with pytest.raises(EngineError, match=r"exit code 1 (.|\n)*nothing-here"):

@@ -10,7 +10,7 @@ import pytest
 
 from agentrl.engine.metered import MeteredEngine
 from agentrl.tokens.tokenizer import TurnTokenizer
-from agentrl.train.learner_seat import LearnerSeat
+from agentrl.train.learner_api import LearnerSession
 from agentrl.types import Probe, WeightsRef
 from tests.agentrl.train.whole_run import YesAndNo
 
@@ -22,11 +22,11 @@ async def test_weights_that_come_just_as_the_run_ends_do_not_make_it_go_on(
     tokenizer: TurnTokenizer, num_turns: int
 ) -> None:
     """`num_turns` of the event loop lie between the two."""
-    seat = LearnerSeat(MeteredEngine(YesAndNo(tokenizer)))
-    waiting = asyncio.create_task(seat.weights(within_s=60))
+    session = LearnerSession(MeteredEngine(YesAndNo(tokenizer)))
+    waiting = asyncio.create_task(session.weights(within_s=60))
     await asyncio.sleep(0.01)
     probe = Probe(token_ids=(1, 2), logprobs=(-1.0,))
-    await seat.weights_published(WeightsRef(policy_version=0, num_bytes=0, update_info={}, checksum="", probe=probe))
+    await session.weights_published(WeightsRef(policy_version=0, num_bytes=0, update_info={}, checksum="", probe=probe))
     for _ in range(num_turns):
         await asyncio.sleep(0)
     if waiting.cancel():

@@ -26,10 +26,10 @@ from agentrl.report.metrics import read
 from agentrl.run_folder import Kind, RunFolder
 from agentrl.supervision import child as supervise
 from agentrl.supervision.child import Child, ChildDied
+from agentrl.supervision.serving import free_port
 from agentrl.testing import ScriptedEngine, call
 from agentrl.tokens.tokenizer import TurnTokenizer
 from agentrl.train import launch
-from agentrl.train.launch import port_of
 from agentrl.types import Message, StopReason, Task, Trajectory
 from envs.aime import Aime, AimePython
 from envs.grading import final_answer
@@ -130,7 +130,7 @@ def assert_every_reward_is_earned(config: Config) -> None:
 @asynccontextmanager
 async def sandbox_process() -> AsyncIterator[tuple[SandboxClient, asyncio.subprocess.Process]]:
     """The service as a process that a test can kill."""
-    port = port_of("127.0.0.1", 0, key="port")
+    port = free_port()
     command = [sys.executable, "-m", "sandbox", "--port", str(port), "--token-env", "TOKEN", "--slots", "2"]
     process = await asyncio.create_subprocess_exec(
         *command, env={**os.environ, "TOKEN": "t"}, stderr=asyncio.subprocess.DEVNULL
@@ -240,7 +240,7 @@ async def sick_sandbox() -> AsyncIterator[tuple[SandboxClient, threading.Event]]
         app.router.add_route("*", "/{path:.*}", forward)
         runner = web.AppRunner(app)
         await runner.setup()
-        port = port_of("127.0.0.1", 0, key="port")
+        port = free_port()
         await web.TCPSite(runner, "127.0.0.1", port).start()
         try:
             async with SandboxClient(f"http://127.0.0.1:{port}") as before:

@@ -11,7 +11,7 @@ from agentrl.rollout.episode import run_group
 from agentrl.run_folder import RunFolder
 from agentrl.testing import ScriptedEngine
 from agentrl.tokens.tokenizer import TurnTokenizer
-from agentrl.train import learner_schema as wire
+from agentrl.train import learner_api as api
 from agentrl.types import Batch, Message, Task, TrajectoryGroup, user
 from tests.agentrl.report.synthetic_run import make_config
 
@@ -42,7 +42,7 @@ async def play(tokenizer: TurnTokenizer) -> TrajectoryGroup:
 async def test_they_are_weighted_into_what_the_learner_is_sent(tokenizer: TurnTokenizer) -> None:
     group = await play(tokenizer)
     batch = Batch(policy_version=0, max_lag=0, groups=(group,))
-    received = wire.decode(wire.encode(batch), Batch)
+    received = api.decode(api.encode(batch), Batch)
     for trajectory in received.trajectories():
         assert trajectory.rewards == {"correct": 1.0, "step": 0.75}
         assert trajectory.reward == 1.0 + 2.0 * 0.75

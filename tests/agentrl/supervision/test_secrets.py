@@ -12,21 +12,21 @@ from starlette.routing import Route
 
 from agentrl.config import EngineConfig
 from agentrl.engine import vllm_server as engine_server
-from agentrl.engine.vllm.auth_middleware import TokenGuard
+from agentrl.engine.vllm.auth_middleware import BearerAuthMiddleware
 from agentrl.errors import ConfigError
-from agentrl.supervision import secrets as tokens
+from agentrl.supervision import secrets
 
 
 def test_a_token_comes_from_the_variable_or_the_file_it_names(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("from the file\n")
     named = {"AGENTRL_ENGINE_TOKEN_FILE": str(tmp_path / "token")}
-    assert tokens.read(tokens.ENGINE, named) == "from the file"
-    assert tokens.read(tokens.ENGINE, named | {"AGENTRL_ENGINE_TOKEN": "itself"}) == "itself"
+    assert secrets.read(secrets.ENGINE, named) == "from the file"
+    assert secrets.read(secrets.ENGINE, named | {"AGENTRL_ENGINE_TOKEN": "itself"}) == "itself"
 
 
 def test_the_run_s_token_serves_where_no_other_is_set() -> None:
-    assert tokens.read(tokens.SANDBOX, {"AGENTRL_TOKEN": "one for all"}) == "one for all"
-    assert tokens.read(tokens.RUN, {"AGENTRL_SANDBOX_TOKEN": "the sandbox's"}) is None
+    assert secrets.read(secrets.SANDBOX, {"AGENTRL_TOKEN": "one for all"}) == "one for all"
+    assert secrets.read(secrets.RUN, {"AGENTRL_SANDBOX_TOKEN": "the sandbox's"}) is None
 
 
 @pytest.mark.parametrize(("content", "complaint"), [(None, "cannot read"), ("\n", "is empty")])
@@ -34,7 +34,7 @@ def test_a_file_without_a_token_is_named(tmp_path: Path, content: str | None, co
     if content is not None:
         (tmp_path / "token").write_text(content)
     with pytest.raises(ConfigError, match=f"AGENTRL_TOKEN_FILE.*{complaint}"):
-        tokens.read(tokens.RUN, {"AGENTRL_TOKEN_FILE": str(tmp_path / "token")})
+        secrets.read(secrets.RUN, {"AGENTRL_TOKEN_FILE": str(tmp_path / "token")})
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.3", "engine", ""])
@@ -45,14 +45,14 @@ def test_an_engine_that_others_reach_demands_a_token(host: str) -> None:
         engine_server.command(**settings)  # type: ignore[arg-type]
     argv, env = engine_server.command(**settings, token="secret")  # type: ignore[arg-type]
     assert (
-        "agentrl.engine.vllm.auth_middleware.TokenGuard" in argv and "secret" not in argv
+        "agentrl.engine.vllm.auth_middleware.BearerAuthMiddleware" in argv and "secret" not in argv
     )  # anyone may read a command line
     assert env["AGENTRL_ENGINE_TOKEN"] == "secret"
 
 
 def test_loopback_needs_none() -> None:
     for host in ("127.0.0.1", "localhost", "::1", "127.1.2.3"):
-        tokens.demand(None, host=host, key="engine.host", name=tokens.ENGINE)
+        secrets.require(None, host=host, key="engine.host", name=secrets.ENGINE)
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> httpx.AsyncClient:
         return PlainTextResponse("passed")
 
     app = Starlette(routes=[Route(path, answer) for path in ("/health", "/pause", "/v1/models")])
-    app.add_middleware(TokenGuard)
+    app.add_middleware(BearerAuthMiddleware)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://engine")
 
 
@@ -83,4 +83,4 @@ def test_there_is_no_guard_without_a_token(monkeypatch: pytest.MonkeyPatch) -> N
     for name in ("AGENTRL_ENGINE_TOKEN", "AGENTRL_TOKEN"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ConfigError, match="set AGENTRL_ENGINE_TOKEN"):
-        TokenGuard(Starlette())
+        BearerAuthMiddleware(Starlette())

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from agentrl.errors import ConfigError
-from agentrl.train.launch import WEIGHTS_PREFIX, _progress_or_log, port_of, weights_folder
+from agentrl.supervision.serving import configured_port
+from agentrl.train.launch import WEIGHTS_PREFIX, _progress_or_log, weights_folder
 from tests.agentrl.train.troubles import Trouble
 
 TAKEN = Trouble("...: cannot listen on ...: Address already in use. Choose another, or 0 for any free port")
@@ -21,7 +22,7 @@ def test_a_taken_port_is_named_with_its_setting() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"engine\.port: cannot listen on 127\.0\.0\.1:{port}") as found:
-            port_of("127.0.0.1", port, key="engine.port")
+            configured_port("127.0.0.1", port, key="engine.port")
     assert TAKEN.is_in(found.value)
 
 

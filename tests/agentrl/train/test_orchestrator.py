@@ -1,4 +1,4 @@
-"""The conductor's loop over HTTP with a learner that obeys the wire, and engines that do and do not work."""
+"""The conductor's loop over HTTP with a learner that obeys the API, and engines that do and do not work."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agentrl.errors import EngineError, ErrorRateExceeded, NoLearningSignal, Wei
 from agentrl.report.metrics import read
 from agentrl.testing import ScriptedEngine
 from agentrl.tokens.tokenizer import TurnTokenizer
-from agentrl.train import learner_schema as wire
+from agentrl.train import learner_api as api
 from agentrl.types import TransferInit, WeightsRef
 from tests.agentrl.train.whole_run import TOKEN, YesAndNo, make_config, orchestrating, run_with
 
@@ -108,7 +108,7 @@ async def test_a_wrong_token_gets_nothing(tmp_path: Path, tokenizer: TurnTokeniz
         orchestrating(make_config(tmp_path), YesAndNo(tokenizer), tokenizer) as (_, url),
         httpx.AsyncClient() as http,
     ):
-        reply = await http.get(url + wire.BATCH, params={"policy_version": 0}, headers={"Authorization": "Bearer x"})
+        reply = await http.get(url + api.BATCH, params={"policy_version": 0}, headers={"Authorization": "Bearer x"})
         assert reply.status_code == 401
 
 
@@ -118,6 +118,6 @@ async def test_garbage_is_refused_and_named(tmp_path: Path, tokenizer: TurnToken
         orchestrating(make_config(tmp_path), YesAndNo(tokenizer), tokenizer) as (_, url),
         httpx.AsyncClient() as http,
     ):
-        reply = await http.post(url + wire.STEP, content=b"\x80", headers=headers)
+        reply = await http.post(url + api.STEP, content=b"\x80", headers=headers)
         assert reply.status_code == 422
         assert "policy_version" in reply.text

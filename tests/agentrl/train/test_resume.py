@@ -18,7 +18,7 @@ from agentrl.errors import ConfigError, WeightSyncError
 from agentrl.report.metrics import read
 from agentrl.run_folder import RunFolder
 from agentrl.tokens.tokenizer import TurnTokenizer
-from agentrl.train import learner_schema as wire
+from agentrl.train import learner_api as api
 from agentrl.train.orchestrator import Orchestrator, Summary
 from agentrl.train.resume import reopen
 from agentrl.types import Batch, WeightsRef
@@ -71,9 +71,9 @@ async def test_the_process_that_was_replaced_is_turned_away(tmp_path: Path, toke
     async with running(make_config(tmp_path), tokenizer) as (run, url, _):
         await obedient_learner(url, [], name="first", dies_at=1)
         second = asyncio.create_task(obedient_learner(url, [], name="second", version=0))
-        headers = {"Authorization": f"Bearer {TOKEN}", wire.LEARNER_HEADER: "first"}
+        headers = {"Authorization": f"Bearer {TOKEN}", api.LEARNER_HEADER: "first"}
         async with httpx.AsyncClient(base_url=url, headers=headers) as http:
-            while (reply := await http.get(wire.BATCH, params={"policy_version": 1})).status_code in (200, 204):
+            while (reply := await http.get(api.BATCH, params={"policy_version": 1})).status_code in (200, 204):
                 await asyncio.sleep(0.01)
         assert reply.status_code == 409
         await second

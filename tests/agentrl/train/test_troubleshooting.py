@@ -21,10 +21,9 @@ from agentrl.errors import ConfigError, InfraError, SandboxError
 from agentrl.report.metrics import read
 from agentrl.supervision import child as supervise
 from agentrl.supervision.child import child
+from agentrl.supervision.serving import free_port
 from agentrl.tokens.tokenizer import TurnTokenizer
-from agentrl.train import launch
-from agentrl.train import learner_schema as wire
-from agentrl.train.launch import port_of
+from agentrl.train import launch, learner_api
 from agentrl.train.training import check_model
 from sandbox.client import SandboxClient
 from tests.agentrl.train.troubles import Trouble, fragments, headings
@@ -110,7 +109,7 @@ async def test_a_learner_with_another_token_is_told(tmp_path: Path, tokenizer: T
         orchestrating(make_config(tmp_path), YesAndNo(tokenizer), tokenizer) as (_, url),
         httpx.AsyncClient(base_url=url) as http,
     ):
-        reply = await http.post(wire.STEP, headers={"Authorization": "Bearer another"})
+        reply = await http.post(learner_api.STEP, headers={"Authorization": "Bearer another"})
     assert reply.status_code == 401 and LEARNER_TOKEN.is_in(reply.text)
 
 
@@ -127,7 +126,7 @@ async def test_a_sandbox_with_another_token_ends_the_run_before_it_begins(tmp_pa
 
 async def test_a_sandbox_that_never_comes_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "SANDBOX_START_TIMEOUT_S", 0.2)
-    async with SandboxClient(f"http://127.0.0.1:{port_of('127.0.0.1', 0, key='port')}") as nobody:
+    async with SandboxClient(f"http://127.0.0.1:{free_port()}") as nobody:
         with pytest.raises(SandboxError) as found:
             await launch.sandbox_ready(nobody, [], max_restarts=3)
     assert SANDBOX_SILENT.is_in(found.value)

@@ -19,8 +19,8 @@ from agentrl.engine.weight_updates import WeightUpdate
 from agentrl.errors import AgentRLError, EngineError, ErrorRateExceeded, WeightSyncError
 from agentrl.report.metrics import MetricsLine, read
 from agentrl.run_folder import RunFolder
+from agentrl.supervision.serving import free_port
 from agentrl.tokens.tokenizer import TurnTokenizer
-from agentrl.train.launch import port_of
 from agentrl.types import Trajectory, WeightsRef
 from tests.agentrl.engine.vllm_double import Chunks, VLLMDouble, vllm_double
 from tests.agentrl.train.troubles import Trouble
@@ -169,7 +169,7 @@ async def test_an_engine_that_is_slow_for_a_while_costs_time_alone(tmp_path: Pat
 
 
 async def test_an_engine_that_is_not_there_is_named_with_its_setting() -> None:
-    server = launch_engines.Server(url=f"http://127.0.0.1:{port_of('127.0.0.1', 0, key='port')}")
+    server = launch_engines.Server(url=f"http://127.0.0.1:{free_port()}")
     with pytest.raises(EngineError) as found:
         await launch_engines.engines_ready([server], EngineConfig(start_timeout_s=0.3))
     assert NOT_READY.is_in(found.value)

@@ -25,9 +25,8 @@ from agentrl.cli.services import orchestrator
 from agentrl.config import EngineConfig, SandboxConfig
 from agentrl.errors import ConfigError, LearnerReplaced
 from agentrl.supervision.serving import serving
-from agentrl.train import learner_api as batch_server
-from agentrl.train import learner_schema as wire
-from agentrl.train.learner_api import LearnerPort, create_app
+from agentrl.train import learner_api as api
+from agentrl.train.learner_api import LearnerCalls, create_app
 from agentrl.types import Batch, StepOutput, Task, TransferInit, WeightsRef
 from sandbox.client import SandboxClient
 from tests.agentrl.buffer.buffer_model import USEFUL, make_group
@@ -37,8 +36,11 @@ from tests.sandbox.tiers import TIERS, why_not
 
 ROOT = Path(__file__).parents[3]
 TOKEN = "token-of-the-run"
-ROUTES = [("GET", wire.BATCH), *(("POST", path) for path in (wire.STEP, wire.TRANSFER, wire.WEIGHTS, wire.FINISHED))]
-WITH_BODY = {wire.STEP: StepOutput, wire.TRANSFER: TransferInit, wire.WEIGHTS: WeightsRef}
+ROUTES = [
+    ("GET", api.BATCH),
+    *(("POST", path) for path in (api.STEP, api.TRANSFER, api.WEIGHTS, api.FINISHED)),
+]
+WITH_BODY = {api.STEP: StepOutput, api.TRANSFER: TransferInit, api.WEIGHTS: WeightsRef}
 PICKLES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 ALLOWED = {
     "trainer/weights/transfer.py"
@@ -47,9 +49,9 @@ TORCH_PICKLES = {"broadcast_object_list", "all_gather_object", "gather_object", 
 
 
 class Nobody:
-    """A door that lets in whoever got past the checks, to be told that the place is taken."""
+    """Answers every caller that passed the checks that the place is taken."""
 
-    async def seat_of(self, learner_id: str) -> LearnerPort:
+    async def session_of(self, learner_id: str) -> LearnerCalls:
         raise LearnerReplaced("the place is taken")
 
 
@@ -90,7 +92,7 @@ async def test_there_is_no_route_but_those(http: httpx.AsyncClient) -> None:
 async def test_no_body_grows_beyond_its_limit(
     http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, path: str, is_chunked: bool
 ) -> None:
-    monkeypatch.setattr(batch_server, "MAX_BODY_BYTES", 1000)
+    monkeypatch.setattr(api, "MAX_BODY_BYTES", 1000)
 
     async def chunks() -> AsyncIterator[bytes]:
         for _ in range(3):
@@ -104,12 +106,12 @@ async def test_a_sender_that_goes_away_is_no_error_of_ours(
     http: httpx.AsyncClient, capfd: pytest.CaptureFixture[str]
 ) -> None:
     _, writer = await asyncio.open_connection("127.0.0.1", http.base_url.port)
-    head = f"POST {wire.STEP} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: 100\r\n\r\n"
+    head = f"POST {api.STEP} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: 100\r\n\r\n"
     writer.write(head.encode() + b"half")
     await writer.drain()
     writer.close()
     await asyncio.sleep(0.1)
-    assert (await http.get(wire.BATCH, params={"policy_version": 0})).status_code == 409
+    assert (await http.get(api.BATCH, params={"policy_version": 0})).status_code == 409
     assert "Exception" not in capfd.readouterr().err
 
 
@@ -134,10 +136,10 @@ async def test_the_agents_side_has_a_limit_for_chunks_too(monkeypatch: pytest.Mo
         b"",
         b"\xc1",
         b"\x80\x04\x95",  # how a pickle begins
-        wire.encode([1, 2]),
-        wire.encode({"policy_version": "1"}),
-        wire.encode({"policy_version": 1, "metrics": {"loss": "0"}}),
-        wire.encode(msgspec.msgpack.Ext(1, b"x")),
+        api.encode([1, 2]),
+        api.encode({"policy_version": "1"}),
+        api.encode({"policy_version": 1, "metrics": {"loss": "0"}}),
+        api.encode(msgspec.msgpack.Ext(1, b"x")),
         b"\x91" * 100_000,  # lists in lists
         b"\xdd\xff\xff\xff\xff",  # a list that says it has 2**32 - 1 members
     ],
@@ -196,10 +198,10 @@ def test_the_journal_holds_plain_values_and_typed_records(tmp_path: Path) -> Non
         db.row_factory = sqlite3.Row
         (row,) = db.execute("SELECT * FROM groups").fetchall()
     assert {type(value) for value in tuple(row)} <= {int, str, bytes, NoneType}
-    assert wire.decode(row["task"], Task) == task
-    assert wire.decode(row["payload"], type(group)) == group
+    assert api.decode(row["task"], Task) == task
+    assert api.decode(row["payload"], type(group)) == group
     with pytest.raises(msgspec.ValidationError):
-        wire.decode(row["payload"], Batch)
+        api.decode(row["payload"], Batch)
 
 
 @asynccontextmanager

@@ -23,7 +23,7 @@ from agentrl.supervision.serving import serving
 from agentrl.supervision.wait_graph import Progress
 from agentrl.testing import ScriptedEngine
 from agentrl.tokens.tokenizer import TurnTokenizer
-from agentrl.train import learner_schema as wire
+from agentrl.train import learner_api as api
 from agentrl.train.learner_api import create_app
 from agentrl.train.orchestrator import Orchestrator, Summary
 from agentrl.types import Batch, Message, Probe, StepOutput, Task, TransferInit, WeightsRef, user
@@ -121,7 +121,7 @@ async def orchestrating(
             canaries=canaries,
             progress=progress,
         )
-        async with serving(create_app(orchestrator.learner_door, token=TOKEN), host="127.0.0.1", port=0) as url:
+        async with serving(create_app(orchestrator.sessions, token=TOKEN), host="127.0.0.1", port=0) as url:
             yield orchestrator, url
 
 
@@ -137,24 +137,27 @@ async def obedient_learner(
     resumable_from: int | None = None,
 ) -> None:
     """Speaks the wire protocol and trains nothing: from `version` to the end, or up to the batch of `dies_at`."""
-    headers = {"Authorization": f"Bearer {TOKEN}", wire.LEARNER_HEADER: name}
+    headers = {"Authorization": f"Bearer {TOKEN}", api.LEARNER_HEADER: name}
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=30) as http:
         while True:
             probe = Probe(token_ids=(1, 2), logprobs=(-1.0,))
             ref = WeightsRef(policy_version=version, num_bytes=0, update_info={}, checksum="", probe=probe)
             for _ in range(2 if repeat else 1):
-                (await http.post(wire.WEIGHTS, content=wire.encode(ref))).raise_for_status()
-            while (reply := await http.get(wire.BATCH, params={"policy_version": version})).status_code in (204, 205):
+                (await http.post(api.WEIGHTS, content=api.encode(ref))).raise_for_status()
+            while (reply := await http.get(api.BATCH, params={"policy_version": version})).status_code in (
+                204,
+                205,
+            ):
                 if reply.status_code == 205:
-                    (await http.post(wire.TRANSFER, content=wire.encode(TransferInit(init_info={})))).raise_for_status()
-                    (await http.post(wire.WEIGHTS, content=wire.encode(ref))).raise_for_status()
+                    (await http.post(api.TRANSFER, content=api.encode(TransferInit(init_info={})))).raise_for_status()
+                    (await http.post(api.WEIGHTS, content=api.encode(ref))).raise_for_status()
             if reply.status_code == 410:
-                (await http.post(wire.FINISHED)).raise_for_status()
+                (await http.post(api.FINISHED)).raise_for_status()
                 return
             if repeat:
-                again = await http.get(wire.BATCH, params={"policy_version": version})
+                again = await http.get(api.BATCH, params={"policy_version": version})
                 assert again.content == reply.content
-            seen.append(wire.decode(reply.content, Batch))
+            seen.append(api.decode(reply.content, Batch))
             if version == dies_at:
                 return
             version += 1
@@ -165,7 +168,7 @@ async def obedient_learner(
                 resumable_from=resumable_from,
             )
             for _ in range(2 if repeat else 1):
-                (await http.post(wire.STEP, content=wire.encode(output))).raise_for_status()
+                (await http.post(api.STEP, content=api.encode(output))).raise_for_status()
 
 
 async def run_with(

@@ -31,7 +31,7 @@ from agentrl.supervision.serving import serving
 from agentrl.train.learner_api import RunOver, create_app
 from agentrl.types import Batch, Probe, StepOutput, TransferInit, WeightsRef
 from tests.conftest import VLLMServer
-from tests.doors import OpenDoor
+from tests.one_session import OneSession
 from tests.trainer.trainer_builders import plain_logprobs
 from trainer.weights import folder as weights
 from trainer.weights.source import WeightSource
@@ -75,9 +75,9 @@ class Engines:
 
 def start_server(model_dir: Path, log_path: Path, backend: str, port: int = 0) -> tuple[subprocess.Popen[bytes], str]:
     from agentrl.engine import vllm_server as engine_server
-    from agentrl.train.launch import port_of
+    from agentrl.supervision.serving import free_port
 
-    port = port_of("127.0.0.1", port, key="port")
+    port = free_port(port=port)
     argv, env = engine_server.command(
         model_path=str(model_dir),
         served_name="policy",
@@ -160,7 +160,7 @@ async def learner(
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[3])}
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"):
         env.pop(name, None)
-    async with serving(create_app(OpenDoor(engines), token="secret"), host="127.0.0.1", port=0) as url:
+    async with serving(create_app(OneSession(engines), token="secret"), host="127.0.0.1", port=0) as url:
         defaults = {
             "backend": "gloo",
             "timeout_s": 60.0,

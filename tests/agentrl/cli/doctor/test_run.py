@@ -16,8 +16,7 @@ from agentrl.cli.doctor.findings import Status
 from agentrl.cli.doctor.machine import GIB
 from agentrl.cli.doctor.run import ModelSize
 from agentrl.config import Config, EngineConfig, LearnerConfig, SandboxConfig, parse
-from agentrl.supervision.serving import serving
-from agentrl.train import launch
+from agentrl.supervision.serving import free_port, serving
 from tests.agentrl.conftest import QWEN_LIKE, write_tokenizer
 
 
@@ -100,7 +99,7 @@ def test_each_replica_has_its_port_and_servers_of_others_have_none(taken_port: i
 
 
 async def test_an_engine_that_does_not_answer_is_named() -> None:
-    port = launch.port_of("127.0.0.1", 0, key="port")
+    port = free_port()
     (found,) = await run.engine_urls(EngineConfig(url=f"http://127.0.0.1:{port}"))
     assert found.status is Status.FAIL
     assert f"127.0.0.1:{port}" in found.name
@@ -129,7 +128,7 @@ async def test_an_engine_is_asked_with_its_token_and_may_be_paused() -> None:
 
 
 async def test_a_sandbox_that_does_not_answer_is_named() -> None:
-    port = launch.port_of("127.0.0.1", 0, key="port")
+    port = free_port()
     found = await run.sandbox(SandboxConfig(url=f"http://127.0.0.1:{port}"))
     assert found.status is Status.FAIL
     assert "docs/sandbox.md" in found.mend

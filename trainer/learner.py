@@ -23,7 +23,8 @@ from trainer import ranks
 from trainer import startup_proof as self_test
 from trainer.deepspeed_settings import set_rates, start_engine
 from trainer.gradient import handoff as feed
-from trainer.gradient.score_sums import full_shape, total_norm
+from trainer.gradient.norms import total_norm
+from trainer.gradient.score_sums import full_shape
 from trainer.gradient.step_gradient import Estimator
 from trainer.model import checkpoint_layers, load_model
 from trainer.objective import vcpo
@@ -211,7 +212,7 @@ class Learner:
 
     def _reduced_norm(self) -> float:
         """Norm of what lies on the parameters: in stage 0 with float32 DeepSpeed reduces there and reports no norm."""
-        present = [parameter.grad.float() for parameter in self._estimator.parameters if parameter.grad is not None]
+        present = [parameter.grad for parameter in self._estimator.parameters if parameter.grad is not None]
         return float(total_norm(present))
 
 

@@ -6,6 +6,7 @@ nothing of episodes or of DeepSpeed: it runs on the model as it will be trained,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,8 +16,9 @@ from agentrl.errors import ConfigError
 from trainer import lora, packing
 from trainer.gradient import attention
 from trainer.gradient.logprobs import score
+from trainer.gradient.norms import total_norm
 from trainer.gradient.score_gradients import check_modules, recording, tied_weight
-from trainer.gradient.score_sums import GradientSums, Recorder, total_norm
+from trainer.gradient.score_sums import GradientSums, Recorder
 from trainer.packing import ActionTensors
 
 # Largest |packed - unpacked| log-probability in nats; largest relative error of norms and of the sum.
@@ -45,15 +47,17 @@ def prepare(model: Any) -> None:
             f"{type(model).__name__}: log-probabilities of packed episodes are {error:.2g} nats off its own; "
             "it attends or scores in a way that this learner does not know"
         )
-    relative = max(_relative(norms, own_norms), _relative(torch.cat([t.flatten() for t in total]), torch.cat(own_sum)))
+    relative = max(_relative([norms], [own_norms]), _relative(total, own_sum))
     if not relative <= GRADIENT_BOUND[dtype]:
         raise ConfigError(
             f"{type(model).__name__}: gradients by trajectory are {relative:.2g} (relative) off autograd's"
         )
 
 
-def _relative(ours: Tensor, theirs: Tensor) -> float:
-    return float((ours - theirs).norm() / theirs.norm())
+def _relative(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
+    """|ours - theirs| / |theirs|, each taken as one vector."""
+    difference = total_norm(mine.flatten() - other.flatten() for mine, other in zip(ours, theirs, strict=True))
+    return float(difference / total_norm(theirs))
 
 
 def _text(model: Any, index: int, num_tokens: int, num_actions: int) -> ActionTensors:
@@ -78,7 +82,7 @@ def _by_autograd(model: Any, members: list[ActionTensors]) -> tuple[Tensor, Tens
         log_p_NV = logits_SV[member.predictor_N].float().log_softmax(dim=-1)
         logprob_N = log_p_NV.gather(1, member.target_N[:, None])[:, 0]
         gradients = torch.autograd.grad(logprob_N.sum(), parameters, allow_unused=True, materialize_grads=True)
-        norms.append(total_norm([gradient.float() for gradient in gradients]))
+        norms.append(total_norm(gradients))
         for one, gradient in zip(total, gradients, strict=True):
             one.add_(gradient.flatten(), alpha=coefficient)
         logprobs.append(logprob_N.detach())

@@ -19,6 +19,7 @@ from torch import Tensor
 from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.config.presets import Baseline, refusal
 from agentrl.types import TrajectoryGroup
+from trainer.gradient.norms import squared_norm
 from trainer.gradient.step_gradient import Estimator
 
 COMPARED: tuple[Baseline, ...] = ("none", "mean", "leave_one_out", "length_weighted", "opob", "opob_safe", "otb")
@@ -83,7 +84,7 @@ class SplitVariance:
         for mine, other in zip(first, second, strict=True):
             difference = mine.sub_(other)
             self._reduce(difference)
-            total += float(difference.double().square().sum())
+            total += float(squared_norm(difference))
         return total
 
     def _gradient(self, estimator: Estimator, part: list[TrajectoryGroup], policy_version: int) -> list[Tensor]:

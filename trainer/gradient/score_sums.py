@@ -8,12 +8,12 @@ Shapes: _n segments of a pack, _S its tokens, _N its action tokens, I and O size
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-CPU_RUN = 2**20  # products that are added up in one float32
+from trainer.gradient.norms import inner_product, squared_norm
 
 
 def full_shape(parameter: Tensor) -> torch.Size:
@@ -160,7 +160,7 @@ class Recorder:
         norm2_n = torch.zeros(self.num_segments, dtype=torch.float64, device=self.device)
         for segment, parts in enumerate(self._norm2):
             if parts:
-                norm2_n[segment] = torch.stack(parts).double().sum()
+                norm2_n[segment] = torch.stack(parts).sum()
         return norm2_n + torch.stack(self._vector_norm2).sum(dim=0) if self._vector_norm2 else norm2_n
 
     @property
@@ -186,7 +186,7 @@ class Recorder:
         """One parameter's whole gradient from one segment, float32."""
         assert self._sums is not None
         if self.has_norms:
-            self._norm2[segment].extend(dots(piece, piece))
+            self._norm2[segment].append(squared_norm(piece))
         self._sums.add(index, piece, coefficient=self.coefficient_n[segment], score=self.score_n[segment])
 
     def vectors(self, parameter: Tensor, grad_RD: Tensor) -> None:
@@ -227,9 +227,9 @@ class Recorder:
             if padding_id is not None:
                 piece_UD[ids_U == padding_id] = 0
             if self.has_norms:
-                self._norm2[segment].extend(dots(piece_UD, piece_UD))
+                self._norm2[segment].append(squared_norm(piece_UD))
                 if (head_UD := self._head_rows.pop(segment, None)) is not None:
-                    self._norm2[segment].extend(2 * part for part in dots(head_UD, piece_UD))
+                    self._norm2[segment].append(2 * inner_product(head_UD, piece_UD))
             self._sums.add_rows(
                 index, ids_U, piece_UD, coefficient=self.coefficient_n[segment], score=self.score_n[segment]
             )
@@ -242,22 +242,3 @@ def product(left_SO: Tensor, right_SI: Tensor) -> Tensor:
     if left_SO.is_cuda:
         return torch.mm(left_SO.t(), right_SI, out_dtype=torch.float32)
     return left_SO.float().t() @ right_SI.float()
-
-
-def dots(left: Tensor, right: Tensor) -> list[Tensor]:
-    """Scalars that add up to the sum of products of two tensors of one shape; to be added in float64.
-
-    On a GPU it is one, a tree of partial sums. A CPU adds one product after the other, and a float32 that has grown
-    takes no small ones any more: over 1e8 squares it is 1e-3 off, over 2^20 of them 1e-6.
-    """
-    left, right = left.reshape(-1), right.reshape(-1)
-    if left.is_cuda or left.numel() <= CPU_RUN:
-        return [torch.dot(left, right)]
-    parts = zip(torch.split(left, CPU_RUN), torch.split(right, CPU_RUN), strict=True)
-    return [torch.dot(*pair) for pair in parts]
-
-
-def total_norm(tensors: Iterable[Tensor]) -> Tensor:
-    """Norm of all of them together, exact for large ones too. A float64 scalar; 0 without any."""
-    parts = [part for tensor in tensors for part in dots(tensor, tensor)]
-    return torch.stack(parts).double().sum().sqrt() if parts else torch.zeros((), dtype=torch.float64)

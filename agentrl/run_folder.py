@@ -8,7 +8,7 @@ from __future__ import annotations
 import fcntl
 import gzip
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import groupby
@@ -21,6 +21,7 @@ from agentrl.config import Config
 from agentrl.errors import ConfigError, DiskError
 from agentrl.types import (
     Completion,
+    EpisodeRecord,
     FinishReason,
     Message,
     StopReason,
@@ -62,6 +63,7 @@ class EpisodeLine:
     behavior_logprobs: tuple[float, ...]  # [T] 0.0 where the mask is 0
     policy_versions: tuple[int, ...]  # [T] -1 where the mask is 0
     weight: float = 1.0  # share in the gradient
+    episode_id: str = ""  # the episode this is a segment of; empty in old files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,7 +176,7 @@ class RunFolder:
         Raises DiskError.
         """
         encoder = msgspec.json.Encoder()
-        lines = [encoder.encode(to_line(group, trajectory)) for group in groups for trajectory in group.trajectories]
+        lines = [encoder.encode(line) for group in groups for line in to_lines(group)]
         target = self._trajectories_file(step, kind)
         with self.writing(target):
             write_atomically(target, gzip.compress(b"".join(line + b"\n" for line in lines), compresslevel=6, mtime=0))
@@ -184,8 +186,8 @@ class RunFolder:
         """What `write_trajectories` was given. Raises FileNotFoundError where nothing was written for the step."""
         decoder = msgspec.json.Decoder(EpisodeLine)
         with gzip.open(self._trajectories_file(step, kind)) as lines:
-            episodes = [decoder.decode(line) for line in lines]
-        return [_to_group(list(members)) for _, members in groupby(episodes, key=lambda line: line.group_id)]
+            segments = [decoder.decode(line) for line in lines]
+        return [_to_group(list(members)) for _, members in groupby(segments, key=lambda line: line.group_id)]
 
     def trajectory_steps(self, *, kind: Kind = "train") -> list[int]:
         """Steps that have a trajectories file, rising."""
@@ -226,8 +228,14 @@ def _candidates(out_dir: Path, name: str) -> Iterator[Path]:
         yield out_dir / f"{name}-{number}"
 
 
-def to_line(group: TrajectoryGroup, trajectory: Trajectory) -> EpisodeLine:
-    """An episode, or a segment of one, as it is written."""
+def to_lines(group: TrajectoryGroup) -> Iterator[EpisodeLine]:
+    """The lines of a trajectories file for one group: one per segment of each episode."""
+    for episode in group.episodes:
+        for segment in episode.segments:
+            yield _to_line(group, episode, segment)
+
+
+def _to_line(group: TrajectoryGroup, episode: EpisodeRecord, trajectory: Trajectory) -> EpisodeLine:
     sizes = tuple(
         TurnSize(
             num_observation_tokens=len(turn.observation_ids),
@@ -251,12 +259,26 @@ def to_line(group: TrajectoryGroup, trajectory: Trajectory) -> EpisodeLine:
         behavior_logprobs=tuple(trajectory.behavior_logprobs()),
         policy_versions=tuple(trajectory.policy_versions()),
         weight=trajectory.weight,
+        episode_id=episode.id,
     )
 
 
 def _to_group(lines: Sequence[EpisodeLine]) -> TrajectoryGroup:
-    members = tuple(_to_trajectory(line) for line in lines)
-    return TrajectoryGroup(group_id=lines[0].group_id, task=lines[0].task, trajectories=members)
+    segments = [(line.episode_id or old_episode_id(line.id), _to_trajectory(line)) for line in lines]
+    return TrajectoryGroup(group_id=lines[0].group_id, task=lines[0].task, episodes=to_episodes(segments))
+
+
+def to_episodes(segments: Iterable[tuple[str, Trajectory]]) -> tuple[EpisodeRecord, ...]:
+    """Group (episode id, segment) pairs by episode, in order of first appearance."""
+    found: dict[str, list[Trajectory]] = {}
+    for episode_id, trajectory in segments:
+        found.setdefault(episode_id, []).append(trajectory)
+    return tuple(EpisodeRecord(id=episode_id, segments=tuple(members)) for episode_id, members in found.items())
+
+
+def old_episode_id(trajectory_id: str) -> str:
+    """The episode of a trajectory in old files, which have no episode ids: segments were named EPISODE.SEGMENT."""
+    return trajectory_id.partition(".")[0]
 
 
 def _to_trajectory(line: EpisodeLine) -> Trajectory:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 from agentrl.engine.weight_updates import WeightUpdate
 from agentrl.errors import EngineError
 from agentrl.tokens.tokenizer import TurnTokenizer
 from agentrl.types import (
     Completion,
+    EpisodeRecord,
     FinishReason,
     Message,
     Sampling,
@@ -63,9 +64,23 @@ def trajectory(name: str, turns: Sequence[Turn], *, reward: float, task_id: str 
     )
 
 
-def group(group_id: int, members: Sequence[Trajectory], *, task: Task | None = None) -> TrajectoryGroup:
-    """Episodes of one task, or none; `task` can be left out where nobody asks."""
-    return TrajectoryGroup(group_id=group_id, task=task or Task(id="t", prompt="?"), trajectories=tuple(members))
+def episode_of(*segments: Trajectory) -> EpisodeRecord:
+    """An episode of these segments; its id is the first segment's."""
+    return EpisodeRecord(id=segments[0].id, segments=segments)
+
+
+def group(group_id: int, members: Sequence[Trajectory | EpisodeRecord], *, task: Task | None = None) -> TrajectoryGroup:
+    """A group of one task; a trajectory among `members` is an episode of its own.
+
+    group(0, [trajectory("0-0", turns, reward=1.0), trajectory("0-1", turns, reward=0.0)])
+    """
+    return with_members(TrajectoryGroup(group_id=group_id, task=task or Task(id="t", prompt="?"), episodes=()), members)
+
+
+def with_members(group: TrajectoryGroup, members: Iterable[Trajectory | EpisodeRecord]) -> TrajectoryGroup:
+    """`group` with other members."""
+    episodes = (member if isinstance(member, EpisodeRecord) else episode_of(member) for member in members)
+    return replace(group, episodes=tuple(episodes))
 
 
 def one_token_group(
@@ -85,9 +100,10 @@ class ScriptedEngine:
     """An Engine that needs no model: turn n of every episode is `script[n]`, or `script(prompt_text)`.
 
     Answers obey the sampling: cut at `max_tokens`, ended by a stop string or by the close token otherwise. Behaviour
-    logprobs are `logprob`, versions are those of `update_weights`. A script that runs out raises EngineError; the turn
-    is the last part of the request id, as `run_episode` writes it. `prompts` keeps the ids of every request for
-    assertions.
+    logprobs are `logprob`, versions are those of `update_weights`. A script that runs out raises EngineError; turns are
+    counted by `session_id`. `prompts` keeps the ids of every request for assertions.
+
+        engine = ScriptedEngine(tokenizer=tokenizer, script=[call("python", code="print(6*7)"), "42"])
     """
 
     tokenizer: TurnTokenizer
@@ -96,13 +112,18 @@ class ScriptedEngine:
     latency_s: float = 0.0
     policy_version: int = 0
     prompts: dict[str, list[int]] = field(default_factory=dict)
+    _turns: dict[str | None, dict[str, int]] = field(default_factory=dict)  # by session and request
 
-    async def generate(self, token_ids: Sequence[int], sampling: Sampling, *, request_id: str) -> Completion:
+    async def generate(
+        self, token_ids: Sequence[int], sampling: Sampling, *, request_id: str, session_id: str | None = None
+    ) -> Completion:
         """The next scripted turn."""
         self.prompts[request_id] = list(token_ids)
+        session = self._turns.setdefault(session_id, {})
+        turn = session.setdefault(request_id, len(session))  # a request that is sent again gets the same answer
         if self.latency_s:
             await asyncio.sleep(self.latency_s)
-        return self.completion(self._say(token_ids, request_id), max_tokens=sampling.max_tokens, stop=sampling.stop)
+        return self.completion(self._say(token_ids, turn), max_tokens=sampling.max_tokens, stop=sampling.stop)
 
     def completion(self, text: str, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Completion:
         """`text` as a generation of the present version."""
@@ -138,11 +159,10 @@ class ScriptedEngine:
                     return ids[:end]
         return [*ids, self.tokenizer.close_id]
 
-    def _say(self, token_ids: Sequence[int], request_id: str) -> str:
+    def _say(self, token_ids: Sequence[int], turn: int) -> str:
         if callable(self.script):
             said = self.script(self.tokenizer.decode(token_ids))
         else:
-            turn = int(request_id.rpartition("-")[2])
             if turn >= len(self.script):
                 raise EngineError(f"the script has {len(self.script)} turns, turn {turn + 1} was asked for")
             said = self.script[turn]

@@ -222,34 +222,58 @@ class Trajectory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeRecord:
+    """One play of a task: the trajectories (segments) that it produced, oldest first.
+
+    Most episodes are one segment. An episode whose context was compacted, or an agent that branched its conversation,
+    has several; each carries the reward of the whole episode. Raises ValueError without a segment.
+
+        EpisodeRecord(id="train-7-0", segments=(trajectory,)).reward
+    """
+
+    id: str  # unique in a run: KIND-GROUP-MEMBER
+    segments: tuple[Trajectory, ...]
+
+    def __post_init__(self) -> None:
+        if not self.segments:
+            raise ValueError(f"episode {self.id} has no segment")
+
+    @property
+    def reward(self) -> float:
+        """The reward of the whole episode."""
+        return self.segments[0].reward
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryGroup:
-    """G trajectories of one task: the scope of the baseline. `group_id` is unique in a run and rises with admission."""
+    """The episodes of one task: the scope of the baseline. `group_id` is unique in a run and rises with admission.
+
+    TrajectoryGroup(group_id=7, task=task, episodes=(first, second)).episode_rewards  # [1.0, 0.0]
+    """
 
     group_id: int
     task: Task
-    trajectories: tuple[Trajectory, ...]  # [G]
+    episodes: tuple[EpisodeRecord, ...]
+
+    @property
+    def trajectories(self) -> tuple[Trajectory, ...]:
+        """All segments of all episodes, in order. [G]"""
+        return tuple(segment for episode in self.episodes for segment in episode.segments)
 
     @property
     def policy_version(self) -> int:
         """The oldest version in the group."""
         return min(trajectory.policy_version for trajectory in self.trajectories)
 
-    def episodes(self) -> list[tuple[Trajectory, ...]]:
-        """The trajectories of each episode: one, or an agent's segments, whose ids are EPISODE.SEGMENT."""
-        found: dict[str, list[Trajectory]] = {}
-        for trajectory in self.trajectories:
-            found.setdefault(trajectory.id.partition(".")[0], []).append(trajectory)
-        return [tuple(segments) for segments in found.values()]
-
     @property
     def rewards_G(self) -> list[float]:
-        """One reward per member. [G]"""
+        """One reward per trajectory. [G]"""
         return [trajectory.reward for trajectory in self.trajectories]
 
     @property
     def episode_rewards(self) -> list[float]:
-        """One reward per episode, of which each may have come to several trajectories."""
-        return [segments[0].reward for segments in self.episodes()]
+        """One reward per episode."""
+        return [episode.reward for episode in self.episodes]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,8 +290,8 @@ class Batch:
 
     @property
     def num_episodes(self) -> int:
-        """Episodes, of which each may have come to several trajectories."""
-        return sum(len(group.episodes()) for group in self.groups)
+        """Number of episodes; each has one or more trajectories."""
+        return sum(len(group.episodes) for group in self.groups)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,6 +302,7 @@ class StepOutput:
     metrics: dict[str, float]
     ess_ratio: float | None = None  # of the batch; None where it could not be measured
     resumable_from: int | None = None  # the oldest version of which a checkpoint is kept; None without any
+    wait_batch_s: float = 0.0  # time the learner waited for the batch of this step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -84,12 +84,15 @@ class TimedEngine:
         self._logprobs = [array("d", [-0.5] * len(turn)) for turn in self._turns]
         self._latency = latency
         self._rng = random.Random(0)
+        self._num_turns: dict[str | None, int] = {}
         self.num_tokens = 0
 
-    async def generate(self, token_ids: Sequence[int], sampling: Sampling, *, request_id: str) -> Completion:
+    async def generate(
+        self, token_ids: Sequence[int], sampling: Sampling, *, request_id: str, session_id: str | None = None
+    ) -> Completion:
         """The next turn of the episode."""
         await asyncio.sleep(self._latency.draw(self._rng))
-        turn = int(request_id.rpartition("-")[2])
+        turn = self._num_turns[session_id] = self._num_turns.get(session_id, -1) + 1
         ids = self._turns[turn].tolist()
         self.num_tokens += len(ids)
         return Completion(

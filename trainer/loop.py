@@ -204,7 +204,7 @@ def _loop(
         if is_first_rank:
             metrics = {**output.metrics, "learner/wait_batch_s": wait_batch_s[0], **published}
             oldest = checkpoint.oldest_version(RunFolder(path=run_dir).states)
-            orchestrator.report(replace(output, metrics=metrics, resumable_from=oldest))
+            orchestrator.report(replace(output, metrics=metrics, resumable_from=oldest, wait_batch_s=wait_batch_s[0]))
             log.info("step %d: %s", output.policy_version, _summary(output.metrics))
 
 

@@ -93,4 +93,4 @@ class SplitVariance:
 
 
 def _num_episodes(groups: Sequence[TrajectoryGroup]) -> int:
-    return sum(len(group.episodes()) for group in groups)
+    return sum(len(group.episodes) for group in groups)

@@ -20,11 +20,14 @@ import msgspec
 
 from agentrl.errors import ConfigError, JournalError, boundary
 from agentrl.report.statistics import EvalResult
-from agentrl.types import Task, TrajectoryGroup
+from agentrl.run_folder import old_episode_id, to_episodes
+from agentrl.types import Task, Trajectory, TrajectoryGroup
 
 T = TypeVar("T")
 
-FORMAT = 2
+FORMAT = 3
+OLD_FORMATS = (2,)
+"""Formats that this version still reads. 2: groups were stored as trajectories, without episodes."""
 
 
 class GroupState(StrEnum):
@@ -257,7 +260,7 @@ class Journal:
     def _check_format(self) -> None:
         ((found,),) = self._db.execute("PRAGMA user_version").fetchall()
         is_new = not self._db.execute("SELECT 1 FROM sqlite_master").fetchall()
-        if found != FORMAT and not is_new:
+        if found not in (FORMAT, *OLD_FORMATS) and not is_new:
             raise ConfigError(
                 f"{self._path} was written by another version of agentrl (format {found}, this one reads {FORMAT}): "
                 "begin a new run, from the weights that the old one exported if you like (model.path)"
@@ -324,8 +327,22 @@ class Journal:
             raise
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FlatGroup:
+    """A group as format 2 stored it."""
+
+    group_id: int
+    task: Task
+    trajectories: tuple[Trajectory, ...]
+
+
 def _group(payload: bytes) -> TrajectoryGroup:
-    return _decode(payload, TrajectoryGroup)
+    try:
+        return _decode(payload, TrajectoryGroup)
+    except msgspec.ValidationError:
+        old = _decode(payload, _FlatGroup)
+    episodes = to_episodes((old_episode_id(trajectory.id), trajectory) for trajectory in old.trajectories)
+    return TrajectoryGroup(group_id=old.group_id, task=old.task, episodes=episodes)
 
 
 def _encode(record: object) -> bytes:

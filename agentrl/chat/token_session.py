@@ -96,7 +96,7 @@ class TokenSession(ChatSession):
     async def _generate(self, prompt: list[int], sampling: Sampling, *, request_id: str) -> Completion:
         try:
             with boundary(EngineError, "generate"):
-                completion = await self._engine.generate(prompt, sampling, request_id=request_id)
+                completion = await self._engine.generate(prompt, sampling, request_id=request_id, session_id=self._name)
             check_completion(completion, sampling, self._tokenizer)
         except EngineError as error:
             raise self._fail(error) from error

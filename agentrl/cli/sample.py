@@ -18,7 +18,7 @@ from agentrl.errors import ConfigError
 from agentrl.report.console import EvalConsole
 from agentrl.report.episode_text import show_episode, show_tokens, summary
 from agentrl.report.evaluation import evaluate
-from agentrl.run_folder import to_line
+from agentrl.run_folder import to_lines
 from agentrl.types import Task, TrajectoryGroup
 
 MAX_CONCURRENT_TASKS = 64
@@ -93,7 +93,7 @@ def _show(groups: Sequence[TrajectoryGroup], *, whole: bool, decode: Callable[[S
 def _save(path: Path, groups: Sequence[TrajectoryGroup]) -> None:
     """In the format of a run's trajectories."""
     encoder = msgspec.json.Encoder()
-    lines = [encoder.encode(to_line(group, trajectory)) for group in groups for trajectory in group.trajectories]
+    lines = [encoder.encode(line) for group in groups for line in to_lines(group)]
     try:
         with path.open("xb") as file:
             file.write(b"".join(line + b"\n" for line in lines))

@@ -54,12 +54,16 @@ class MeteredEngine:
         self.busy = BusyClock()
         self.num_tokens = 0
 
-    async def generate(self, token_ids: Sequence[int], sampling: Sampling, *, request_id: str) -> Completion:
+    async def generate(
+        self, token_ids: Sequence[int], sampling: Sampling, *, request_id: str, session_id: str | None = None
+    ) -> Completion:
         """See Engine.generate."""
         self.busy.start()
         try:
             with self.progress.waiting("episodes", on=self.name, what="generate"):
-                completion = await self._engine.generate(token_ids, sampling, request_id=request_id)
+                completion = await self._engine.generate(
+                    token_ids, sampling, request_id=request_id, session_id=session_id
+                )
         finally:
             self.busy.stop()
         self.num_tokens += len(completion.token_ids)

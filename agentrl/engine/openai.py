@@ -48,7 +48,9 @@ class OpenAIEngine:
     ) -> None:
         await self._server.close()
 
-    async def generate(self, token_ids: Sequence[int], sampling: Sampling, *, request_id: str) -> Completion:
+    async def generate(
+        self, token_ids: Sequence[int], sampling: Sampling, *, request_id: str, session_id: str | None = None
+    ) -> Completion:
         """Continue `token_ids`. Cancelling the call aborts the request. Raises EngineError; ConfigError for a seed."""
         if sampling.seed is not None:
             raise ConfigError(

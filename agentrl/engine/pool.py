@@ -111,18 +111,21 @@ class EnginePool:
         await asyncio.gather(*self._returns, return_exceptions=True)
         await self._stack.aclose()
 
-    async def generate(self, token_ids: Sequence[int], sampling: Sampling, *, request_id: str) -> Completion:
-        """Continue `token_ids` ([T]) on the engine that has the session: `request_id` without its last part.
+    async def generate(
+        self, token_ids: Sequence[int], sampling: Sampling, *, request_id: str, session_id: str | None = None
+    ) -> Completion:
+        """Continue `token_ids` ([T]) on the engine that has the session's prefix.
 
         A request whose engine goes away is made anew on another one. Raises EngineError: what an engine that lives
         made of the request, or that none came back in time.
         """
-        session = request_id.rpartition("-")[0]
         while True:
-            seat = await self._seat(session)
+            seat = await self._seat(session_id)
             seat.num_running += 1
             try:
-                completion = await seat.engine.generate(token_ids, sampling, request_id=request_id)
+                completion = await seat.engine.generate(
+                    token_ids, sampling, request_id=request_id, session_id=session_id
+                )
             except EngineError as error:
                 if not await self._is_engines_fault(seat, error):
                     raise
@@ -180,13 +183,15 @@ class EnginePool:
             "engine/moved_requests": float(self._num_moved),
         }
 
-    async def _seat(self, session: str) -> _Seat:
+    async def _seat(self, session: str | None) -> _Seat:
         """Where the session is, or the engine with the least to do. Waits while there is none."""
-        seat = self._seat_of.get(session)
+        seat = None if session is None else self._seat_of.get(session)
         if seat is None or not seat.is_serving:
             await self._someone_serves()
             seat = min((seat for seat in self._seats if seat.is_serving), key=lambda seat: seat.num_running)
-            self._seat_of[session] = seat
+        if session is None:
+            return seat
+        self._seat_of[session] = seat
         self._seat_of.move_to_end(session)
         if len(self._seat_of) > MAX_SESSIONS:
             self._seat_of.popitem(last=False)

@@ -33,8 +33,14 @@ SAME_LOGPROB = 1e-4
 class Engine(Protocol):
     """Token ids in; token ids, logprobs and version spans out. Raises EngineError for anything else."""
 
-    async def generate(self, token_ids: Sequence[int], sampling: Sampling, *, request_id: str) -> Completion:
-        """Continue `token_ids`. Cancelling the call aborts the request in the engine."""
+    async def generate(
+        self, token_ids: Sequence[int], sampling: Sampling, *, request_id: str, session_id: str | None = None
+    ) -> Completion:
+        """Continue `token_ids`. Cancelling the call aborts the request in the engine.
+
+        `request_id` is unique in a run. Requests of one `session_id` extend each other's prompts: an engine may use it
+        to find their cached prefix. None: the request belongs to no session.
+        """
         ...
 
 
@@ -159,7 +165,9 @@ class VLLMEngine:
             "engine/salvaged_tokens": float(self._num_salvaged_tokens),
         }
 
-    async def generate(self, token_ids: Sequence[int], sampling: Sampling, *, request_id: str) -> Completion:
+    async def generate(
+        self, token_ids: Sequence[int], sampling: Sampling, *, request_id: str, session_id: str | None = None
+    ) -> Completion:
         """Continue `token_ids` ([T]). Cancelling the call aborts the request in the engine.
 
         An engine that dies and comes back continues what had arrived of the answer: its tokens, their logprobs and

@@ -124,11 +124,11 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
     Shares are of episodes, `solve_none` and `solve_all` of groups. `tool_success_rate` is absent when no tool was
     called, and a named reward is averaged over the episodes that have it.
     """
-    segments = [segments for group in groups for segments in group.episodes()]
+    segments = [episode.segments for group in groups for episode in group.episodes]
     if not segments:
         return {}
     episodes = [first for first, *_ in segments]
-    solved_G = [[is_correct(first) for first, *_ in group.episodes()] for group in groups]
+    solved_G = [[is_correct(episode.segments[0]) for episode in group.episodes] for group in groups]
     num_tokens = [num_response_tokens(episode) for episode in segments]
     tool_calls = [episode.info.get("tool_calls", 0.0) for episode in episodes]
     values = {

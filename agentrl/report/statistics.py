@@ -73,8 +73,8 @@ def summarize(groups: Sequence[TrajectoryGroup], *, policy_version: int, seed: i
 
     Raises ValueError without groups, or with a group that has no trajectory.
     """
-    correct_TN = [[is_correct(segments[0]) for segments in group.episodes()] for group in groups]
-    episodes = [segments for group in groups for segments in group.episodes()]
+    correct_TN = [[is_correct(episode.segments[0]) for episode in group.episodes] for group in groups]
+    episodes = [episode.segments for group in groups for episode in group.episodes]
     average = avg_at_n(correct_TN, seed=seed)
     n = min(len(correct_N) for correct_N in correct_TN)
     return EvalResult(

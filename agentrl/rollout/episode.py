@@ -322,7 +322,9 @@ class _Player:
         self.num_generated += 1
         started = time.monotonic()
         with boundary(EngineError, "generate"):
-            completion = await self.engine.generate(self.window.prompt(), sampling, request_id=request_id)
+            completion = await self.engine.generate(
+                self.window.prompt(), sampling, request_id=request_id, session_id=self.request_prefix
+            )
         self.counts["generate_s"] += time.monotonic() - started
         check_completion(completion, sampling, self.tokenizer)
         return completion

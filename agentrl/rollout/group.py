@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from agentrl.env import Episode, uninterrupted_close
 from agentrl.errors import InfraError, WeightSyncError, raise_first
 from agentrl.supervision.backoff import backoff_s as jittered
-from agentrl.types import Task, Trajectory, TrajectoryGroup, Turn
+from agentrl.types import EpisodeRecord, Task, Trajectory, TrajectoryGroup, Turn
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ async def play_group(
     played in vain. Raises InfraError, ConfigError.
     """
 
-    async def member(index: int) -> tuple[Trajectory, ...]:
+    async def member(index: int) -> EpisodeRecord:
         episode_id = f"{name}-{index}"
         episode_seed = zlib.crc32(f"{seed}/{task.id}/{group_id}/{index}".encode())
         for number in range(max_retries + 1):
@@ -70,7 +70,8 @@ async def play_group(
                 played = await uninterrupted_close(
                     play(Attempt(episode_id=episode_id, number=number, seed=episode_seed))
                 )
-                return played if number == 0 else tuple(_retried(trajectory, number) for trajectory in played)
+                segments = played if number == 0 else tuple(_retried(trajectory, number) for trajectory in played)
+                return EpisodeRecord(id=episode_id, segments=segments)
             except WeightSyncError:
                 raise
             except InfraError as error:
@@ -85,8 +86,7 @@ async def play_group(
             members = [tg.create_task(member(index), name=f"episode {group_id}-{index}") for index in range(size)]
     except BaseExceptionGroup as group:
         raise_first(group)
-    trajectories = tuple(trajectory for m in members for trajectory in m.result())
-    return TrajectoryGroup(group_id=group_id, task=task, trajectories=trajectories)
+    return TrajectoryGroup(group_id=group_id, task=task, episodes=tuple(m.result() for m in members))
 
 
 def _retried(trajectory: Trajectory, number: int) -> Trajectory:

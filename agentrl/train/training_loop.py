@@ -161,7 +161,7 @@ class Conductor:
             "buffer/admission_lag": float(stage.ess_guard.lag),
             **stage.engine.metrics(),
             **(update.metrics() if update else {}),
-            "wait/learner_for_batch_s": output.metrics["learner/wait_batch_s"],
+            "wait/learner_for_batch_s": output.wait_batch_s,
             "wait/rollout_for_slot_s": stage.rollouts.pop_slot_wait_s(),
             **timing,
         }

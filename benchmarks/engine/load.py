@@ -84,7 +84,7 @@ async def _through_our_client(url: str, model: str, sessions: Sequence[Script]) 
         async def call(script: Script, turn: int) -> None:
             sampling = Sampling(max_tokens=script.max_tokens)
             name = script.request_ids()[turn]
-            completion = await engine.generate(script.prompts[turn], sampling, request_id=name)
+            completion = await engine.generate(script.prompts[turn], sampling, request_id=name, session_id=script.name)
             if len(completion.token_ids) != script.max_tokens:
                 raise RuntimeError(f"{name}: {len(completion.token_ids)} tokens, not {script.max_tokens}")
 

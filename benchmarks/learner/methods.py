@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from agentrl.config.algorithm import AlgorithmConfig
-from agentrl.types import Completion, FinishReason, StopReason, Task, Trajectory, TrajectoryGroup, Turn, VersionSpan
+from agentrl.testing import group
+from agentrl.types import Completion, FinishReason, StopReason, Trajectory, TrajectoryGroup, Turn, VersionSpan
 from benchmarks.learner import workload
 from benchmarks.learner.workload import Sample
 from trainer import packing
@@ -177,8 +178,7 @@ def _take(parameters: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _group(key: int, members: Sequence[Sample]) -> TrajectoryGroup:
-    trajectories = tuple(_trajectory(f"{key}-{index}", member) for index, member in enumerate(members))
-    return TrajectoryGroup(group_id=key, task=Task(id=str(key), prompt=""), trajectories=trajectories)
+    return group(key, [_trajectory(f"{key}-{index}", member) for index, member in enumerate(members)])
 
 
 def _trajectory(name: str, sample: Sample) -> Trajectory:

@@ -9,6 +9,8 @@ import pytest
 from agentrl import config
 from agentrl.errors import ConfigError
 from agentrl.run_folder import RunFolder, write_atomically
+from agentrl.testing import with_members
+from agentrl.types import EpisodeRecord
 from tests.agentrl.report.synthetic_run import Words, make_config, make_group
 
 
@@ -56,7 +58,7 @@ def test_open_refuses_a_folder_that_is_no_run(tmp_path: Path) -> None:
 def test_trajectories_read_back_equal(folder: RunFolder) -> None:
     groups = groups_of(3)
     first, *others = groups[0].trajectories
-    groups[0] = replace(groups[0], trajectories=(replace(first, weight=0.5), *others))
+    groups[0] = with_members(groups[0], (replace(first, weight=0.5), *others))
     folder.write_trajectories(12, groups)
     assert RunFolder.open(folder.path).read_trajectories(12) == groups
 
@@ -86,3 +88,16 @@ def test_a_failed_write_leaves_the_old_file_and_no_litter(tmp_path: Path, monkey
     with pytest.raises(OSError, match="disk full"):
         write_atomically(target, b"new")
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"old"]
+
+
+def test_segments_read_back_as_one_episode_also_from_a_file_without_episode_ids(folder: RunFolder) -> None:
+    whole = groups_of(1)[0]
+    first, *others = whole.trajectories
+    segments = [replace(first, id=f"{first.id}.{number}", weight=0.5) for number in range(2)]
+    forked = with_members(whole, [EpisodeRecord(id=first.id, segments=tuple(segments)), *others])
+    path = folder.write_trajectories(12, [forked])
+    assert folder.read_trajectories(12) == [forked]
+    lines = [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
+    old = [{key: value for key, value in line.items() if key != "episode_id"} for line in lines]
+    path.write_bytes(gzip.compress(b"".join(json.dumps(line).encode() + b"\n" for line in old)))
+    assert folder.read_trajectories(12) == [forked]

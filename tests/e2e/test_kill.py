@@ -15,7 +15,7 @@ from agentrl.buffer.journal import GroupState, Journal, StepState
 from agentrl.config import Config, parse
 from agentrl.report.metrics import MetricsLog
 from agentrl.run_folder import RunFolder
-from agentrl.testing import one_token_group
+from agentrl.testing import one_token_group, with_members
 from agentrl.types import Task, TrajectoryGroup
 from tests.e2e.kill_engine import OutsideEngine
 from tests.e2e.kill_judge import (
@@ -124,7 +124,7 @@ def test_a_step_made_twice_or_a_ledger_that_does_not_balance_is_seen(run: RunFol
 
 
 def test_old_doubled_or_torn_batches_are_seen(run: RunFolder, config: Config) -> None:
-    torn = replace(group_of(4, version=2), trajectories=group_of(4, version=2).trajectories[:1])
+    torn = with_members(group_of(4, version=2), group_of(4, version=2).trajectories[:1])
     run.write_trajectories(3, [torn, group_of(0, version=0)])
     seen = " ".join(complaints(run, config))
     assert "step 3 trained [4, 0]" in seen and "has 1 trajectories" in seen and "has lags [2]" in seen

@@ -38,7 +38,9 @@ class SameWords(ScriptedEngine):
 
     checksums: list[str] = field(default_factory=list)
 
-    async def generate(self, token_ids: Sequence[int], sampling: Sampling, *, request_id: str) -> Completion:
+    async def generate(
+        self, token_ids: Sequence[int], sampling: Sampling, *, request_id: str, session_id: str | None = None
+    ) -> Completion:
         hashed = hashlib.sha256(request_id.encode()).digest()
         words = ["yes"] if hashed[0] % 2 else ["no"] * (1 + hashed[1] % 7)
         return self.completion(" ".join(words), max_tokens=sampling.max_tokens)

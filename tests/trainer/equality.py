@@ -25,6 +25,7 @@ import torch
 from torch import distributed
 from transformers import AutoModelForCausalLM
 
+from agentrl.testing import with_members
 from agentrl.types import Batch, TrajectoryGroup
 from tests.trainer.trainer_builders import batch, config, divide_small_weights, mixed_groups, whole_weights
 from trainer import learner as learner_module
@@ -150,7 +151,7 @@ def outcome(model_dir: Path, setting: Setting) -> Outcome:
 def _poisoned(groups: list[TrajectoryGroup]) -> list[TrajectoryGroup]:
     first, *others = groups
     broken = replace(first.trajectories[0], reward=math.nan)
-    return [replace(first, trajectories=(broken, *first.trajectories[1:])), *others]
+    return [with_members(first, (broken, *first.trajectories[1:])), *others]
 
 
 def difference(one: Outcome, reference: Outcome) -> Difference:

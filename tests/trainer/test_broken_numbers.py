@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from agentrl.errors import LearnerError
+from agentrl.testing import with_members
 from agentrl.types import TrajectoryGroup
 from tests.agentrl.train.troubles import Trouble
 from tests.trainer.trainer_builders import batch, config, mixed_groups
@@ -56,7 +57,7 @@ def test_steps_that_are_refused_for_ever_end_the_learner(
         learner.step(replace(batch(groups, version=version), max_lag=version))
 
     poisoned = replace(groups[0].trajectories[1], reward=math.nan, id="poisoned")
-    broken = [replace(groups[0], trajectories=(groups[0].trajectories[0], poisoned)), *groups[1:]]
+    broken = [with_members(groups[0], (groups[0].trajectories[0], poisoned)), *groups[1:]]
     for version in range(MAX_BROKEN - 1):
         step(broken, version)
     assert REFUSED.is_in(caplog.text)

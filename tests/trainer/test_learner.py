@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from agentrl.errors import ConfigError, LearnerError, StaleTrajectoryError
-from agentrl.testing import group
+from agentrl.testing import group, with_members
 from agentrl.types import TrajectoryGroup
 from tests.trainer.trainer_builders import batch, config, divide_small_weights, episode, mixed_groups, whole_weights
 from trainer import deepspeed_settings
@@ -202,7 +202,7 @@ def test_a_nan_refuses_the_step_keeps_the_weights_and_names_the_trajectory(
 ) -> None:
     groups, before = mixed_groups(tiny_model), weights_of(learner.model)
     poisoned = replace(groups[0].trajectories[1], reward=math.nan, id="poisoned")
-    broken = replace(groups[0], trajectories=(groups[0].trajectories[0], poisoned))
+    broken = with_members(groups[0], (groups[0].trajectories[0], poisoned))
     with caplog.at_level(logging.WARNING):
         output = learner.step(batch([broken, groups[1]]))
     assert torch.equal(before, weights_of(learner.model))
@@ -267,7 +267,7 @@ def test_a_refused_step_measures_no_variance(tiny_model_dir: Path, tiny_model: A
     learner = Learner(config(tiny_model_dir, algorithm={"variance_every": 1}))
     groups = mixed_groups(tiny_model)
     poisoned = replace(groups[0].trajectories[1], reward=math.nan)
-    broken = replace(groups[0], trajectories=(groups[0].trajectories[0], poisoned))
+    broken = with_members(groups[0], (groups[0].trajectories[0], poisoned))
     metrics = learner.step(batch([broken, *groups[1:]])).metrics
     assert metrics["learner/skipped_steps"] == 1.0
     assert not any("split_variance" in name for name in metrics)

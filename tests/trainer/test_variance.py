@@ -11,6 +11,7 @@ import torch
 
 from agentrl.config import AlgorithmConfig
 from agentrl.config.presets import Preset
+from agentrl.testing import episode_of, with_members
 from agentrl.types import TrajectoryGroup
 from tests.trainer.trainer_builders import mixed_groups
 from trainer.gradient import attention
@@ -22,10 +23,8 @@ def four_groups(model: Any) -> list[TrajectoryGroup]:
     """Of four members each, all with a spread of rewards."""
     first, second, equal = mixed_groups(model)
     rewards = [0.0, 1.0, 0.0, 0.5]
-    spread = replace(
-        equal, trajectories=tuple(replace(m, reward=r) for m, r in zip(equal.trajectories, rewards, strict=True))
-    )
-    return [first, second, spread, replace(first, group_id=3, trajectories=first.trajectories[::-1])]
+    spread = with_members(equal, tuple(replace(m, reward=r) for m, r in zip(equal.trajectories, rewards, strict=True)))
+    return [first, second, spread, with_members(replace(first, group_id=3), first.trajectories[::-1])]
 
 
 def measurer(model: Any, algorithm: AlgorithmConfig) -> SplitVariance:
@@ -63,7 +62,7 @@ def test_segments_of_an_episode_are_counted_as_one(tiny_model: Any) -> None:
     first, *others = four_groups(tiny_model)[0].trajectories
     attention.install(tiny_model)
     segments = [replace(first, id=f"{first.id}.{number}", weight=0.5) for number in range(2)]
-    group = replace(four_groups(tiny_model)[0], trajectories=(*segments, *others))
+    group = with_members(four_groups(tiny_model)[0], [episode_of(*segments), *others])
     (terms,) = Estimator(tiny_model, AlgorithmConfig()).estimate([group], policy_version=0, num_episodes=4)
     assert [[one.id for one in episode] for episode in terms.episodes()] == [
         [segment.id for segment in segments],

@@ -117,8 +117,8 @@ class Estimator:
         return [_group_terms(draft, policy_version, self._objective) for draft in drafts]
 
     def _draft(self, group: TrajectoryGroup) -> _Draft:
-        episodes = group.episodes()
-        reward_E = torch.tensor([segments[0].reward for segments in episodes], dtype=torch.float64)
+        episodes = [episode.segments for episode in group.episodes]
+        reward_E = torch.tensor(group.episode_rewards, dtype=torch.float64)
         advantage_E = self._objective.advantages(reward_E, torch.tensor([_num_actions(one) for one in episodes]))
         scale = self._objective.score_scale(reward_E)
         members = [(index, one) for index, segments in enumerate(episodes) for one in segments]

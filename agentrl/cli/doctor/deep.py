@@ -24,7 +24,18 @@ from agentrl.engine import vllm_server as engine_server
 from agentrl.engine.parity import Parity
 from agentrl.errors import AgentRLError, EngineError
 from agentrl.train import launch
-from agentrl.types import Batch, Sampling, StepOutput, StopReason, Task, Trajectory, TrajectoryGroup, Turn, user
+from agentrl.types import (
+    Batch,
+    EpisodeRecord,
+    Sampling,
+    StepOutput,
+    StopReason,
+    Task,
+    Trajectory,
+    TrajectoryGroup,
+    Turn,
+    user,
+)
 
 if TYPE_CHECKING:
     from agentrl.engine.vllm_engine import Engine, TrainableEngine
@@ -230,7 +241,7 @@ async def _batch(engine: Engine, turns: TurnTokenizer) -> Batch:
     completions = await asyncio.gather(
         *(engine.generate(prompt, sampling, request_id=f"doctor-{index}") for index in range(2))
     )
-    trajectories = tuple(
+    trajectories = [
         Trajectory(
             id=f"doctor-{index}",
             task_id=TASK.id,
@@ -241,11 +252,12 @@ async def _batch(engine: Engine, turns: TurnTokenizer) -> Batch:
             stop_reason=StopReason.COMPLETED,
         )
         for index, completion in enumerate(completions)
-    )
+    ]
+    episodes = tuple(EpisodeRecord(id=one.id, segments=(one,)) for one in trajectories)
     return Batch(
         policy_version=0,
         max_lag=0,
-        groups=(TrajectoryGroup(group_id=0, task=TASK, trajectories=trajectories),),
+        groups=(TrajectoryGroup(group_id=0, task=TASK, episodes=episodes),),
     )
 
 

@@ -90,9 +90,11 @@ class Seeds(ScriptedEngine):
 
     seen: list[int | None]
 
-    async def generate(self, token_ids: Sequence[int], sampling: Sampling, *, request_id: str) -> Completion:
+    async def generate(
+        self, token_ids: Sequence[int], sampling: Sampling, *, request_id: str, session_id: str | None = None
+    ) -> Completion:
         self.seen.append(sampling.seed)
-        return await super().generate(token_ids, sampling, request_id=request_id)
+        return await super().generate(token_ids, sampling, request_id=request_id, session_id=session_id)
 
 
 async def test_an_agents_calls_have_seeds_that_a_second_play_repeats(play: Play, tokenizer: TurnTokenizer) -> None:
@@ -298,7 +300,9 @@ async def test_cancelling_a_group_ends_its_agents_and_their_calls(play: Play, to
     stopped: list[str] = []
 
     class Hanging(ScriptedEngine):
-        async def generate(self, token_ids: Sequence[int], sampling: Sampling, *, request_id: str) -> Completion:
+        async def generate(
+            self, token_ids: Sequence[int], sampling: Sampling, *, request_id: str, session_id: str | None = None
+        ) -> Completion:
             started.append(request_id)
             try:
                 await asyncio.sleep(600)

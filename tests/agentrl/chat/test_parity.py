@@ -75,10 +75,12 @@ class Recording:
     num_begun: int = 0
     num_cancelled: int = 0
 
-    async def generate(self, token_ids: Sequence[int], sampling: Sampling, *, request_id: str) -> Completion:
+    async def generate(
+        self, token_ids: Sequence[int], sampling: Sampling, *, request_id: str, session_id: str | None = None
+    ) -> Completion:
         self.num_begun += 1
         try:
-            completion = await self.inner.generate(token_ids, sampling, request_id=request_id)
+            completion = await self.inner.generate(token_ids, sampling, request_id=request_id, session_id=session_id)
         except asyncio.CancelledError:
             self.num_cancelled += 1
             raise

@@ -187,8 +187,10 @@ async def test_thoughts_are_told_apart_and_need_not_be_told_again(serve: Serve) 
 class Stopping(ScriptedEngine):
     """Obeys stop strings as the real one does: the token that completes one is the last."""
 
-    async def generate(self, token_ids: Sequence[int], sampling: Sampling, *, request_id: str) -> Completion:
-        whole = await super().generate(token_ids, sampling, request_id=request_id)
+    async def generate(
+        self, token_ids: Sequence[int], sampling: Sampling, *, request_id: str, session_id: str | None = None
+    ) -> Completion:
+        whole = await super().generate(token_ids, sampling, request_id=request_id, session_id=session_id)
         for end in range(1, len(whole.token_ids) + 1):
             if any(stop in self.tokenizer.decode(whole.token_ids[:end]) for stop in sampling.stop):
                 spans = (type(whole.version_spans[0])(version=0, start=0, end=end),)
@@ -222,9 +224,11 @@ async def test_the_runs_sampling_rules_and_says_so_once(
     seen: list[Sampling] = []
 
     class Watching(ScriptedEngine):
-        async def generate(self, token_ids: Sequence[int], sampling: Sampling, *, request_id: str) -> Completion:
+        async def generate(
+            self, token_ids: Sequence[int], sampling: Sampling, *, request_id: str, session_id: str | None = None
+        ) -> Completion:
             seen.append(sampling)
-            return await super().generate(token_ids, sampling, request_id=request_id)
+            return await super().generate(token_ids, sampling, request_id=request_id, session_id=session_id)
 
     with caplog.at_level(logging.WARNING, "agentrl.chat.proxy"):
         async with serve(engine=Watching(tokenizer=tokenizer, script=["a", "b"])) as (client, _):
@@ -240,7 +244,9 @@ class Hanging(ScriptedEngine):
     cancelled = 0
     begun = 0
 
-    async def generate(self, token_ids: Sequence[int], sampling: Sampling, *, request_id: str) -> Completion:
+    async def generate(
+        self, token_ids: Sequence[int], sampling: Sampling, *, request_id: str, session_id: str | None = None
+    ) -> Completion:
         self.begun += 1
         try:
             await asyncio.sleep(600)
@@ -301,9 +307,11 @@ async def test_no_token_is_lost_or_told_twice_whatever_agents_do_at_once(
     returned: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
 
     class Uneven(ScriptedEngine):
-        async def generate(self, token_ids: Sequence[int], sampling: Sampling, *, request_id: str) -> Completion:
+        async def generate(
+            self, token_ids: Sequence[int], sampling: Sampling, *, request_id: str, session_id: str | None = None
+        ) -> Completion:
             await asyncio.sleep(rng.choice((0, 0.001, 0.01, 0.03)))
-            completion = await super().generate(token_ids, sampling, request_id=request_id)
+            completion = await super().generate(token_ids, sampling, request_id=request_id, session_id=session_id)
             returned.append((tuple(token_ids), completion.token_ids))
             return completion
 

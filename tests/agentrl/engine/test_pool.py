@@ -47,7 +47,9 @@ class Breakable:
         if error := self.breaks(what):
             raise error
 
-    async def generate(self, token_ids: Sequence[int], sampling: Sampling, *, request_id: str) -> Completion:
+    async def generate(
+        self, token_ids: Sequence[int], sampling: Sampling, *, request_id: str, session_id: str | None = None
+    ) -> Completion:
         self.asked.append(request_id)
         self.num_at_once += 1
         self.most_at_once = max(self.most_at_once, self.num_at_once)
@@ -115,11 +117,14 @@ async def test_an_episode_stays_on_its_engine_and_new_ones_go_where_least_is_run
     async with pool_of(first, second) as pool:
         for turn in range(3):
             await asyncio.gather(
-                *(pool.generate([1], SAMPLING, request_id=f"0-{episode}-0-{turn}") for episode in range(8))
+                *(
+                    pool.generate([1], SAMPLING, request_id=f"{episode}.{turn}", session_id=f"{episode}")
+                    for episode in range(8)
+                )
             )
     assert len(first.asked) == len(second.asked) == 12
-    assert {name.rpartition("-")[0] for name in first.asked}.isdisjoint(
-        {name.rpartition("-")[0] for name in second.asked}
+    assert {name.partition(".")[0] for name in first.asked}.isdisjoint(
+        {name.partition(".")[0] for name in second.asked}
     )
 
 

@@ -90,7 +90,8 @@ class VLLMDouble:
         if self.held != self.label:
             self.lies.append(body["request_id"])
         sampling, ids = Sampling(max_tokens=body["sampling_params"]["max_tokens"]), body["token_ids"]
-        said = await self.engine.generate(ids, sampling, request_id=body["request_id"].partition("~")[0])
+        name = body["request_id"].partition("~")[0]  # SESSION-NUMBER~BREAKS
+        said = await self.engine.generate(ids, sampling, request_id=name, session_id=name.rpartition("-")[0])
         scored = [
             {"token_id": token, "logprob": logprob}
             for token, logprob in zip(said.token_ids, said.behavior_logprobs, strict=True)

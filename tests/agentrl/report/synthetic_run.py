@@ -14,6 +14,7 @@ from agentrl.config import Config, parse
 from agentrl.report.metrics import MetricsLog, rollout_metrics
 from agentrl.report.statistics import summarize
 from agentrl.run_folder import RunFolder
+from agentrl.testing import group
 from agentrl.types import (
     Completion,
     FinishReason,
@@ -22,7 +23,6 @@ from agentrl.types import (
     Task,
     ToolCall,
     Trajectory,
-    TrajectoryGroup,
     Turn,
     VersionSpan,
     system,
@@ -130,7 +130,7 @@ def make_group(words: Words, group_id: int, *, version: int, skill: float, rng: 
         make_trajectory(words, task, index=i, version=version, correct=rng.random() < skill, rng=rng, sure=skill)
         for i in range(size)
     )
-    return TrajectoryGroup(group_id=group_id, task=task, trajectories=members)
+    return group(group_id, members, task=task)
 
 
 def learner_metrics(step: int, rng: random.Random) -> dict[str, float]:

@@ -10,6 +10,7 @@ import pytest
 from agentrl.report import metrics
 from agentrl.report.metrics import MetricsLog, rollout_metrics
 from agentrl.run_folder import RunFolder
+from agentrl.testing import episode_of, with_members
 from agentrl.types import StopReason
 from tests.agentrl.report.synthetic_run import Words, make_config, make_group
 
@@ -93,7 +94,7 @@ def test_rollout_metrics_by_hand() -> None:
     infos = ({"tool_calls": 3.0, "tool_errors": 1.0, "sandbox_s": 0.5}, {"tool_calls": 1.0, "sandbox_s": 1.5})
     members = tuple(replace(t, info=info) for t, info in zip(all_right.trajectories, infos, strict=True))
     wrong = tuple(replace(t, info={}, stop_reason=StopReason.TIMEOUT) for t in all_wrong.trajectories)
-    values = rollout_metrics([replace(all_right, trajectories=members), replace(all_wrong, trajectories=wrong)])
+    values = rollout_metrics([with_members(all_right, members), with_members(all_wrong, wrong)])
     assert values["rollout/reward_mean"] == values["rollout/reward_correct"] == 0.5
     assert values["rollout/solve_all"] == values["rollout/solve_none"] == 0.5
     assert values["rollout/stop_completed"] == values["rollout/stop_timeout"] == 0.5
@@ -105,7 +106,7 @@ def test_rollout_metrics_by_hand() -> None:
 
 def test_without_tool_calls_there_is_no_success_rate() -> None:
     group = make_group(Words(), 0, version=0, skill=1.0, rng=random.Random(0), size=1)
-    silent = replace(group, trajectories=(replace(group.trajectories[0], info={}),))
+    silent = with_members(group, (replace(group.trajectories[0], info={}),))
     assert "rollout/tool_success_rate" not in rollout_metrics([silent])
 
 
@@ -113,7 +114,7 @@ def test_segments_and_masked_episodes_are_counted_by_episode() -> None:
     group = make_group(Words(), 0, version=0, skill=1.0, rng=random.Random(0), size=2)
     forked, masked = group.trajectories
     halves = tuple(replace(forked, id=f"{forked.id}.{segment}", weight=0.5) for segment in range(2))
-    values = rollout_metrics([replace(group, trajectories=(*halves, replace(masked, weight=0.0)))])
+    values = rollout_metrics([with_members(group, [episode_of(*halves), replace(masked, weight=0.0)])])
     assert values["rollout/segments_mean"] == 1.5
     assert values["rollout/masked"] == 0.5
 

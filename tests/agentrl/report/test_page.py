@@ -12,6 +12,7 @@ from agentrl.report import page as report
 from agentrl.report.metrics import MetricsLog
 from agentrl.report.page import write_report
 from agentrl.run_folder import RunFolder
+from agentrl.testing import with_members
 from agentrl.types import Message, ToolCall, Trajectory
 from tests.agentrl.report.synthetic_run import Words, make_config, make_group, make_run
 
@@ -59,7 +60,7 @@ def decode_with(words: Words, monkeypatch: pytest.MonkeyPatch) -> None:
 def folder_with(tmp_path: Path, *trajectories: Trajectory) -> RunFolder:
     folder = RunFolder.create(tmp_path, "run", config=make_config())
     group = make_group(Words(), 0, version=1, skill=1.0, rng=random.Random(0), size=1)
-    folder.write_trajectories(1, [replace(group, trajectories=trajectories)])
+    folder.write_trajectories(1, [with_members(group, trajectories)])
     return folder
 
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 import pytest
 
 from agentrl.report.statistics import avg_at_n, pass_at_k, summarize
+from agentrl.testing import episode_of, with_members
 from tests.agentrl.report.synthetic_run import Words, make_group
 
 
@@ -80,7 +81,7 @@ def test_an_episode_of_several_segments_is_one_sample() -> None:
     whole = make_group(Words(), 1, version=0, skill=0.5, rng=random.Random(1), size=2)
     first, second = whole.trajectories
     segments = [replace(first, id=f"{first.id}.{i}") for i in range(3)]
-    forked = replace(whole, trajectories=(*segments, second))
+    forked = with_members(whole, [episode_of(*segments), second])
     once, thrice = summarize([whole], policy_version=0), summarize([forked], policy_version=0)
     assert thrice.n == once.n == 2
     assert thrice.avg == once.avg
@@ -90,5 +91,5 @@ def test_an_episode_of_several_segments_is_one_sample() -> None:
 def test_an_episode_without_a_token_record_counts_what_its_endpoint_told() -> None:
     group = make_group(Words(), 1, version=0, skill=0.5, rng=random.Random(1), size=2)
     told = tuple(replace(t, turns=(), info={"turns": 4.0, "completion_tokens": 70.0}) for t in group.trajectories)
-    result = summarize([replace(group, trajectories=told)], policy_version=0)
+    result = summarize([with_members(group, told)], policy_version=0)
     assert (result.turns_mean, result.response_tokens_mean) == (4.0, 70.0)

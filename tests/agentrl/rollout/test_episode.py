@@ -77,8 +77,10 @@ class BrokenEngine(ScriptedEngine):
 
     spoil: Callable[[Completion], Completion]
 
-    async def generate(self, token_ids: Sequence[int], sampling: Sampling, *, request_id: str) -> Completion:
-        return self.spoil(await super().generate(token_ids, sampling, request_id=request_id))
+    async def generate(
+        self, token_ids: Sequence[int], sampling: Sampling, *, request_id: str, session_id: str | None = None
+    ) -> Completion:
+        return self.spoil(await super().generate(token_ids, sampling, request_id=request_id, session_id=session_id))
 
 
 def spoiled(tokenizer: TurnTokenizer, spoil: Callable[[Completion], Completion]) -> BrokenEngine:
@@ -211,8 +213,12 @@ async def test_an_answer_of_the_engine_that_cannot_be_is_no_trajectory(
 
 async def test_more_tokens_than_asked_for_are_refused(play: Callable[..., Any], tokenizer: TurnTokenizer) -> None:
     class Unbounded(ScriptedEngine):
-        async def generate(self, token_ids: Sequence[int], sampling: Sampling, *, request_id: str) -> Completion:
-            return await super().generate(token_ids, replace(sampling, max_tokens=10_000), request_id=request_id)
+        async def generate(
+            self, token_ids: Sequence[int], sampling: Sampling, *, request_id: str, session_id: str | None = None
+        ) -> Completion:
+            return await super().generate(
+                token_ids, replace(sampling, max_tokens=10_000), request_id=request_id, session_id=session_id
+            )
 
     with pytest.raises(EngineError, match="200 were allowed"):
         await play([], engine=Unbounded(tokenizer=tokenizer, script=["word " * 400]))
@@ -263,9 +269,11 @@ class Seeds(ScriptedEngine):
 
     seen: dict[str, int | None]
 
-    async def generate(self, token_ids: Sequence[int], sampling: Sampling, *, request_id: str) -> Completion:
+    async def generate(
+        self, token_ids: Sequence[int], sampling: Sampling, *, request_id: str, session_id: str | None = None
+    ) -> Completion:
         self.seen[request_id] = sampling.seed
-        return await super().generate(token_ids, sampling, request_id=request_id)
+        return await super().generate(token_ids, sampling, request_id=request_id, session_id=session_id)
 
 
 async def seeds_of(tokenizer: TurnTokenizer, make_env: Callable[[], Echo] = Echo, **options: Any) -> dict[str, Any]:

@@ -70,8 +70,10 @@ class Witness:
     engine: ScriptedEngine
     calls: list[tuple[list[int], Completion]] = field(default_factory=list)
 
-    async def generate(self, token_ids: Sequence[int], sampling: Sampling, *, request_id: str) -> Completion:
-        completion = await self.engine.generate(token_ids, sampling, request_id=request_id)
+    async def generate(
+        self, token_ids: Sequence[int], sampling: Sampling, *, request_id: str, session_id: str | None = None
+    ) -> Completion:
+        completion = await self.engine.generate(token_ids, sampling, request_id=request_id, session_id=session_id)
         self.calls.append((list(token_ids), completion))
         return completion
 
@@ -145,10 +147,12 @@ class ModelEngine(ScriptedEngine):
 
     model: Any
 
-    async def generate(self, token_ids: Sequence[int], sampling: Sampling, *, request_id: str) -> Completion:
+    async def generate(
+        self, token_ids: Sequence[int], sampling: Sampling, *, request_id: str, session_id: str | None = None
+    ) -> Completion:
         import torch
 
-        completion = await super().generate(token_ids, sampling, request_id=request_id)
+        completion = await super().generate(token_ids, sampling, request_id=request_id, session_id=session_id)
         ids = torch.tensor([[*token_ids, *completion.token_ids]])
         with torch.no_grad():
             logprobs_TV = self.model(ids).logits[0, len(token_ids) - 1 : -1].log_softmax(-1)

@@ -89,10 +89,12 @@ async def test_a_restarted_engine_gets_the_present_weights_from_the_learner_agai
 
 async def test_an_engine_that_fails_in_mid_run_trips_the_breaker(tmp_path: Path, tokenizer: TurnTokenizer) -> None:
     class Dying(YesAndNo):
-        async def generate(self, token_ids: Any, sampling: Any, *, request_id: str) -> Any:
+        async def generate(
+            self, token_ids: Any, sampling: Any, *, request_id: str, session_id: str | None = None
+        ) -> Any:
             if self.policy_version >= 1 and request_id.startswith("train"):
                 raise EngineError("connection refused")
-            return await super().generate(token_ids, sampling, request_id=request_id)
+            return await super().generate(token_ids, sampling, request_id=request_id, session_id=session_id)
 
     with pytest.raises(ErrorRateExceeded, match="connection refused"):
         await run_with(make_config(tmp_path), Dying(tokenizer), tokenizer)

@@ -33,11 +33,13 @@ class Silent(YesAndNo):
         super().__init__(tokenizer)
         self._num_left = num_answers
 
-    async def generate(self, token_ids: Sequence[int], sampling: Sampling, *, request_id: str) -> Completion:
+    async def generate(
+        self, token_ids: Sequence[int], sampling: Sampling, *, request_id: str, session_id: str | None = None
+    ) -> Completion:
         self._num_left -= 1
         if self._num_left < 0:
             await asyncio.Event().wait()
-        return await super().generate(token_ids, sampling, request_id=request_id)
+        return await super().generate(token_ids, sampling, request_id=request_id, session_id=session_id)
 
 
 async def ended_by_name(

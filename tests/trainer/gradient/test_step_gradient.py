@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from agentrl.config import AlgorithmConfig
-from agentrl.testing import completion, group, trajectory
+from agentrl.testing import completion, episode_of, group, trajectory, with_members
 from agentrl.types import TrajectoryGroup, Turn
 from tests.trainer.trainer_builders import episode, mixed_groups, plain_logprobs
 from trainer.gradient import attention
@@ -26,7 +26,7 @@ def estimate(
 ) -> tuple[torch.Tensor, list[GroupTerms]]:
     attention.install(model)
     estimator = Estimator(model, algorithm, pack_tokens=pack_tokens)
-    num_episodes = sum(len(group.episodes()) for group in groups)
+    num_episodes = sum(len(group.episodes) for group in groups)
     terms = estimator.estimate(groups, policy_version=0, num_episodes=num_episodes)
     return torch.cat([total.flatten() for total in estimator.sums.total]), terms
 
@@ -141,7 +141,7 @@ def _with_other_observations_logprobs(one: TrajectoryGroup) -> TrajectoryGroup:
         replace(member, turns=(*member.turns, Turn(observation_ids=(7, 8, 9), completion=completion((), (), 0))))
         for member in one.trajectories
     ]
-    return replace(one, trajectories=tuple(longer))
+    return with_members(one, tuple(longer))
 
 
 def test_observations_after_the_last_action_change_nothing_at_all(tiny_model: Any) -> None:
@@ -248,7 +248,7 @@ def split_in_segments(one: TrajectoryGroup) -> TrajectoryGroup:
     """The same group, its first episode told twice as two segments of half the weight."""
     first, *others = one.trajectories
     halves = [replace(first, id=f"{first.id}.{segment}", weight=0.5) for segment in range(2)]
-    return replace(one, trajectories=(*halves, *others))
+    return with_members(one, [episode_of(*halves), *others])
 
 
 @pytest.mark.parametrize("preset", ["vcpo", "grpo", "tis", "rloo"])
@@ -279,8 +279,8 @@ def test_the_optimal_baseline_sums_squared_norms_over_an_episodes_segments(tiny_
 def test_a_trajectory_of_weight_zero_has_no_gradient_and_counts_in_the_mean(tiny_model: Any, preset: Any) -> None:
     one = mixed_groups(tiny_model)[0]
     first, *others = one.trajectories
-    masked = replace(one, trajectories=(replace(first, weight=0.0), *others))
-    silent = replace(one, trajectories=(replace(first, turns=(), weight=0.0), *others))
+    masked = with_members(one, (replace(first, weight=0.0), *others))
+    silent = with_members(one, (replace(first, turns=(), weight=0.0), *others))
     algorithm = AlgorithmConfig(preset=preset, **({"second_moment_bound": 100.0} if preset == "m2po" else {}))
     ours, (terms,) = estimate(tiny_model, [masked], algorithm)
     theirs, _ = estimate(tiny_model, [silent], algorithm)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.config.presets import PRESETS
+from agentrl.testing import episode_of, with_members
 from agentrl.types import Trajectory, TrajectoryGroup
 from tests.trainer.trainer_builders import mixed_groups
 from trainer.gradient.step_gradient import Estimator
@@ -74,7 +75,7 @@ def test_a_preset_is_estimated_exactly_from_packs(tiny_model: Any, preset: Any) 
 def test_a_step_in_which_nobody_acted_has_no_gradient(tiny_model: Any, preset: Any) -> None:
     """Two groups with different rewards, so that only the missing actions can be the reason."""
     silent = [
-        replace(one, trajectories=tuple(replace(member, turns=()) for member in one.trajectories))
+        with_members(one, tuple(replace(member, turns=()) for member in one.trajectories))
         for one in mixed_groups(tiny_model)[:2]
     ]
     estimator = Estimator(tiny_model, AlgorithmConfig(preset=preset))
@@ -95,7 +96,7 @@ def test_under_a_length_of_the_group_every_token_of_an_episode_in_segments_count
         replace(first, id=f"{first.id}.{number}", turns=(turn,), weight=0.5) for number, turn in enumerate(first.turns)
     ]
     assert len({member.num_action_tokens for member in halves}) == 2
-    group = replace(whole, trajectories=(*halves, *others))
+    group = with_members(whole, [episode_of(*halves), *others])
     algorithm = AlgorithmConfig(preset=preset)
     estimator = Estimator(tiny_model, algorithm, pack_tokens=40)
     estimator.estimate([group], policy_version=0, num_episodes=4)
@@ -109,8 +110,8 @@ def by_tokens(model: Any, group: TrajectoryGroup, algorithm: AlgorithmConfig) ->
     reward = torch.tensor(group.episode_rewards, dtype=torch.float64)
     advantage = (reward - reward.mean()) / reward.std()
     logprobs, members = [], []
-    for value, segments in zip(advantage.tolist(), group.episodes(), strict=True):
-        for segment in segments:
+    for value, record in zip(advantage.tolist(), group.episodes, strict=True):
+        for segment in record.segments:
             logprob, _, behavior = scored(model, segment)
             logprobs.append(logprob)
             members.append(

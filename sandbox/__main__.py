@@ -17,9 +17,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from sandbox.backends.base import BackendError, BackendSettings
-from sandbox.backends.probe import BACKENDS, start_backend
+from sandbox.backends.probe import start_backend
 from sandbox.pool import Pool, PoolSettings
-from sandbox.protocol import Limits
+from sandbox.protocol import BACKENDS, Limits
 
 EXIT_USAGE = 2
 SHUTDOWN_DEADLINE_S = 3
@@ -55,11 +55,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="sandbox", description="Run untrusted Python in isolated sessions, over HTTP."
+        prog="sandbox",
+        description="Run untrusted Python in isolated sessions, over HTTP.",
+        epilog="backends:\n" + "\n".join(f"  {name:<12}{line}" for name, line in BACKENDS.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8321, help="0 takes a free one")
-    parser.add_argument("--backend", choices=BACKENDS, default="auto", help="auto: the strongest that works here")
+    parser.add_argument("--backend", choices=BACKENDS, default="auto", help="what isolates sessions (see below)")
     parser.add_argument("--slots", type=int, default=8, help="executions at the same time")
     parser.add_argument("--warm", type=int, default=None, help="interpreters kept ready (default: as many as slots)")
     parser.add_argument("--max-sessions", type=int, default=1024)

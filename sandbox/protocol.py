@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator
 
 Status = Literal["ok", "error", "timeout", "oom", "output_limit", "crashed", "sandbox_error", "overloaded"]
+
+BackendName = Literal["auto", "namespaces", "docker", "landlock", "unsafe"]
+BACKENDS: Mapping[BackendName, str] = {
+    "auto": "the strongest that works here: namespaces, docker, landlock, or unsafe where that is permitted",
+    "namespaces": "namespaces, system call filter, read-only root, control group: Linux, root or user namespaces",
+    "docker": "a container without network for each session: needs a Docker engine and the image agentrl-sandbox",
+    "landlock": "Landlock and a strict system call filter: Linux 6.2 as root, 6.12 as a plain user",
+    "unsafe": "resource limits only, for code that you trust; must be permitted with allow_unsafe",
+}
+"""What isolates sessions: name -> what it is and needs. After `auto`, the strongest first."""
 
 INFRA_STATUSES: frozenset[str] = frozenset({"sandbox_error", "overloaded"})
 """Failures of the service, never of the program: the client retries them, then raises."""

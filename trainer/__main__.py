@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import get_args
 
 from agentrl import config as config_module
-from agentrl.engine.vllm_server import Transfer
+from agentrl.config.engine import Transfer
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.supervision import secrets
 

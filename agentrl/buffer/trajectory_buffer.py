@@ -15,13 +15,11 @@ from bisect import insort
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 from agentrl.buffer.journal import GroupState, Journal, Resumption
+from agentrl.config.rollout import OnStale
 from agentrl.errors import NoLearningSignal, StaleTrajectoryError
 from agentrl.types import Batch, Task, TrajectoryGroup, has_spread
-
-OnStale = Literal["drop", "requeue", "wait"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

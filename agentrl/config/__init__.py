@@ -3,15 +3,16 @@
 May import: `agentrl.errors`, `agentrl.types`. Start reading in `tree.py` (the sections), then `loading.py`.
 """
 
-from agentrl.config.algorithm import AlgorithmConfig, Section
+from agentrl.config.algorithm import AlgorithmConfig
+from agentrl.config.engine import EngineConfig
+from agentrl.config.learner import LearnerConfig
 from agentrl.config.loading import load, parse, save
 from agentrl.config.rollout import RolloutConfig
+from agentrl.config.section import Section
 from agentrl.config.tree import (
     Config,
-    EngineConfig,
     EnvConfig,
     EvalConfig,
-    LearnerConfig,
     LoraConfig,
     ModelConfig,
     SandboxConfig,

@@ -1,13 +1,13 @@
-"""The settings of the policy gradient, as one frozen section of a run's config.
+"""The `algorithm` section: the policy gradient as settings over independent axes.
 
-Says which combinations exist; knows nothing of how they are carried out (see trainer/objective/policy_gradient.py).
+Says which combinations exist. Independent of how they are carried out (trainer/objective/policy_gradient.py).
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from agentrl.config.presets import (
     OPTIMAL,
@@ -22,26 +22,36 @@ from agentrl.config.presets import (
     unread,
     with_preset,
 )
+from agentrl.config.section import Choices, Section
 
-
-class Section(BaseModel):
-    """A frozen node of the tree; unknown keys are refused."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+BaselineWeights = Annotated[
+    Literal["treated", "untreated"],
+    Choices({"treated": "the weights of the gradient, such as min(w, c)", "untreated": "w as it is: the paper's form"}),
+]
+BaselineNorms = Annotated[
+    Literal["exact", "proxy"],
+    Choices({"exact": "each trajectory's own gradient norm", "proxy": "a cheap stand-in, for large models"}),
+]
 
 
 class AlgorithmConfig(Section):
-    """The policy gradient as settings over independent axes; docs/algorithms.md has the equations.
+    """The policy gradient as settings over independent axes. docs/algorithms.md has the equations.
 
-    `preset` is one line of settings (agentrl/config/presets.py); keys that are written out win over it.
+    `preset` fills in a published algorithm's settings (agentrl/config/presets.py); keys that are written out win.
+
+    Example:
+        >>> AlgorithmConfig(preset="grpo").treatment
+        'clip'
+        >>> AlgorithmConfig(preset="grpo", clip_high=0.3).clip_high
+        0.3
     """
 
     preset: Preset = "vcpo_safe"
+    """A published algorithm; the other keys override its settings."""
     ratio: Ratio = "sequence"
-    """What pi/mu is taken of: each token, the whole episode, its geometric mean; none: no correction."""
+    """What the importance ratio pi/mu is taken of."""
     treatment: Treatment = "truncate"
-    """What happens to large ratios: none; truncate (TIS); mask (MIS); clip (PPO); clip_weight (CISPO: the weight is
-    clipped, the gradient kept); second_moment (M2PO); adaptive_clip (BAPO)."""
+    """What happens to large ratios w."""
     max_weight: PositiveFloat = 8.0
     """The c of truncate, min(w, c), and the upper end of mask."""
     min_weight: Annotated[float, Field(ge=0)] = 0.0
@@ -57,33 +67,33 @@ class AlgorithmConfig(Section):
     adaptive_high: tuple[PositiveFloat, PositiveFloat] = (1.2, 3.0)
     """adaptive_clip: range in which the upper bound of the ratio moves."""
     adaptive_step: PositiveFloat = 0.05
+    """adaptive_clip: distance by which a bound moves at a time."""
     positive_share: Annotated[float, Field(gt=0, lt=1)] = 0.5
     """adaptive_clip: share of the loss that tokens of positive advantage should have."""
     baseline: Baseline = "opob_safe"
-    """opob: VCPO's optimal baseline; opob_safe: the same, never above the group's mean; length_weighted: OPO; otb: the
-    optimal token baseline."""
-    baseline_weights: Literal["treated", "untreated"] = "treated"
-    """opob and opob_safe: b* has the weights of the gradient, or w as it is. The paper writes w in b* and min(w, c) in
-    the gradient; the two differ only where a weight is cut."""
-    baseline_norms: Literal["exact", "proxy"] = "exact"
-    """opob and opob_safe: each trajectory's own gradient norm, or a cheap stand-in where exactness costs too much."""
+    """What is subtracted from each reward."""
+    baseline_weights: BaselineWeights = "treated"
+    """opob and opob_safe: which weights are in b*. The two differ only where a weight is cut."""
+    baseline_norms: BaselineNorms = "exact"
+    """opob and opob_safe: which gradient norms are in b*."""
     step_scale: StepScale = "ess_sqrt"
-    """Learning rate times (rho / rho_base)^p: p = 1/2 for AdamW, 1 (ess_linear) for SGD."""
+    """Factor on the learning rate, at most 1, from the batch's ESS ratio rho."""
     rho_base: PositiveFloat | Literal["auto"] = "auto"
-    """ESS ratio at which the full learning rate is used; `auto` learns it from the first near-on-policy steps."""
+    """ESS ratio at which the full learning rate is used. auto: learned from the first near-on-policy steps."""
     normalize_by_length: LengthNorm = True
-    """Divide each trajectory's summed log-probability gradient by its number of action tokens; `group`: by its
-    group's tokens over the group's episodes, so that every token of a group counts alike (DAPO, CISPO)."""
+    """Divide each trajectory's summed log-probability gradient by its number of action tokens. group: by its group's
+    tokens over the group's episodes, so that every token of a group counts alike (DAPO, CISPO)."""
     normalize_by_std: bool = False
     """Divide a group's advantages by the standard deviation of its rewards."""
     ess_floor: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Below this ESS ratio for `ess_floor_steps` steps in a row, admission works with one version of lag less, down to
-    0; it comes back by one after ten times as many steps above."""
+    """Below this ESS ratio for `ess_floor_steps` steps in a row, admission allows one version of lag less, down to 0.
+    It allows one more after ten times as many steps above."""
     ess_floor_steps: PositiveInt = 3
+    """Steps in a row below `ess_floor` after which the lag shrinks."""
     refuse_below: Annotated[float, Field(gt=0, lt=1)] | None = None
     """A step whose ESS ratio is below this is refused: the weights stay as they are."""
     variance_every: Annotated[int, Field(ge=0)] = 0
-    """Steps between measurements of the gradient's variance under each baseline, from halves of the batch; each costs
+    """Steps between measurements of the gradient's variance under each baseline, from halves of the batch. Each costs
     the passes of up to seven steps. 0: never."""
 
     @model_validator(mode="before")
@@ -100,7 +110,7 @@ class AlgorithmConfig(Section):
         if self.baseline_norms == "proxy" and self.baseline not in OPTIMAL:
             raise ValueError(f"baseline={self.baseline} uses no norms; leave baseline_norms out")
         if "baseline_weights" in self._changed() and self.baseline not in OPTIMAL:
-            raise ValueError(f"baseline={self.baseline} is not made of weights; leave baseline_weights out")
+            raise ValueError(f"baseline={self.baseline} uses no weights; leave baseline_weights out")
         if self.treatment == "mask" and self.min_weight >= self.max_weight:
             raise ValueError(f"min_weight={self.min_weight:g} must be below max_weight={self.max_weight:g}")
         for name in ("adaptive_low", "adaptive_high"):
@@ -112,7 +122,7 @@ class AlgorithmConfig(Section):
         return self
 
     def _changed(self) -> set[str]:
-        """Names of the settings that are not what the preset alone would make them."""
+        """Names of the settings that differ from what the preset alone gives."""
         alone = {name: field.default for name, field in type(self).model_fields.items()} | dict(PRESETS[self.preset])
         return {name for name, value in self if value != alone[name]}
 

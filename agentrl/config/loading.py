@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from agentrl.config.algorithm import Section
+from agentrl.config.section import Section
 from agentrl.config.tree import Config
 from agentrl.errors import ConfigError
 

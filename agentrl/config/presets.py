@@ -1,34 +1,101 @@
 """Published policy-gradient algorithms as one line of settings each, and the combinations that make no sense.
 
-Plain words and numbers: knows nothing of pydantic, of tensors, or of how a setting is carried out:
-trainer/objective/policy_gradient.py does that. docs/algorithms.md has the equations.
+Names, one line on each, and numbers. Independent of tensors: trainer/objective/policy_gradient.py carries the settings
+out. docs/algorithms.md has the equations.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-Preset = Literal[
-    "vcpo_safe",
-    "vcpo",
-    "grpo",
-    "dapo",
-    "gspo",
-    "tis",
-    "mis",
-    "cispo",
-    "rloo",
-    "opo",
-    "otb",
-    "m2po",
-    "bapo",
-    "reinforce",
+from agentrl.config.section import Choices
+
+Preset = Annotated[
+    Literal[
+        "vcpo_safe",
+        "vcpo",
+        "grpo",
+        "dapo",
+        "gspo",
+        "tis",
+        "mis",
+        "cispo",
+        "rloo",
+        "opo",
+        "otb",
+        "m2po",
+        "bapo",
+        "reinforce",
+    ],
+    Choices(
+        {
+            "vcpo_safe": "as vcpo, with a baseline that never exceeds the group's mean",
+            "vcpo": "VCPO: truncated sequence weights, optimal baseline, ESS-scaled step (arXiv 2602.17616)",
+            "grpo": "token ratios, PPO's clip, advantages divided by their deviation; no KL term (arXiv 2402.03300)",
+            "dapo": "GRPO with a higher upper clip, every token of a group weighted alike (arXiv 2503.14476)",
+            "gspo": "geometric-mean ratios with tight clips (arXiv 2507.18071)",
+            "tis": "truncated importance sampling with the group's mean as baseline",
+            "mis": "masked importance sampling with the group's mean as baseline",
+            "cispo": "token weights clipped, every gradient kept (MiniMax-M1, arXiv 2506.13585)",
+            "rloo": "on-policy, leave-one-out baseline (arXiv 2402.14740)",
+            "opo": "on-policy, length-weighted baseline (arXiv 2505.23585)",
+            "otb": "on-policy, optimal baseline for each token (arXiv 2602.07078)",
+            "m2po": "masks tokens until the ratios' second moment is small (arXiv 2510.01161)",
+            "bapo": "clip bounds that move until positive advantages have their share (arXiv 2510.18927)",
+            "reinforce": "on-policy, no baseline (Williams 1992)",
+        }
+    ),
 ]
-Ratio = Literal["none", "token", "sequence", "geometric_mean"]
-Treatment = Literal["none", "truncate", "mask", "clip", "clip_weight", "second_moment", "adaptive_clip"]
-Baseline = Literal["none", "mean", "leave_one_out", "opob", "opob_safe", "length_weighted", "otb"]
-StepScale = Literal["none", "ess_sqrt", "ess_linear"]
+Ratio = Annotated[
+    Literal["none", "token", "sequence", "geometric_mean"],
+    Choices(
+        {
+            "none": "no correction: 1",
+            "token": "each token's own ratio",
+            "sequence": "one for the episode: exp of the sum of its log ratios",
+            "geometric_mean": "one for the episode: exp of the mean of its log ratios",
+        }
+    ),
+]
+Treatment = Annotated[
+    Literal["none", "truncate", "mask", "clip", "clip_weight", "second_moment", "adaptive_clip"],
+    Choices(
+        {
+            "none": "used as they are",
+            "truncate": "min(w, max_weight) (TIS)",
+            "mask": "0 outside [min_weight, max_weight] (MIS)",
+            "clip": "0 where PPO's clipped objective is flat: bounds 1 - clip_low, 1 + clip_high",
+            "clip_weight": "clamped to [1 - clip_low, 1 + clip_high], the gradient kept (CISPO)",
+            "second_moment": "tokens are masked until the mean squared log ratio is at most second_moment_bound (M2PO)",
+            "adaptive_clip": "PPO's clip, with bounds that move within adaptive_low and adaptive_high (BAPO)",
+        }
+    ),
+]
+Baseline = Annotated[
+    Literal["none", "mean", "leave_one_out", "opob", "opob_safe", "length_weighted", "otb"],
+    Choices(
+        {
+            "none": "0",
+            "mean": "the group's mean reward",
+            "leave_one_out": "the mean reward of the others (RLOO)",
+            "opob": "VCPO's optimal baseline: rewards weighted by w^2 times the squared gradient norm",
+            "opob_safe": "the same, but never above the group's mean",
+            "length_weighted": "rewards weighted by length (OPO)",
+            "otb": "the optimal baseline of each token",
+        }
+    ),
+]
+StepScale = Annotated[
+    Literal["none", "ess_sqrt", "ess_linear"],
+    Choices(
+        {
+            "none": "1",
+            "ess_sqrt": "(rho / rho_base)^(1/2), for AdamW",
+            "ess_linear": "rho / rho_base, for SGD",
+        }
+    ),
+]
 LengthNorm = bool | Literal["group"]
 
 OPTIMAL: frozenset[str] = frozenset({"opob", "opob_safe"})
@@ -44,14 +111,14 @@ READ_BY: Mapping[str, tuple[Treatment, ...]] = {
     "adaptive_step": ("adaptive_clip",),
     "positive_share": ("adaptive_clip",),
 }
-"""The settings that only some treatments read, and which."""
+"""Setting -> the treatments that read it. Every treatment reads the settings that are not listed."""
 
 _DEEPSEEK = {"baseline": "mean", "normalize_by_std": True, "step_scale": "none"}
 _PLAIN = {"ratio": "none", "treatment": "none", "normalize_by_length": False, "step_scale": "none"}
 
 PRESETS: Mapping[Preset, Mapping[str, Any]] = {
     "vcpo_safe": {},  # the defaults of AlgorithmConfig
-    "vcpo": {"baseline": "opob", "baseline_weights": "untreated"},  # as the paper writes it
+    "vcpo": {"baseline": "opob", "baseline_weights": "untreated"},  # as published
     "grpo": {**_DEEPSEEK, "ratio": "token", "treatment": "clip", "clip_low": 0.2, "clip_high": 0.2},
     "dapo": {**_DEEPSEEK, "ratio": "token", "treatment": "clip", "clip_high": 0.28, "normalize_by_length": "group"},
     "gspo": {**_DEEPSEEK, "ratio": "geometric_mean", "treatment": "clip", "clip_low": 3e-4, "clip_high": 4e-4},
@@ -75,35 +142,35 @@ PRESETS: Mapping[Preset, Mapping[str, Any]] = {
 
 
 def with_preset(given: Mapping[str, Any]) -> dict[str, Any]:
-    """`given` over the line of its preset: what is written out wins. An unknown name is left for the type to refuse."""
+    """The settings of the preset, overridden by those in `given`. The type refuses an unknown preset later."""
     preset = given.get("preset", "vcpo_safe")
     line = PRESETS.get(preset, {}) if isinstance(preset, str) else {}  # type: ignore[call-overload]
     return {**line, **given}
 
 
 def unread(treatment: Treatment, changed: Collection[str]) -> str | None:
-    """Why one of `changed`, the settings moved off their preset, does nothing, with the mend; None: all are read."""
+    """Why one of `changed` (the settings that differ from their preset) has no effect, and how to fix it; else None."""
     for name, treatments in READ_BY.items():
         if name in changed and treatment not in treatments:
-            mend = f"leave it out, or set treatment: {' or '.join(treatments)}"
-            return f"{name} does nothing under treatment={treatment}; {mend}"
+            fix = f"leave it out, or set treatment: {' or '.join(treatments)}"
+            return f"{name} does nothing under treatment={treatment}; {fix}"
     return None
 
 
 def refusal(*, ratio: Ratio, treatment: Treatment, baseline: Baseline) -> str | None:
-    """Why a combination makes no sense, with the mend; None where it does make sense."""
+    """Why a combination makes no sense, and how to fix it; None where it makes sense."""
     if ratio == "none" and treatment != "none":
         return f"treatment={treatment} has no weights to treat under ratio=none; set treatment: none, or another ratio"
     if treatment in ("second_moment", "adaptive_clip") and ratio != "token":
         return f"treatment={treatment} is defined over the tokens of the batch; set ratio: token"
     if baseline in OPTIMAL and ratio == "token":
         return (
-            f"baseline={baseline} weighs trajectories by one weight each, ratio=token has one a token; "
+            f"baseline={baseline} needs one weight for each trajectory, ratio=token has one for each token; "
             "set ratio: sequence or geometric_mean, or baseline: mean or otb"
         )
     if baseline in OPTIMAL | {"otb"} and treatment in ("clip", "adaptive_clip"):
         return (
-            f"treatment={treatment} cuts by the sign of the advantage, which baseline={baseline} fixes only from the "
+            f"treatment={treatment} depends on the sign of the advantage, which baseline={baseline} derives from the "
             "weights; set treatment: truncate, mask or clip_weight, or baseline: mean"
         )
     return None

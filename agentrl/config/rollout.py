@@ -1,69 +1,131 @@
-"""The `rollout` section: how episodes are made, what of them counts, how stale they may get. Knows no other section."""
+"""The `rollout` section: how episodes are made, which of them count, how stale they may get.
+
+Does not depend on any other section.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from agentrl.config.algorithm import Section
-from agentrl.data.curriculum import TaskChoice
+from agentrl.config.section import Choices, Section
 
 MIN_TURN_TOKENS = 16
 
+OnStale = Annotated[
+    Literal["drop", "requeue", "wait"],
+    Choices(
+        {
+            "drop": "drop the group",
+            "requeue": "drop the group and issue its task again",
+            "wait": "keep the learner waiting for the oldest group, so that nothing becomes too old",
+        }
+    ),
+]
+TaskChoice = Annotated[
+    Literal["shuffled", "difficulty"],
+    Choices(
+        {
+            "shuffled": "every training row once an epoch",
+            "difficulty": "rows whose solve rate is near one half most often, those that are never or always solved "
+            "seldom but repeatedly",
+        }
+    ),
+]
+ToolOutputKeep = Annotated[
+    Literal["both", "head", "tail"],
+    Choices({"both": "its beginning and its end", "head": "its beginning", "tail": "its end"}),
+]
+TOOL_FORMATS: Mapping[str, str] = {
+    "auto": "hermes where the model has a chat template, else fences",
+    "hermes": "`<tool_call>` JSON, answered in tool messages of the chat template",
+    "fences": "a ```python block, answered as raw text in the same assistant turn (SimpleTIR)",
+    "retool": "`<code>` tags, answered as raw text in the same assistant turn (ReTool)",
+}
+ToolFormatName = Annotated[Literal["auto", "hermes", "fences", "retool"], Choices(TOOL_FORMATS)]
+Overlong = Annotated[
+    Literal["penalize", "mask", "keep"],
+    Choices(
+        {
+            "penalize": "subtract DAPO's soft overlong punishment from the reward",
+            "mask": "leave them out of the loss (DAPO's overlong filtering)",
+            "keep": "treat them like any other episode",
+        }
+    ),
+]
+Compaction = Annotated[
+    Literal["none", "drop", "summarize"],
+    Choices(
+        {
+            "none": "nothing: the episode ends when the context is full",
+            "drop": "leave old tool output out of the prompt",
+            "summarize": "let the model write notes, and go on from those",
+        }
+    ),
+]
+
 
 class RolloutConfig(Section):
-    """How episodes are made, and how stale they may get."""
+    """How episodes are made, and how stale they may get.
+
+    Example:
+        >>> RolloutConfig(max_context=4096, max_turn_tokens=512).compaction_tokens
+        3456
+    """
 
     groups_per_step: PositiveInt = 8
+    """Groups in one batch of the learner."""
     group_size: Annotated[int, Field(ge=1)] = 8
+    """Episodes of one task, which share a baseline."""
     max_lag: Annotated[int, Field(ge=0)] = 2
     """Largest allowed learner version - oldest version of a trajectory. 0 is synchronous."""
-    on_stale: Literal["drop", "requeue", "wait"] = "drop"
-    """Too-old data: drop it, drop it and issue the task again, or let the learner wait for the oldest group."""
+    on_stale: OnStale = "drop"
+    """What happens to data that is too old."""
     task_choice: TaskChoice = "shuffled"
-    """shuffled: every training row once an epoch. difficulty: rows whose solve rate is near one half most often, those
-    that are never or always solved seldom, but again and again (agentrl/data/curriculum.py)."""
+    """Which training row is played next (docs/staleness.md)."""
     max_context: PositiveInt = 2048
     """Tokens of a whole episode, prompt included."""
     max_turn_tokens: PositiveInt = 512
+    """Tokens that the model may write in one turn."""
     tool_output_tokens: PositiveInt = 128
-    """Longer tool output is cut, by a note that says so."""
+    """Longer tool output is cut, and a note in it says so."""
     tool_output_chars: PositiveInt | None = None
     """Cut tool output to this many characters first, as SimpleTIR does (512)."""
-    tool_output_keep: Literal["both", "head", "tail"] = "both"
-    """Which end of long tool output is kept."""
-    tool_format: Literal["auto", "hermes", "fences", "retool"] = "auto"
-    """How calls are written: hermes `<tool_call>` JSON; code in ```python fences (SimpleTIR) or in `<code>` tags
-    (ReTool). auto: hermes where there is a chat template, else fences."""
+    tool_output_keep: ToolOutputKeep = "both"
+    """Which part of long tool output is kept."""
+    tool_format: ToolFormatName = "auto"
+    """How the model writes tool calls and reads their output (docs/tokens.md)."""
     mask_void_turns: bool = False
     """Leave episodes with a turn that has neither a whole call nor a boxed answer out of the loss (SimpleTIR)."""
-    overlong: Literal["penalize", "mask", "keep"] = "keep"
-    """Episodes that the context limit ends: take DAPO's soft overlong punishment off the reward, leave them out of the
-    loss (DAPO's overlong filtering), or treat them as any other."""
+    overlong: Overlong = "keep"
+    """What happens to episodes that the context limit ends."""
     overlong_cache_tokens: PositiveInt = 512
-    """DAPO's L_cache: the punishment grows from 0 to 1 over the last so many tokens before the limit."""
-    compaction: Literal["none", "drop", "summarize"] = "none"
-    """What is done before the context is full: nothing, leave old tool output out, or go on from the model's own notes.
-    Each fork is a trainable segment of its own (docs/tokens.md)."""
+    """DAPO's L_cache: the punishment grows from 0 to 1 over this many tokens before the limit."""
+    compaction: Compaction = "none"
+    """What is done before the context is full. Each fork is a trainable segment of its own (docs/tokens.md)."""
     compact_at_tokens: PositiveInt | None = None
-    """Tokens from which on it is done; None: when a full turn and its answer would not fit any more."""
+    """Compact a prompt with more tokens than this. null: when a full turn and its answer would not fit any more."""
     temperature: PositiveFloat = 1.0
+    """Must be 1 in training: any other distribution biases the importance ratios."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Must be 1 in training, for the same reason."""
     episode_timeout_s: PositiveFloat = 300.0
+    """Deadline of reset, of all turns together, and of the score. Turns finished by then are scored and trained."""
     max_retries: Annotated[int, Field(ge=0)] = 2
     """Times an episode is run again after an infrastructure failure before it counts as failed."""
     max_infra_error_rate: Annotated[float, Field(ge=0, le=1)] = 0.2
-    """Stop the run when more than this share of the last 100 episodes failed for infrastructure."""
+    """Stop the run when more than this share of the last 100 episodes failed because of infrastructure."""
     canary_every: Annotated[int, Field(ge=0)] = 20
-    """Steps between checks that the sandbox and the grader still give known outcomes; 0 checks at the start only."""
+    """Steps between checks that the sandbox and the grader still give known outcomes. 0: only at the start."""
 
     @property
     def min_turn_tokens(self) -> int:
-        """A turn with less room than this is not begun."""
+        """No turn begins with less room than this."""
         return min(MIN_TURN_TOKENS, self.max_turn_tokens)
 
     @property
     def compaction_tokens(self) -> int:
-        """A prompt with more than these is compacted."""
+        """A prompt with more tokens than this is compacted."""
         return self.compact_at_tokens or self.max_context - self.max_turn_tokens - self.tool_output_tokens

@@ -1,32 +1,79 @@
-"""Where the next task comes from: an environment's rows, endlessly, tasks given back first. Knows no engine, no lag.
+"""Chooses the next task: returned tasks first, then an environment's rows, endlessly. Independent of engines and lag.
 
-The order is fixed by the seed, and with `difficulty` by the solve counts too: a source made anew goes on like the one
-that was lost once it was told the `cursor` (skip), the groups that finished (observe) and the tasks given back.
+The order depends on the seed, and with `difficulty` on the solve counts too. A new source continues like a lost one
+after it has been given the `cursor` (skip), the groups that finished (observe) and the tasks that were returned.
 """
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 
 from agentrl.config import EnvConfig
-from agentrl.data.curriculum import SolveRates, TaskChoice
+from agentrl.config.rollout import TaskChoice
 from agentrl.data.rows import endless
 from agentrl.env import Env, attributed
 from agentrl.errors import ConfigError
 from agentrl.types import Task
 
-# A finite training set is shuffled anew every epoch; a generator that yields more rows than this is taken as endless.
+# A finite training set is shuffled again every epoch. A generator that yields more rows than this counts as endless.
 MAX_FINITE_ROWS = 1_000_000
+MEMORY = 0.5
+"""Factor on the counts of earlier groups when a task is played again: the policy has changed since."""
+
+
+class SolveRates:
+    """How often each task was solved, as a Beta distribution over its solve rate: Beta(1, 1) for a task never seen.
+
+    Rows are thinned and not sorted: every row of the stream is played with a probability that is highest where the
+    solve rate is one half. The rate at which a task is played is then proportional to its worth, and never zero: with
+    groups of G, a task that is never solved, or always, is played every (G / 2 + 1)-th time that it comes up. Whether
+    a row is played depends on the seed, its place in the stream and the counts alone, so a resumed run repeats it.
+
+    Example:
+        >>> rates = SolveRates()
+        >>> rates.observe("easy", [1.0] * 8)
+        >>> rates.worth("easy") < rates.worth("new")
+        True
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[str, tuple[float, float]] = {}  # solved, not solved
+
+    def observe(self, task_id: str, rewards: Sequence[float]) -> None:
+        """The rewards of one finished group, one an episode; outside [0, 1] they count as the nearer end."""
+        solved, failed = self._counts.get(task_id, (0.0, 0.0))
+        gained = sum(min(1.0, max(0.0, reward)) for reward in rewards)
+        self._counts[task_id] = (MEMORY * solved + gained, MEMORY * failed + len(rewards) - gained)
+
+    def worth(self, task_id: str) -> float:
+        """4 E[p (1 - p)] over the Beta distribution of the solve rate p: in (0, 1), towards 1 near one half.
+
+        p (1 - p) is the variance of a reward that is 0 or 1, to which the policy gradient of the task is
+        proportional: Foster et al., "Learning to Reason at the Frontier of Learnability", arXiv 2502.12272.
+        """
+        solved, failed = self._counts.get(task_id, (0.0, 0.0))
+        a, b = 1 + solved, 1 + failed
+        return 4 * a * b / ((a + b) * (a + b + 1))
+
+    def is_played(self, task_id: str, *, place: int, seed: int) -> bool:
+        """Whether row `place` of the stream, which holds this task, is played. True with probability `worth`."""
+        return random.Random(f"{seed}/{place}").random() < self.worth(task_id)
 
 
 class TaskSource:
-    """Training tasks in an order fixed by the seed.
+    """Training tasks in an order that the seed determines.
 
     Args:
-        choice: "shuffled" plays every row of the stream; "difficulty" passes most of those over whose solve rate is far
-            from one half (agentrl/data/curriculum.py).
+        choice: "shuffled" plays every row of the stream; "difficulty" skips most rows whose solve rate is far from one
+            half (see SolveRates).
+
+    Example:
+        source = TaskSource(ModMath, EnvConfig(target="ModMath-v0"), seed=0)
+        task = source.next()
+        source.observe(task.id, [1.0, 0.0, 0.0, 1.0])
     """
 
     def __init__(self, env_class: type[Env], config: EnvConfig, *, seed: int, choice: TaskChoice = "shuffled") -> None:
@@ -36,37 +83,37 @@ class TaskSource:
         self._rates = SolveRates()
         self._returned: deque[Task] = deque()
         self._cursor = 0
-        # The first row is read now: a file that cannot be read should cost a second, not a started engine.
+        # Read the first row now: an unreadable file should fail within a second, not after the engine has started.
         with attributed(self._what):
             rows = _stream(env_class, config, seed)
             self._rows = chain([next(rows)], rows)
 
     @property
     def cursor(self) -> int:
-        """Rows of the stream that were played or passed over so far."""
+        """Rows of the stream that were played or skipped so far."""
         return self._cursor
 
     def next(self) -> Task:
-        """A task given back, or the next row that is asked. Raises EnvError when the environment's rows fail."""
+        """A returned task, or the next row that is to be played. Raises EnvError when the environment's rows fail."""
         if self._returned:
             return self._returned.popleft()
         while True:
             place, task = self._cursor, self._draw()
-            if self._choice == "shuffled" or self._rates.is_asked(task.id, place=place, seed=self._seed):
+            if self._choice == "shuffled" or self._rates.is_played(task.id, place=place, seed=self._seed):
                 return task
 
     def give_back(self, task: Task) -> None:
-        """Ask this task again before new ones."""
+        """Play this task again before new ones."""
         self._returned.append(task)
 
     def observe(self, task_id: str, rewards: Sequence[float]) -> None:
-        """The rewards of a finished group, one an episode, whatever becomes of the group."""
+        """The rewards of a finished group, one for each episode, also where the group is not trained on."""
         self._rates.observe(task_id, rewards)
 
     def skip(self, cursor: int) -> None:
-        """Pass over the rows up to `cursor`, as a run did before. Raises ValueError when they are drawn already."""
+        """Skip the rows up to `cursor`, which an earlier run has drawn. Raises ValueError if this one is beyond it."""
         if cursor < self._cursor:
-            raise ValueError(f"the source stands at row {self._cursor}, beyond row {cursor}")
+            raise ValueError(f"the source is at row {self._cursor}, beyond row {cursor}")
         while self._cursor < cursor:
             self._draw()
 
@@ -100,7 +147,7 @@ def _stream(env_class: type[Env], config: EnvConfig, seed: int) -> Iterator[Task
     drawn, ids = [first], {first.id}
     for row in islice(rows, MAX_FINITE_ROWS):
         drawn.append(row)
-        if row.id in ids:  # epochs of the environment's own making: they are shuffled already
+        if row.id in ids:  # the environment makes its own epochs, which are shuffled already
             yield from drawn
             yield from rows
         ids.add(row.id)

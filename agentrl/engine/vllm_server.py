@@ -17,6 +17,7 @@ from typing import Literal
 import httpx
 
 from agentrl.config import EngineConfig
+from agentrl.config.engine import Transfer
 from agentrl.errors import ConfigError, EngineError, MissingDependencyError
 from agentrl.supervision import secrets
 
@@ -27,7 +28,6 @@ POLL_S = 0.1
 TOKENS_A_STEP = 2048  # of all prompts together, where none is split
 
 Device = Literal["cpu", "cuda"]
-Transfer = Literal["safetensors", "reload", "gloo", "nccl", "ipc"]
 BACKENDS: dict[Transfer, str] = {
     "safetensors": "safetensors",
     "reload": "safetensors",  # not used, but harmless

@@ -10,10 +10,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import msgspec
 
+from agentrl.config.rollout import TOOL_FORMATS
 from agentrl.errors import ConfigError
 from agentrl.tokens.codec import Codec
 from agentrl.tokens.strategies import RawStrategy, Strategy
@@ -30,7 +31,6 @@ from agentrl.tokens.tool_calls import (
 )
 from agentrl.types import Message, system
 
-ToolFormatName = Literal["auto", "hermes", "fences", "retool"]
 _Tools = Sequence[dict[str, Any]]
 
 _HERMES_PROMPT = """You can call tools. Their signatures, as JSON Schema:
@@ -180,7 +180,7 @@ def make_format(name: str, codec: Codec, strategy: Strategy, *, thinking: bool) 
     if name == "retool":
         answer = "\n<interpreter>\n{text}\n</interpreter>\n"
         return CodeFormat(name, codec, block=RETOOL, prompt=_RETOOL_PROMPT, answer=answer)
-    raise ConfigError(f"there is no tool format {name!r}; known: auto, hermes, fences, retool")
+    raise ConfigError(f"there is no tool format {name!r}; known: {', '.join(TOOL_FORMATS)}")
 
 
 def with_instructions(messages: Sequence[Message], text: str) -> list[Message]:

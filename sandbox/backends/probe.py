@@ -9,12 +9,12 @@ from sandbox.backends.docker import DockerBackend
 from sandbox.backends.landlock import LandlockBackend
 from sandbox.backends.namespaces import NamespacesBackend
 from sandbox.backends.unsafe import UnsafeBackend
+from sandbox.protocol import BACKENDS
 from sandbox.supervisor import Interpreter
 
 log = logging.getLogger(__name__)
 
-BACKENDS = ("auto", "namespaces", "docker", "landlock", "unsafe")
-"""Names that can be asked for; after `auto`, strongest first."""
+STRONGEST_FIRST = tuple(name for name in BACKENDS if name != "auto")
 
 
 async def start_backend(
@@ -24,7 +24,7 @@ async def start_backend(
 
     `strict`: one that is degraded does not count.
     """
-    candidates = BACKENDS[1:] if name == "auto" else (name,)
+    candidates = STRONGEST_FIRST if name == "auto" else (name,)
     reasons = []
     for candidate in candidates:
         backend = _make(candidate, settings, allow_unsafe=allow_unsafe)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.data.curriculum import SolveRates
+from agentrl.data.source import SolveRates
 
 GROUP = 8
 REWARDS = st.lists(st.floats(-2, 2), min_size=1, max_size=64)
@@ -67,17 +67,17 @@ def test_rows_are_asked_as_often_as_they_are_worth(worth_of: str) -> None:
     rates = SolveRates()
     rates.observe("half", [0.0, 1.0] * 4)
     rates.observe("never", [0.0] * 8)
-    asked = sum(rates.is_asked(worth_of, place=place, seed=3) for place in range(4000))
+    asked = sum(rates.is_played(worth_of, place=place, seed=3) for place in range(4000))
     assert asked / 4000 == pytest.approx(rates.worth(worth_of), abs=0.03)
 
 
-def test_most_of_what_is_asked_can_be_learned_from_and_every_task_comes_again() -> None:
+def test_most_of_what_is_played_can_be_learned_from_and_every_task_comes_again() -> None:
     """200 tasks of which a fifth is near one half, played epoch after epoch with true solve rates."""
     truth = {f"{i}": (0.5 if i % 5 == 0 else float(i % 2)) for i in range(200)}
     rng, rates, asked = random.Random(0), SolveRates(), Counter[str]()
     for place in range(20 * len(truth)):
         task_id = str(place % len(truth))
-        if rates.is_asked(task_id, place=place, seed=0):
+        if rates.is_played(task_id, place=place, seed=0):
             rates.observe(task_id, [float(rng.random() < truth[task_id]) for _ in range(GROUP)])
             asked[task_id] += place >= 2 * len(truth)
     useful = sum(asked[task_id] for task_id, p in truth.items() if p == 0.5)

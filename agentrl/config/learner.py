@@ -1,0 +1,65 @@
+"""The `learner` section: DeepSpeed. Independent of any other section."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from agentrl.config.section import Section
+
+
+class LearnerConfig(Section):
+    """DeepSpeed: optimizer, memory, ranks, checkpoints.
+
+    Example:
+        >>> LearnerConfig(lr=1e-4, zero_stage=2).checkpoint_every
+        20
+    """
+
+    lr: PositiveFloat = 1e-6
+    """Learning rate of AdamW."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled weight decay of AdamW."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay of AdamW's first and second moment."""
+    grad_clip: PositiveFloat = 1.0
+    """Largest norm of the gradient; a longer one is scaled down to it."""
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    """What DeepSpeed splits over the ranks. 0: nothing; 1: optimizer states; 2: gradients too; 3: parameters too."""
+    offload_optimizer: bool = False
+    """Keep the optimizer's states (and its float32 weights, where the model's have another type) in host memory, and
+    step there. Stages 1 to 3."""
+    gradient_checkpointing: bool = False
+    """Compute activations again in the backward pass instead of keeping them: less memory, a third more time."""
+    pack_tokens: PositiveInt = 8192
+    """Tokens of one micro-batch, into which trajectories are packed. A longer trajectory has one to itself."""
+    num_ranks: PositiveInt = 1
+    """Processes that share each step: one for each GPU."""
+    hostfile: str | None = None
+    """File of lines `name slots=8`: the machines on which DeepSpeed's launcher starts the ranks, this one first, with
+    num_ranks slots in all. null: all on this machine. See docs/cluster.md."""
+    num_threads: PositiveInt = 1
+    """CPU threads of one rank."""
+    max_restarts: Annotated[int, Field(ge=0)] = 3
+    """Times in a row that a learner which died is started again from its newest checkpoint. An hour without a failure
+    gives one back. No finished episode is lost."""
+    start_timeout_s: PositiveFloat = 180.0
+    """Deadline for the learner to load the model."""
+    step_timeout_s: PositiveFloat = 600.0
+    """Deadline of one step."""
+    save_every: Annotated[int, Field(ge=0)] = 50
+    """Steps between exports of the weights in Hugging Face layout. The last step is always exported; 0: only that."""
+    checkpoint_every: Annotated[int, Field(ge=0)] = 20
+    """Steps between checkpoints of the learner's whole state, optimizer included, for resuming. Steps after the newest
+    checkpoint are repeated from the journal, with the same episodes. 0: no checkpoints, all steps are repeated."""
+    keep_checkpoints: PositiveInt = 2
+    """Checkpoints that are kept. The oldest is deleted when a new one is complete."""
+
+    @model_validator(mode="after")
+    def _can_offload(self) -> LearnerConfig:
+        if self.offload_optimizer and self.zero_stage == 0:
+            raise ValueError(
+                "offload_optimizer needs zero_stage 1, 2 or 3: in stage 0 the optimizer stays where the model is"
+            )
+        return self

@@ -29,7 +29,6 @@ ALLOWED = {
 # Being moved: each line goes with the import that it permits.
 PASSING = {
     ("agentrl.rollout", "agentrl.chat"),
-    ("agentrl.cli", "trainer"),
 }
 
 

@@ -118,23 +118,10 @@ def evaluate(
     _run(measure(request), debug=debug)
 
 
-@app.command()
-def warmstart(
-    config_path: Annotated[Path, typer.Argument(help="YAML config, or a run's config.json.")],
-    overrides: Overrides = None,
-    out: Annotated[Path | None, typer.Option(help="Folder to make; default model.path of the config.")] = None,
-    sandbox_url: Annotated[str | None, typer.Option(help="A running sandbox; default: one is started.")] = None,
-    if_missing: Annotated[bool, typer.Option("--if-missing", help="Nothing to do is no error.")] = False,
-    progress_json: Annotated[bool, typer.Option(hidden=True)] = False,
-    debug: Debug = False,
-) -> None:
-    """Make a small model from the environment's scripted demonstrations (supervised, a minute or two)."""
-    from agentrl import config as configs
-    from agentrl.cli.warmstart import make_model
-
-    config = configs.load(config_path, overrides or [])
-    making = make_model(config, out=out, sandbox_url=sandbox_url, progress_json=progress_json, if_missing=if_missing)
-    _run(making, debug=debug)
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+def warmstart(context: typer.Context) -> None:
+    """Make a small model from demonstrations (`agentrl warmstart --help` lists its options)."""
+    os.execv(sys.executable, [sys.executable, "-m", "trainer.warmstart", *context.args])
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})

@@ -154,9 +154,9 @@ def learner_command(
 async def warmstart_process(
     *, config_path: Path, out: Path, sandbox_url: str, token: str, logs: Path, on_progress: Callable[[int, int], None]
 ) -> AsyncIterator[Child]:
-    """Makes the small model in a process of its own, so that torch's memory goes with it."""
+    """Makes the small model in a process of its own: agentrl does not import torch, and its memory is freed."""
     log_path = logs / "warmstart.log"
-    command = [sys.executable, "-m", "agentrl", "warmstart", str(config_path), "--out", str(out)]
+    command = [sys.executable, "-m", "trainer.warmstart", str(config_path), "--out", str(out)]
     command += ["--sandbox-url", sandbox_url, "--progress-json"]
     env = {TOKEN_VARIABLE: token}
     on_line = _progress_or_log(on_progress, log_path)

@@ -32,7 +32,7 @@ from agentrl.types import (
     VersionSpan,
 )
 
-Kind = Literal["train", "eval"]
+EpisodeKind = Literal["train", "eval"]
 MAX_NAMES = 10_000
 
 
@@ -170,7 +170,7 @@ class RunFolder:
                 f"on with agentrl train --resume {self.path}"
             ) from error
 
-    def write_trajectories(self, step: int, groups: Sequence[TrajectoryGroup], *, kind: Kind = "train") -> Path:
+    def write_trajectories(self, step: int, groups: Sequence[TrajectoryGroup], *, kind: EpisodeKind = "train") -> Path:
         """Write all episodes of one step, whole or not at all; a second call for the step replaces the first.
 
         Raises DiskError.
@@ -182,19 +182,19 @@ class RunFolder:
             write_atomically(target, gzip.compress(b"".join(line + b"\n" for line in lines), compresslevel=6, mtime=0))
         return target
 
-    def read_trajectories(self, step: int, *, kind: Kind = "train") -> list[TrajectoryGroup]:
+    def read_trajectories(self, step: int, *, kind: EpisodeKind = "train") -> list[TrajectoryGroup]:
         """What `write_trajectories` was given. Raises FileNotFoundError where nothing was written for the step."""
         decoder = msgspec.json.Decoder(EpisodeLine)
         with gzip.open(self._trajectories_file(step, kind)) as lines:
             segments = [decoder.decode(line) for line in lines]
         return [_to_group(list(members)) for _, members in groupby(segments, key=lambda line: line.group_id)]
 
-    def trajectory_steps(self, *, kind: Kind = "train") -> list[int]:
+    def trajectory_steps(self, *, kind: EpisodeKind = "train") -> list[int]:
         """Steps that have a trajectories file, rising."""
         names = self.trajectories.glob(f"{kind}_*.jsonl.gz")
         return sorted(int(name.name.removeprefix(f"{kind}_").removesuffix(".jsonl.gz")) for name in names)
 
-    def _trajectories_file(self, step: int, kind: Kind) -> Path:
+    def _trajectories_file(self, step: int, kind: EpisodeKind) -> Path:
         return self.trajectories / f"{kind}_{step:06d}.jsonl.gz"
 
 

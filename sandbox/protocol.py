@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator
 
-Status = Literal["ok", "error", "timeout", "oom", "output_limit", "crashed", "sandbox_error", "overloaded"]
+ExecStatus = Literal["ok", "error", "timeout", "oom", "output_limit", "crashed", "sandbox_error", "overloaded"]
 
 BackendName = Literal["auto", "namespaces", "docker", "landlock", "unsafe"]
 BACKENDS: Mapping[BackendName, str] = {
@@ -43,13 +43,13 @@ Text = Annotated[str, PlainValidator(_text)]
 Identifier = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\x21-\x7e]+$")]
 
 
-class Message(BaseModel):
+class ProtocolModel(BaseModel):
     """A frozen record; unknown keys are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Limits(Message):
+class Limits(ProtocolModel):
     """What one session may use. The service clamps each to its own maximum and answers with what holds."""
 
     memory_bytes: Annotated[int, Field(ge=32 * 1024**2, le=2**46)] = 512 * 1024**2
@@ -58,7 +58,7 @@ class Limits(Message):
     """Processes and threads."""
 
 
-class SessionRequest(Message):
+class SessionRequest(ProtocolModel):
     """Body of POST /v1/sessions."""
 
     profile: Literal["python"] = "python"
@@ -70,7 +70,7 @@ class SessionRequest(Message):
     idempotency_key: Identifier | None = None
 
 
-class SessionReply(Message):
+class SessionReply(ProtocolModel):
     """Answer to POST /v1/sessions."""
 
     session_id: str
@@ -78,7 +78,7 @@ class SessionReply(Message):
     limits: Limits
 
 
-class ExecRequest(Message):
+class ExecRequest(ProtocolModel):
     """Body of POST /v1/sessions/{id}/exec."""
 
     exec_id: Identifier
@@ -91,12 +91,12 @@ class ExecRequest(Message):
     """Cap on each of stdout, stderr, result and traceback; the middle is cut out."""
 
 
-class ExecResult(Message):
+class ExecResult(ProtocolModel):
     """What one execution did. `status` is the supervisor's own observation; the texts are the program's."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)  # a client may be older than its service
 
-    status: Status
+    status: ExecStatus
     stdout: str = ""
     stderr: str = ""
     result: str | None = None
@@ -138,7 +138,7 @@ class ExecResult(Message):
         }.get(self.status, "[the sandbox failed]")
 
 
-class Health(Message):
+class Health(ProtocolModel):
     """Answer to GET /healthz."""
 
     status: Literal["ok", "degraded", "unsafe"]

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from sandbox.backends.base import Backend, BackendError, Child, Exit, Stream, Usage
-from sandbox.protocol import ExecResult, Limits, Status
+from sandbox.protocol import ExecResult, ExecStatus, Limits
 from sandbox.worker import OUTPUT_HARD_CAP_BYTES
 
 READY_DEADLINE_S = 15.0
@@ -232,7 +232,7 @@ class Interpreter:
 
     async def _request(
         self, request: dict[str, Any], timeout_s: float, cap: int, max_frame_bytes: int
-    ) -> tuple[Frame | None, _Call, Status | None]:
+    ) -> tuple[Frame | None, _Call, ExecStatus | None]:
         """The frame and the reason for stopping it, if it was stopped."""
         call = _Call(
             token=secrets.token_hex(16),
@@ -245,7 +245,7 @@ class Interpreter:
         self._call = call
         if not self.is_alive:
             self._finish(None)
-        status: Status | None = None
+        status: ExecStatus | None = None
         watch = asyncio.create_task(self._watch(call)) if self._child.is_watched else None
         try:
             self._child.signal(signal.SIGCONT)
@@ -312,7 +312,7 @@ class Interpreter:
         self,
         frame: Frame | None,
         call: _Call,
-        status: Status | None,
+        status: ExecStatus | None,
         wall_s: float,
         before: Usage,
         cap: int,

@@ -13,7 +13,7 @@ from agentrl.cli.options import Debug, guarded
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from agentrl.supervision.status import Status, Verdict
+    from agentrl.supervision.status import Assessment, RunStatus
 
 REFRESH_S = 1.0
 SECOND_LOOK_S = 2.0
@@ -70,19 +70,19 @@ def _follow(folder: Path, *, json: bool) -> str:
     return verdict.state
 
 
-def _look(folder: Path) -> tuple[Status, Verdict]:
-    from agentrl.supervision.status import OLD_S, State, judge, read_status
+def _look(folder: Path) -> tuple[RunStatus, Assessment]:
+    from agentrl.supervision.status import OLD_S, RunState, assess, read_status
 
     found = read_status(folder)
-    verdict = judge(found, folder)
-    if verdict.state is State.STALLED and found.age_s() > OLD_S:
+    verdict = assess(found, folder)
+    if verdict.state is RunState.STALLED and found.age_s() > OLD_S:
         time.sleep(SECOND_LOOK_S)
         found = read_status(folder)
-        verdict = judge(found, folder)
+        verdict = assess(found, folder)
     return found, verdict
 
 
-def _json(found: Status, verdict: Verdict) -> str:
+def _json(found: RunStatus, verdict: Assessment) -> str:
     import msgspec
 
     fields = {name: getattr(found, name) for name in found.__slots__}
@@ -90,7 +90,7 @@ def _json(found: Status, verdict: Verdict) -> str:
     return msgspec.json.encode(head | fields).decode()
 
 
-def _panel(found: Status, verdict: Verdict) -> RenderableType:
+def _panel(found: RunStatus, verdict: Assessment) -> RenderableType:
     from rich.console import Group
     from rich.panel import Panel
     from rich.table import Table
@@ -105,7 +105,7 @@ def _panel(found: Status, verdict: Verdict) -> RenderableType:
     return Panel(Group(*parts, Text(), table), title=Text(f"{found.run}: {verdict.state}"), expand=False)
 
 
-def _rows(found: Status) -> list[tuple[str, str]]:
+def _rows(found: RunStatus) -> list[tuple[str, str]]:
     now = found.progress
     at = now.gauges
     rows = [] if found.ending == "done" else [("phase", f"{now.phase}, {now.phase_s:.0f} s")]
@@ -128,7 +128,7 @@ def _rows(found: Status) -> list[tuple[str, str]]:
     return rows
 
 
-def _step(found: Status) -> str:
+def _step(found: RunStatus) -> str:
     at = found.progress.gauges
     text = f"{at.step} of {at.num_steps}"
     if found.steps_per_hour:

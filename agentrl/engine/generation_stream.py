@@ -15,7 +15,7 @@ INITIAL_LABEL = "default"  # vLLM's version label until somebody sets one
 LOGPROB_UNKNOWN = -9999.0  # what vLLM sends for NaN, -inf, or a token it has no entry for
 
 
-class Stream:
+class GenerationStream:
     """The answer to one request under way, begun under the weights of `version`."""
 
     def __init__(self, version: int) -> None:
@@ -44,12 +44,12 @@ class Stream:
             self._end = delta
 
     def completion(self) -> Completion:
-        """The whole answer. Raises ValueError when it did not end or cannot be true, Unlabelled as it says."""
+        """The whole answer. Raises ValueError when it did not end or cannot be true, UnlabelledWeights as it says."""
         if self._end is None:
             raise ValueError("the answer has no end")
         if any(span.version == INITIAL_LABEL for span in self._end.weight_versions or ()):
             self._num_certain = 0
-            raise Unlabelled
+            raise UnlabelledWeights
         return Completion(
             token_ids=tuple(self._token_ids),
             behavior_logprobs=tuple(self._logprobs),
@@ -60,7 +60,7 @@ class Stream:
             finish_reason=FinishReason(self._end.finish_reason or ""),
         )
 
-    def salvage(self, sampling: Sampling) -> Completion:
+    def certain_part(self, sampling: Sampling) -> Completion:
         """What is certain of an answer that broke off, as an aborted one.
 
         Where stop strings were asked for, the last tokens are given up that could hold the beginning of one: the next
@@ -96,7 +96,7 @@ def joined(parts: Sequence[Completion]) -> Completion:
     )
 
 
-class Unlabelled(Exception):
+class UnlabelledWeights(Exception):
     """The server does not know the version of its weights: it has just been started."""
 
 

@@ -29,7 +29,7 @@ PARITY_BOUNDS = {"float32": 1e-4, "bfloat16": 0.5}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Server:
+class EngineServer:
     """One vLLM server of the run."""
 
     url: str
@@ -37,7 +37,7 @@ class Server:
     """None: started by others."""
 
 
-def parts_of(servers: Sequence[Server]) -> list[Child]:
+def parts_of(servers: Sequence[EngineServer]) -> list[Child]:
     """Those that were started here."""
     return [server.part for server in servers if server.part is not None]
 
@@ -45,25 +45,25 @@ def parts_of(servers: Sequence[Server]) -> list[Child]:
 @asynccontextmanager
 async def engine_servers(
     config: Config, *, model_path: str, logs: Path, token: str | None = None
-) -> AsyncIterator[list[Server]]:
+) -> AsyncIterator[list[EngineServer]]:
     """The servers of `config.engine`, which may still be starting: wait with `engines_ready`.
 
     Those started here demand `token` where it is given. Raises ConfigError.
     """
     settings = config.engine
     async with AsyncExitStack() as stack:
-        servers = [Server(url=url) for url in settings.urls]
+        servers = [EngineServer(url=url) for url in settings.urls]
         for index in range(0 if servers else settings.replicas):
             url, command, env = _command(config, model_path, index, token)
             name = "engine" if settings.replicas == 1 else f"engine-{index}"
             part = await stack.enter_async_context(
                 child(name, command, log_path=logs / f"{name}.log", env=env, may_end=never)
             )
-            servers.append(Server(url=url, part=part))
+            servers.append(EngineServer(url=url, part=part))
         yield servers
 
 
-async def engines_ready(servers: Sequence[Server], settings: EngineConfig) -> None:
+async def engines_ready(servers: Sequence[EngineServer], settings: EngineConfig) -> None:
     """Wait until all serve; from then on those started here are started again when they die.
 
     Raises EngineError with the end of its log for the first that does not.
@@ -76,7 +76,7 @@ async def engines_ready(servers: Sequence[Server], settings: EngineConfig) -> No
         raise_first(errors)
 
 
-async def _ready(server: Server, settings: EngineConfig) -> None:
+async def _ready(server: EngineServer, settings: EngineConfig) -> None:
     part = server.part
     await engine_server.wait_ready(
         server.url,
@@ -89,7 +89,7 @@ async def _ready(server: Server, settings: EngineConfig) -> None:
 
 
 def engine_client(
-    servers: Sequence[Server],
+    servers: Sequence[EngineServer],
     config: Config,
     *,
     token: str | None = None,
@@ -107,7 +107,7 @@ def engine_client(
 
 
 def vllm_client(
-    server: Server,
+    server: EngineServer,
     config: Config,
     *,
     return_timeout_s: float,

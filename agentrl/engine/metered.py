@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from agentrl.engine.vllm_engine import TrainableEngine
 from agentrl.engine.weight_updates import WeightUpdate
-from agentrl.supervision.wait_graph import Progress
+from agentrl.supervision.wait_graph import WaitGraph
 from agentrl.types import Completion, Sampling, TransferInit, WeightsRef
 
 
@@ -44,9 +44,9 @@ class MeteredEngine:
     `progress` hears of every call.
     """
 
-    def __init__(self, engine: TrainableEngine, progress: Progress | None = None) -> None:
+    def __init__(self, engine: TrainableEngine, wait_graph: WaitGraph | None = None) -> None:
         self._engine = engine
-        self.progress = progress or Progress()
+        self.wait_graph = wait_graph or WaitGraph()
         """Where the calls are noted."""
         url = getattr(engine, "url", "")  # one that runs in this process has none
         self.name = f"engine at {url}" if url else "engine"
@@ -60,7 +60,7 @@ class MeteredEngine:
         """See Engine.generate."""
         self.busy.start()
         try:
-            with self.progress.waiting("episodes", on=self.name, what="generate"):
+            with self.wait_graph.waiting("episodes", on=self.name, what="generate"):
                 completion = await self._engine.generate(
                     token_ids, sampling, request_id=request_id, session_id=session_id
                 )
@@ -76,12 +76,12 @@ class MeteredEngine:
 
     async def init_transfer(self, init: TransferInit) -> None:
         """See TrainableEngine.init_transfer."""
-        with self.progress.waiting("learner", on=self.name, what="joining its group"):
+        with self.wait_graph.waiting("learner", on=self.name, what="joining its group"):
             await self._engine.init_transfer(init)
 
     async def update_weights(self, ref: WeightsRef) -> WeightUpdate:
         """See TrainableEngine.update_weights."""
-        with self.progress.waiting("learner", on=self.name, what="taking new weights"):
+        with self.wait_graph.waiting("learner", on=self.name, what="taking new weights"):
             return await self._engine.update_weights(ref)
 
     def metrics(self) -> dict[str, float]:

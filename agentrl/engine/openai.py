@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
-from agentrl.engine.generation_stream import Stream
+from agentrl.engine.generation_stream import GenerationStream
 from agentrl.engine.vllm_client import VLLMServer
 from agentrl.engine.vllm_control import VLLMControl
 from agentrl.engine.vllm_engine import sampling_body
@@ -71,7 +71,7 @@ class OpenAIEngine:
             choice = reply.choices[0]
             scored = zip(choice.token_ids, choice.logprobs.token_logprobs, strict=True)
             span = Span(version=VERSION, start=0, end=len(choice.token_ids))
-            stream = Stream(int(VERSION))
+            stream = GenerationStream(int(VERSION))
             stream.extend(
                 Delta(
                     token_ids=choice.token_ids,

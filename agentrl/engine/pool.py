@@ -51,10 +51,10 @@ class Replica(TrainableEngine, AbstractAsyncContextManager["Replica"], Protocol)
 
 
 @dataclass(kw_only=True, eq=False)
-class _Seat:
+class _PooledEngine:
     """What the pool knows of one engine."""
 
-    engine: Replica
+    client: Replica
     is_serving: bool = True
     num_running: int = 0
     failures: int = 0
@@ -81,10 +81,10 @@ class EnginePool:
     def __init__(
         self, engines: Sequence[Replica], *, order: Order = "simultaneous", return_timeout_s: float = 180.0
     ) -> None:
-        self._seats = [_Seat(engine=engine) for engine in engines]
+        self._engines = [_PooledEngine(client=engine) for engine in engines]
         self._order = order
         self._return_timeout_s = return_timeout_s
-        self._seat_of: OrderedDict[str, _Seat] = OrderedDict()
+        self._engine_of: OrderedDict[str, _PooledEngine] = OrderedDict()
         self._changed = asyncio.Condition()
         self._updating = asyncio.Lock()  # one update, or one return, at a time
         self._ref: WeightsRef | None = None
@@ -96,8 +96,8 @@ class EnginePool:
 
     async def __aenter__(self) -> Self:
         try:
-            for seat in self._seats:
-                await self._stack.enter_async_context(seat.engine)
+            for member in self._engines:
+                await self._stack.enter_async_context(member.client)
         except BaseException:
             await self._stack.aclose()
             raise
@@ -120,27 +120,27 @@ class EnginePool:
         made of the request, or that none came back in time.
         """
         while True:
-            seat = await self._seat(session_id)
-            seat.num_running += 1
+            member = await self._engine_for(session_id)
+            member.num_running += 1
             try:
-                completion = await seat.engine.generate(
+                completion = await member.client.generate(
                     token_ids, sampling, request_id=request_id, session_id=session_id
                 )
             except EngineError as error:
-                if not await self._is_engines_fault(seat, error):
+                if not await self._is_engines_fault(member, error):
                     raise
-                await self._eject(seat, error)
+                await self._eject(member, error)
                 self._num_moved += 1
                 continue
             finally:
-                seat.num_running -= 1
-            seat.failures = 0
+                member.num_running -= 1
+            member.failures = 0
             return completion
 
     @property
     def url(self) -> str:
         """Of all engines, for people."""
-        return ", ".join(seat.engine.url for seat in self._seats)
+        return ", ".join(member.client.url for member in self._engines)
 
     @property
     def wants_weights(self) -> bool:
@@ -160,11 +160,11 @@ class EnginePool:
         """
         async with self._updating:
             self._ref = ref
-            seats = [seat for seat in self._seats if seat.is_serving]
+            serving = [member for member in self._engines if member.is_serving]
             if self._order == "rolling":
-                outcomes = [await self._updated(seat, ref) for seat in seats]
+                outcomes = [await self._updated(member, ref) for member in serving]
             else:
-                outcomes = list(await asyncio.gather(*(self._updated(seat, ref) for seat in seats)))
+                outcomes = list(await asyncio.gather(*(self._updated(member, ref) for member in serving)))
         updates = [outcome for outcome in outcomes if isinstance(outcome, WeightUpdate)]
         if updates:
             return _worst(updates)
@@ -174,103 +174,109 @@ class EnginePool:
     def metrics(self) -> dict[str, float]:
         """Counts since the start, over all engines."""
         totals: dict[str, float] = {}
-        for seat in self._seats:
-            for name, value in seat.engine.metrics().items():
+        for member in self._engines:
+            for name, value in member.client.metrics().items():
                 totals[name] = totals.get(name, 0.0) + value
         return totals | {
-            "engine/num_serving": float(sum(seat.is_serving for seat in self._seats)),
+            "engine/num_serving": float(sum(member.is_serving for member in self._engines)),
             "engine/ejections": float(self._num_ejections),
             "engine/moved_requests": float(self._num_moved),
         }
 
-    async def _seat(self, session: str | None) -> _Seat:
+    async def _engine_for(self, session: str | None) -> _PooledEngine:
         """Where the session is, or the engine with the least to do. Waits while there is none."""
-        seat = None if session is None else self._seat_of.get(session)
-        if seat is None or not seat.is_serving:
+        member = None if session is None else self._engine_of.get(session)
+        if member is None or not member.is_serving:
             await self._someone_serves()
-            seat = min((seat for seat in self._seats if seat.is_serving), key=lambda seat: seat.num_running)
+            member = min(
+                (member for member in self._engines if member.is_serving), key=lambda member: member.num_running
+            )
         if session is None:
-            return seat
-        self._seat_of[session] = seat
-        self._seat_of.move_to_end(session)
-        if len(self._seat_of) > MAX_SESSIONS:
-            self._seat_of.popitem(last=False)
-        return seat
+            return member
+        self._engine_of[session] = member
+        self._engine_of.move_to_end(session)
+        if len(self._engine_of) > MAX_SESSIONS:
+            self._engine_of.popitem(last=False)
+        return member
 
     async def _someone_serves(self) -> None:
         """Raises EngineError when nobody does within `return_timeout_s`, or nobody ever will."""
         try:
             async with asyncio.timeout(self._return_timeout_s), self._changed:
                 await self._changed.wait_for(
-                    lambda: any(seat.is_serving for seat in self._seats) or all(seat.is_lost for seat in self._seats)
+                    lambda: (
+                        any(member.is_serving for member in self._engines)
+                        or all(member.is_lost for member in self._engines)
+                    )
                 )
         except TimeoutError:
             raise EngineError(
-                f"none of {len(self._seats)} engines came back within {self._return_timeout_s:g} s: {self._last_error}"
+                f"none of {len(self._engines)} engines came back within {self._return_timeout_s:g} s: "
+                f"{self._last_error}"
             ) from self._last_error
-        if all(seat.is_lost for seat in self._seats):
+        if all(member.is_lost for member in self._engines):
             raise WeightSyncError(f"no engine is left: {self._last_error}") from self._last_error
 
-    async def _is_engines_fault(self, seat: _Seat, error: EngineError) -> bool:
+    async def _is_engines_fault(self, member: _PooledEngine, error: EngineError) -> bool:
         """Whether another engine might do better; the request itself may be what is wrong."""
-        seat.failures += 1
-        if isinstance(error, EngineGone | WeightSyncError) or not seat.is_serving or seat.failures >= MAX_FAILURES:
+        member.failures += 1
+        if isinstance(error, EngineGone | WeightSyncError) or not member.is_serving or member.failures >= MAX_FAILURES:
             return True
         try:
-            await seat.engine.health()
+            await member.client.health()
         except EngineError:
             return True
         return False
 
-    async def _eject(self, seat: _Seat, error: EngineError) -> None:
+    async def _eject(self, member: _PooledEngine, error: EngineError) -> None:
         self._last_error = error
-        if not seat.is_serving:
+        if not member.is_serving:
             return
-        seat.is_serving = False
+        member.is_serving = False
         self._num_ejections += 1
-        log.warning("the engine at %s is out: %s", seat.engine.url, error)
-        task = asyncio.create_task(self._bring_back(seat), name=f"return of {seat.engine.url}")
+        log.warning("the engine at %s is out: %s", member.client.url, error)
+        task = asyncio.create_task(self._bring_back(member), name=f"return of {member.client.url}")
         self._returns.add(task)
         task.add_done_callback(self._returns.discard)
 
-    async def _bring_back(self, seat: _Seat) -> None:
+    async def _bring_back(self, member: _PooledEngine) -> None:
         """Until it serves the present weights again, or has failed to take them too often."""
         began, number = time.monotonic(), 0
-        while not seat.is_lost:
+        while not member.is_lost:
             await asyncio.sleep(backoff_s(number, base_s=FIRST_RETURN_S))
             number += 1
             try:
-                await seat.engine.health()
-                await self._renewed(seat)
+                await member.client.health()
+                await self._renewed(member)
             except WeightSyncError as error:
-                seat.false_updates += 1
+                member.false_updates += 1
                 self._last_error = error
                 log.warning("%s", error)
             except EngineError as error:
                 self._last_error = error
             else:
-                log.warning("the engine at %s serves again, after %.1f s", seat.engine.url, time.monotonic() - began)
+                log.warning("the engine at %s serves again, after %.1f s", member.client.url, time.monotonic() - began)
                 break
         else:
-            log.error("the engine at %s is given up: %s", seat.engine.url, self._last_error)
+            log.error("the engine at %s is given up: %s", member.client.url, self._last_error)
         async with self._changed:
             self._changed.notify_all()
 
-    async def _renewed(self, seat: _Seat) -> None:
+    async def _renewed(self, member: _PooledEngine) -> None:
         async with self._updating:
             if self._ref is None:
-                await seat.engine.recover()
+                await member.client.recover()
             else:
-                await seat.engine.update_weights(self._ref)
-            seat.failures = seat.false_updates = 0
-            seat.is_serving = True
+                await member.client.update_weights(self._ref)
+            member.failures = member.false_updates = 0
+            member.is_serving = True
 
-    async def _updated(self, seat: _Seat, ref: WeightsRef) -> WeightUpdate | EngineError:
+    async def _updated(self, member: _PooledEngine, ref: WeightsRef) -> WeightUpdate | EngineError:
         try:
-            return await seat.engine.update_weights(ref)
+            return await member.client.update_weights(ref)
         except EngineError as error:
-            seat.false_updates += 1
-            await self._eject(seat, error)
+            member.false_updates += 1
+            await self._eject(member, error)
             return error
 
     async def _first_return(self, ref: WeightsRef, error: EngineError | None) -> WeightUpdate:

@@ -14,11 +14,11 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
 
-from agentrl.engine.generation_stream import Stream, Unlabelled, joined
+from agentrl.engine.generation_stream import GenerationStream, UnlabelledWeights, joined
 from agentrl.engine.vllm_client import VLLMServer
 from agentrl.engine.vllm_control import VLLMControl
 from agentrl.engine.vllm_schema import Chunk
-from agentrl.engine.weight_updates import KeeperSettings, WeightKeeper, WeightUpdate
+from agentrl.engine.weight_updates import UpdateSettings, WeightUpdate, WeightUpdater
 from agentrl.errors import EngineError, EngineGone, boundary
 from agentrl.types import Completion, FinishReason, Sampling, TransferInit, WeightsRef
 
@@ -111,7 +111,7 @@ class VLLMEngine:
     ) -> None:
         self._server = VLLMServer(url, timeout_s=request_timeout_s, token=token)
         self._model = model or ""
-        self._streams: set[Stream] = set()
+        self._streams: set[GenerationStream] = set()
         self._checking = asyncio.Lock()
         self._logprobs_checked = False
         self._seeds_checked = False
@@ -119,9 +119,9 @@ class VLLMEngine:
         self._on_tokens = on_tokens
         self.control = VLLMControl(self._server)
         """The server's own verbs."""
-        self._weights = WeightKeeper(
+        self._weights = WeightUpdater(
             self.control,
-            KeeperSettings(
+            UpdateSettings(
                 update_timeout_s=update_timeout_s,
                 return_timeout_s=return_timeout_s,
                 clear_cache=kv_on_update == "recompute",
@@ -182,7 +182,7 @@ class VLLMEngine:
             said = [token for part in parts for token in part.token_ids]
             left = replace(sampling, max_tokens=sampling.max_tokens - len(said))
             name = f"{request_id}~{num_breaks}" if num_breaks else request_id
-            stream = Stream(self._weights.version)
+            stream = GenerationStream(self._weights.version)
             try:
                 await self._check_seeds(sampling)
                 parts.append(await self._fill(stream, [*token_ids, *said], left, name))
@@ -193,7 +193,7 @@ class VLLMEngine:
                 await self._weights.come_back(error)
                 if sampling.seed is not None:  # what is left would be drawn with the seed's first numbers once more
                     continue
-                parts.append(stream.salvage(sampling))
+                parts.append(stream.certain_part(sampling))
                 self._num_salvaged_tokens += len(parts[-1].token_ids)
                 if (finished := _finished(joined(parts), sampling)) is None:
                     continue
@@ -230,7 +230,9 @@ class VLLMEngine:
         """
         return await self._weights.update(ref)
 
-    async def _fill(self, stream: Stream, token_ids: Sequence[int], sampling: Sampling, request_id: str) -> Completion:
+    async def _fill(
+        self, stream: GenerationStream, token_ids: Sequence[int], sampling: Sampling, request_id: str
+    ) -> Completion:
         body = {
             "request_id": request_id,
             "model": self._model,
@@ -254,7 +256,7 @@ class VLLMEngine:
                     raise ValueError("the answer does not repeat the prompt")
                 try:
                     return stream.completion()
-                except Unlabelled as error:
+                except UnlabelledWeights as error:
                     raise EngineGone(f"engine at {self.url} was restarted: its weights have no version") from error
         finally:
             self._streams.discard(stream)
@@ -281,7 +283,9 @@ class VLLMEngine:
         async with self._checking:
             await self._weights.trusted()
             hot = Sampling(max_tokens=8, temperature=2.0)
-            drawn = await self._fill(Stream(self._weights.version), [0], hot, f"logprobs-mode-{time.monotonic_ns()}")
+            drawn = await self._fill(
+                GenerationStream(self._weights.version), [0], hot, f"logprobs-mode-{time.monotonic_ns()}"
+            )
             raw = await self.score([0, *drawn.token_ids])
         pairs = [(a, b) for a, b in zip(drawn.behavior_logprobs, raw, strict=True) if b < -UNCERTAIN]
         if not pairs:  # a model so sure of itself that temperature changes nothing

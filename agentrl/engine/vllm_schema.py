@@ -39,7 +39,7 @@ class Models(msgspec.Struct):
     data: list[Model]
 
 
-class Message(msgspec.Struct):
+class ErrorMessage(msgspec.Struct):
     """The server's words."""
 
     message: str
@@ -48,7 +48,7 @@ class Message(msgspec.Struct):
 class Failure(msgspec.Struct):
     """Of a refused call."""
 
-    error: Message
+    error: ErrorMessage
 
 
 class Usage(msgspec.Struct):
@@ -92,7 +92,7 @@ class Chunk(msgspec.Struct):
 
     choices: list[Delta] = []
     prompt_token_ids: list[int] | None = None
-    error: Message | None = None
+    error: ErrorMessage | None = None
 
 
 class PromptEntry(msgspec.Struct, gc=False):

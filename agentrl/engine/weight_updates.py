@@ -43,7 +43,7 @@ class WeightUpdate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeeperSettings:
+class UpdateSettings:
     """See VLLMEngine."""
 
     update_timeout_s: float
@@ -54,7 +54,7 @@ class KeeperSettings:
     parity_every: int
 
 
-class WeightKeeper:
+class WeightUpdater:
     """One server's weights.
 
     Args:
@@ -66,7 +66,7 @@ class WeightKeeper:
     def __init__(
         self,
         control: VLLMControl,
-        settings: KeeperSettings,
+        settings: UpdateSettings,
         *,
         url: str,
         weights_change: Callable[[], None],
@@ -98,7 +98,7 @@ class WeightKeeper:
                 f"engine at {self._url} is paused: a weight update was cut off and its weights are unknown; restart it"
             )
         if await self._control.label() == INITIAL_LABEL:
-            # Unlabelled are exactly the weights the server was started with, which the run calls version 0.
+            # UnlabelledWeights are exactly the weights the server was started with, which the run calls version 0.
             await self._control.set_label("0")
         self.version = await self._control.version()
 

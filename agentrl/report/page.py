@@ -16,7 +16,7 @@ from markupsafe import Markup
 from agentrl.report.figures import figures
 from agentrl.report.metrics import MetricsLine, read
 from agentrl.report.statistics import is_correct
-from agentrl.run_folder import Kind, RunFolder, write_atomically
+from agentrl.run_folder import EpisodeKind, RunFolder, write_atomically
 from agentrl.types import Message, ToolCall, Trajectory, TrajectoryGroup
 
 log = logging.getLogger(__name__)
@@ -140,7 +140,7 @@ def _ledger(lines: Sequence[MetricsLine]) -> list[tuple[str, str]]:
 def _choose(run: RunFolder) -> list[tuple[str, TrajectoryGroup, Trajectory]]:
     """Ten episodes: of the first and of the last files that were kept, right and wrong ones in turn."""
     chosen: list[tuple[str, TrajectoryGroup, Trajectory]] = []
-    kinds: tuple[Kind, ...] = ("eval", "train")
+    kinds: tuple[EpisodeKind, ...] = ("eval", "train")
     kind = next((kind for kind in kinds if run.trajectory_steps(kind=kind)), None)
     if kind is None:
         return []

@@ -12,7 +12,7 @@ from typing import Any
 from agentrl.env.agent_env import AgentEnv
 from agentrl.env.base import Env
 from agentrl.env.episode import Action, Episode, StepResult
-from agentrl.supervision.wait_graph import Progress
+from agentrl.supervision.wait_graph import WaitGraph
 from agentrl.types import Message, Task
 from agentrl.wrappers import Wrapper
 
@@ -20,9 +20,9 @@ from agentrl.wrappers import Wrapper
 class NotedEnv(Wrapper):
     """Changes nothing."""
 
-    def __init__(self, env: Env, progress: Progress) -> None:
+    def __init__(self, env: Env, wait_graph: WaitGraph) -> None:
         super().__init__(env)
-        self._progress = progress
+        self._wait_graph = wait_graph
 
     async def reset(self, *, task: Task, seed: int | None = None) -> tuple[list[Message], dict[str, Any]]:
         """See Env.reset."""
@@ -40,14 +40,14 @@ class NotedEnv(Wrapper):
             return await self.env.score(episode)
 
     def _waiting(self, what: str) -> AbstractContextManager[None]:
-        return self._progress.waiting("episodes", on=f"environment {type(self.unwrapped).__name__}", what=what)
+        return self._wait_graph.waiting("episodes", on=f"environment {type(self.unwrapped).__name__}", what=what)
 
 
-def noted(make_env: Callable[[], Env], progress: Progress) -> Callable[[], Env]:
+def noted(make_env: Callable[[], Env], wait_graph: WaitGraph) -> Callable[[], Env]:
     """As `make_env`. What brings a loop of its own (AgentEnv) stays as it is: no wrapper sees its turns."""
 
     def make() -> Env:
         env = make_env()
-        return env if isinstance(env.unwrapped, AgentEnv) else NotedEnv(env, progress)
+        return env if isinstance(env.unwrapped, AgentEnv) else NotedEnv(env, wait_graph)
 
     return make

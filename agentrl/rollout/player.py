@@ -9,7 +9,7 @@ from agentrl.config import Config
 from agentrl.engine.vllm_engine import Engine
 from agentrl.env import Env
 from agentrl.rollout.episode import run_group
-from agentrl.run_folder import Kind
+from agentrl.run_folder import EpisodeKind
 from agentrl.tokens.tokenizer import TurnTokenizer
 from agentrl.types import Task, TrajectoryGroup
 
@@ -23,7 +23,7 @@ class Player:
         self._tokenizer = tokenizer
         self._proxy = ChatProxy()  # serves nothing until an AgentEnv is played
 
-    async def play_group(self, engine: Engine, group_id: int, task: Task, *, kind: Kind) -> TrajectoryGroup:
+    async def play_group(self, engine: Engine, group_id: int, task: Task, *, kind: EpisodeKind) -> TrajectoryGroup:
         """A training group, or the samples of one held-out task. Raises InfraError."""
         config = self._config
         training = kind == "train"

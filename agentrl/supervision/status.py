@@ -21,7 +21,7 @@ from typing import Literal, Self
 import msgspec
 
 from agentrl.errors import ConfigError
-from agentrl.supervision.wait_graph import Progress, Snapshot
+from agentrl.supervision.wait_graph import Snapshot, WaitGraph
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class Writer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Status:
+class RunStatus:
     """What a run says of itself."""
 
     format: int
@@ -81,7 +81,7 @@ class Status:
         return max(0.0, time.time() - self.heartbeat_at)
 
 
-class State(StrEnum):
+class RunState(StrEnum):
     """What a reader makes of it."""
 
     RUNNING = "running"
@@ -93,10 +93,10 @@ class State(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class Assessment:
     """How a run fares, and what can be done about it."""
 
-    state: State
+    state: RunState
     sentence: str
     advice: str = ""
 
@@ -104,23 +104,25 @@ class Verdict:
 class StatusFile:
     """Keeps the file up to date, from a thread of its own, while the block runs; then says how the block ended."""
 
-    def __init__(self, folder: Path, progress: Progress, *, stall_timeout_s: float, every_s: float = EVERY_S) -> None:
+    def __init__(
+        self, folder: Path, wait_graph: WaitGraph, *, stall_timeout_s: float, every_s: float = EVERY_S
+    ) -> None:
         self._path = folder / FILE_NAME
-        self._progress = progress
+        self._wait_graph = wait_graph
         self._every_s = every_s
         self._over = threading.Event()
         self._writing = threading.Lock()
         self._thread = threading.Thread(target=self._keep_writing, name="status file", daemon=True)
         self._failed_before = False
         self._rates = _Rates()
-        self._status = Status(
+        self._status = RunStatus(
             format=FORMAT,
             run=folder.name,
             writer=Writer.ourselves(),
             started_at=time.time(),
             heartbeat_at=0.0,
             heartbeat_up_s=0.0,
-            progress=progress.snapshot(),
+            progress=wait_graph.snapshot(),
             stall_timeout_s=stall_timeout_s,
         )
 
@@ -165,8 +167,8 @@ class StatusFile:
         finally:
             self._writing.release()
 
-    def _now(self, ending: Ending, why: str) -> Status:
-        snapshot = self._progress.snapshot()
+    def _now(self, ending: Ending, why: str) -> RunStatus:
+        snapshot = self._wait_graph.snapshot()
         tokens_per_s, steps_per_hour = self._rates.observe(snapshot)
         return replace(
             self._status,
@@ -180,7 +182,7 @@ class StatusFile:
         )
 
 
-def read_status(path: str | Path) -> Status:
+def read_status(path: str | Path) -> RunStatus:
     """The status of the run in the folder `path`. Raises ConfigError, in one sentence, when there is none to read."""
     folder = Path(path)
     if not folder.is_dir():
@@ -210,7 +212,7 @@ def read_status(path: str | Path) -> Status:
             "with"
         )
     try:
-        return msgspec.json.decode(content, type=Status)
+        return msgspec.json.decode(content, type=RunStatus)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{file} was not written by agentrl, or by another version of it: {error}") from None
 
@@ -223,56 +225,56 @@ def newest_run(out_dir: str | Path = "runs") -> Path:
     return max(folders, key=_written_at)
 
 
-def judge(status: Status, folder: Path) -> Verdict:
+def assess(status: RunStatus, folder: Path) -> Assessment:
     """How the run fares, in a sentence, and what to do."""
     resume = f"agentrl train --resume {folder}"
     if status.ending:
         said = {"done": "The run is over: done", "failed": "The run failed", "stopped": "The run was stopped"}
         why = f": {status.why}" if status.why else ""
         advice = "" if status.ending == "done" else f"`{resume}` goes on from the last checkpoint"
-        return Verdict(state=State(status.ending), sentence=said[status.ending] + why, advice=advice)
+        return Assessment(state=RunState(status.ending), sentence=said[status.ending] + why, advice=advice)
     age_s, lives = status.age_s(), status.writer.lives()
     if lives is False:
         sentence = f"The run is dead: process {status.writer.pid} is gone, its last sign of life is {_span(age_s)} old"
-        return Verdict(state=State.DEAD, sentence=sentence, advice=f"`{resume}` goes on from the last checkpoint")
+        return Assessment(state=RunState.DEAD, sentence=sentence, advice=f"`{resume}` goes on from the last checkpoint")
     if age_s > OLD_S:
         return _silent(status, age_s, lives, resume)
     return _judge_living(status, folder)
 
 
-def _silent(status: Status, age_s: float, lives: bool | None, resume: str) -> Verdict:
+def _silent(status: RunStatus, age_s: float, lives: bool | None, resume: str) -> Assessment:
     pid, machine = status.writer.pid, status.writer.machine.partition("/")[0]
     if lives is None:
-        return Verdict(
-            state=State.DEAD,
+        return Assessment(
+            state=RunState.DEAD,
             sentence=f"The run is probably dead: its last sign of life is {_span(age_s)} old, and its process {pid} is "
             f"on {machine}, which cannot be seen from here",
             advice=f"Look there; if it is gone, `{resume}` goes on from the last checkpoint",
         )
-    return Verdict(
-        state=State.STALLED,
+    return Assessment(
+        state=RunState.STALLED,
         sentence=f"The run is stalled: process {pid} lives and gave no sign of life for {_span(age_s)}",
         advice=f"It may have been stopped (`kill -CONT {pid}`), or its disk is full. Else end it (`kill {pid}`), and "
         f"`{resume}` goes on from the last checkpoint",
     )
 
 
-def _judge_living(status: Status, folder: Path) -> Verdict:
+def _judge_living(status: RunStatus, folder: Path) -> Assessment:
     now = status.progress
     if now.loop_quiet_s > OLD_S:
-        return Verdict(
-            state=State.STALLED,
+        return Assessment(
+            state=RunState.STALLED,
             sentence=f"The run is stalled: its event loop has stood still for {_span(now.loop_quiet_s)}",
             advice=f"Its watchdog ends it after train.loop_stall_s and writes {folder}/logs/stall.txt",
         )
     if now.quiet_s > max(60.0, status.stall_timeout_s / 3) and not now.has_open_deadline:
-        return Verdict(
-            state=State.STALLED,
+        return Assessment(
+            state=RunState.STALLED,
             sentence=f"The run is stalled: nothing moved for {_span(now.quiet_s)}",
             advice=f"Its watchdog ends it after train.stall_timeout_s={status.stall_timeout_s:g} s and writes "
             f"{folder}/logs/stall.txt",
         )
-    return Verdict(state=State.RUNNING, sentence=f"The run is alive: {now.phase} for {_span(now.phase_s)}")
+    return Assessment(state=RunState.RUNNING, sentence=f"The run is alive: {now.phase} for {_span(now.phase_s)}")
 
 
 class _Rates:

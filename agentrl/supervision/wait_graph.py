@@ -68,9 +68,9 @@ class Snapshot:
         return any(wait.count and (wait.deadline_in_s or 0.0) > 0 for wait in self.waits)
 
     def chain(self) -> tuple[WaitLine, ...]:
-        """From the conductor (else from the oldest wait) to the one whom everybody waits for in the end."""
+        """From the training loop (else from the oldest wait) to the one whom everybody waits for in the end."""
         chain: list[WaitLine] = []
-        who = next((wait.who for wait in self.waits if wait.who == "conductor"), None)
+        who = next((wait.who for wait in self.waits if wait.who == "training loop"), None)
         who = who or next((wait.who for wait in self.waits), None)
         passed = set()
         while who is not None:
@@ -92,7 +92,7 @@ class _Edge:
     deadlines: dict[int, float | None] = field(default_factory=dict)  # of those that wait now, by number
 
 
-class Progress:
+class WaitGraph:
     """One per run. Every method returns at once, and may be called from any thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -154,11 +154,11 @@ class Progress:
         self._enter(before)
 
     def measure(self, read: Callable[[], Gauges]) -> None:
-        """From now on `read` says where the run stands; it is called in the event loop, by `turned`."""
+        """From now on `read` says where the run stands; it is called in the event loop, by `loop_turned`."""
         self._read = read
         self._gauges = read()
 
-    def turned(self) -> None:
+    def loop_turned(self) -> None:
         """The event loop turned: called in it, by whoever watches it."""
         if self._read is not None:
             self._gauges = self._read()

@@ -28,7 +28,7 @@ from agentrl.errors import RunStalled, raise_first
 from agentrl.supervision import gil_watchdog as lookout
 from agentrl.supervision.stacks import innermost, innermost_of_thread, task_stacks, thread_stacks
 from agentrl.supervision.status import StatusFile
-from agentrl.supervision.wait_graph import Progress, Snapshot
+from agentrl.supervision.wait_graph import Snapshot, WaitGraph
 
 if TYPE_CHECKING:
     from agentrl.config import TrainConfig
@@ -75,7 +75,7 @@ class AwakeClock:
 
 @asynccontextmanager
 async def watched(
-    progress: Progress, patience: Patience, *, dump: Path, last_words: Callable[[str], None] = lambda why: None
+    wait_graph: WaitGraph, patience: Patience, *, dump: Path, last_words: Callable[[str], None] = lambda why: None
 ) -> AsyncIterator[None]:
     """Raise RunStalled in place of the block when nothing moves in it, or when it is cancelled and does not end.
 
@@ -84,7 +84,7 @@ async def watched(
     An event loop that stands still is interrupted, if it is the main thread's. Where that does not help, or the block
     does not end when it is cancelled, the process ends with EXIT_CODE; `last_words` gets the reason first.
     """
-    dog = _Watchdog(progress, patience, dump=dump, last_words=last_words)
+    dog = _Watchdog(wait_graph, patience, dump=dump, last_words=last_words)
     try:
         async with asyncio.TaskGroup() as tasks:
             verdict = tasks.create_task(dog.verdict(), name="stall watchdog")
@@ -98,23 +98,23 @@ async def watched(
 
 
 @asynccontextmanager
-async def supervised(limits: TrainConfig, folder: RunFolder) -> AsyncIterator[Progress]:
+async def supervised(limits: TrainConfig, folder: RunFolder) -> AsyncIterator[WaitGraph]:
     """A board for the run in `folder`; while the block runs it is watched, and everybody can see it in status.json."""
-    progress = Progress()
+    wait_graph = WaitGraph()
     patience = Patience(stall_s=limits.stall_timeout_s, loop_s=limits.loop_stall_s)
-    with StatusFile(folder.path, progress, stall_timeout_s=limits.stall_timeout_s) as status:
+    with StatusFile(folder.path, wait_graph, stall_timeout_s=limits.stall_timeout_s) as status:
         last_words = partial(status.end, "failed")
-        async with watched(progress, patience, dump=folder.logs / "stall.txt", last_words=last_words):
-            yield progress
+        async with watched(wait_graph, patience, dump=folder.logs / "stall.txt", last_words=last_words):
+            yield wait_graph
 
 
 class _Watchdog:
     """Made in the event loop that it watches."""
 
     def __init__(
-        self, progress: Progress, patience: Patience, *, dump: Path, last_words: Callable[[str], None]
+        self, wait_graph: WaitGraph, patience: Patience, *, dump: Path, last_words: Callable[[str], None]
     ) -> None:
-        self._progress = progress
+        self._wait_graph = wait_graph
         self._patience = patience
         self._dump = dump
         self._last_words = last_words
@@ -145,7 +145,7 @@ class _Watchdog:
     @contextmanager
     def on_duty(self) -> Iterator[None]:
         """Watch while the block runs."""
-        self._progress.turned()
+        self._wait_graph.loop_turned()
         with self._interruptible(), _looked_after(self._patience, self._dump) as tick:
             thread = threading.Thread(target=self._watch, args=(tick,), name="stall watchdog", daemon=True)
             thread.start()
@@ -162,7 +162,7 @@ class _Watchdog:
 
     def _tick(self, seconds: float) -> None:
         """Look once, `seconds` after the last time."""
-        snapshot = self._progress.snapshot()
+        snapshot = self._wait_graph.snapshot()
         # Under a deadline that is still to come its owner acts first, and has time to do so.
         is_quiet = snapshot.num_beats == self._num_beats and not snapshot.has_open_deadline
         self._quiet_s = self._quiet_s + seconds if is_quiet else 0.0
@@ -187,7 +187,7 @@ class _Watchdog:
     def _turned(self) -> None:
         self._has_turned = True
         self._is_cancelled = self._task is not None and self._task.cancelling() > 0
-        self._progress.turned()
+        self._wait_graph.loop_turned()
 
     def _blocked(self) -> str:
         where = innermost_of_thread(self._loop_thread)

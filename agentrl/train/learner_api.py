@@ -176,7 +176,7 @@ class LearnerSession:
         if self._engine.wants_weights:
             raise WeightsWanted
         async with self._changed:
-            with self._engine.progress.waiting("learner", on="conductor", what="a batch", moves=False):
+            with self._engine.wait_graph.waiting("learner", on="training loop", what="a batch", moves=False):
                 await self._changed.wait_for(
                     lambda: self._over or (self._batch is not None and self._batch.policy_version == policy_version)
                 )

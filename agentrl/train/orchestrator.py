@@ -3,8 +3,8 @@
 Three activities share one TaskGroup; none holds another:
 
     rollouts   consume tasks; wait for a slot; produce finished groups into the buffer
-    conductor  takes a batch from the buffer, offers it, waits for the step and then for the weights, and begins again
-    HTTP       hands the learner what the conductor offers, and the conductor what the learner reports
+    loop  takes a batch from the buffer, offers it, waits for the step and then for the weights, and begins again
+    HTTP       hands the learner what the training loop offers, and the training loop what the learner reports
 
 There is one way to begin, whether a run is new, goes on after a crash, or has lost its learner: where the learner
 stands, the journal says what is left to do.
@@ -31,11 +31,11 @@ from agentrl.report.evaluation import evaluate
 from agentrl.report.metrics import MetricsLog, rollout_metrics
 from agentrl.report.statistics import EvalResult
 from agentrl.run_folder import RunFolder
-from agentrl.supervision.wait_graph import Gauges, Progress
+from agentrl.supervision.wait_graph import Gauges, WaitGraph
 from agentrl.train.error_breaker import ErrorBreaker
 from agentrl.train.learner_api import LearnerSession, LearnerSessions
-from agentrl.train.rollout_loop import PlayGroup, Rollouts, Tasks
-from agentrl.train.training_loop import Conductor, Stage
+from agentrl.train.rollout_loop import PlayGroup, RolloutLoop, VersionedTaskSource
+from agentrl.train.training_loop import LoopParts, TrainingLoop
 from agentrl.types import Batch, Task
 
 log = logging.getLogger(__name__)
@@ -93,11 +93,11 @@ class Orchestrator:
         metrics: MetricsLog,
         observer: Observer,
         canaries: Canaries | None = None,
-        progress: Progress | None = None,
+        wait_graph: WaitGraph | None = None,
     ) -> None:
         self._config = config
-        self._progress = progress or Progress()
-        self._engine = MeteredEngine(engine, self._progress)
+        self._wait_graph = wait_graph or WaitGraph()
+        self._engine = MeteredEngine(engine, self._wait_graph)
         self._play_group = play_group
         self._held_out = held_out
         self._run = run
@@ -105,7 +105,7 @@ class Orchestrator:
         self._observer = observer
         self._canaries = canaries
         self._journal = Journal(run.journal)
-        self._tasks = Tasks(source, self._journal.source_history())
+        self._tasks = VersionedTaskSource(source, self._journal.source_history())
         self._breaker = ErrorBreaker(config.rollout.max_infra_error_rate)
         self._sessions = LearnerSessions(self._engine)
         self._learner_came = asyncio.Event()
@@ -142,30 +142,30 @@ class Orchestrator:
     async def _train(self, session: LearnerSession) -> Summary:
         """From where the learner stands to the end of the run."""
         within_s = self._config.learner.start_timeout_s
-        starting = self._progress.waiting("conductor", on="learner", what="its first weights", within_s=within_s)
-        with self._progress.phase("starting the learner"), starting:
+        starting = self._wait_graph.waiting("training loop", on="learner", what="its first weights", within_s=within_s)
+        with self._wait_graph.phase("starting the learner"), starting:
             first = await session.weights(within_s=within_s)
         self._learner_came.set()
-        self._progress.measure(lambda: self._gauges_at(first.policy_version))
+        self._wait_graph.measure(lambda: self._gauges_at(first.policy_version))
         resumed = self._journal.resume_at(first.policy_version)
         self._recorded = self._journal.last_step()
         self._metrics.rewind(self._recorded)
         await self._record_lost_step(resumed)
         self._tasks.committed(first.policy_version + len(resumed.batches))
         await self._evaluate(first.policy_version, only_if_none=True)
-        stage = self._stage(session, resumed)
-        conductor = Conductor(
+        parts = self._loop_parts(session, resumed)
+        loop = TrainingLoop(
             self._config,
-            stage,
+            parts,
             record=self._record,
             evaluate=self._evaluate,
             trained_s=resumed.state.train_s if resumed.state else 0.0,
-            progress=self._progress,
+            wait_graph=self._wait_graph,
         )
-        self._progress.measure(conductor.gauges)
-        with self._progress.phase("training"):
-            note = await _beside(stage.rollouts, conductor)
-        version, train_s = stage.buffer.version, conductor.train_s
+        self._wait_graph.measure(loop.gauges)
+        with self._wait_graph.phase("training"):
+            note = await _beside(parts.rollouts, loop)
+        version, train_s = parts.buffer.version, loop.train_s
         await session.finish()
         await self._evaluate(version)
         await self._exported(session)
@@ -192,11 +192,13 @@ class Orchestrator:
         )
 
     async def _exported(self, session: LearnerSession) -> None:
-        waiting = self._progress.waiting("conductor", on="learner", what="its last export", within_s=EXPORT_TIMEOUT_S)
-        with self._progress.phase("exporting the trained model"), waiting:
+        waiting = self._wait_graph.waiting(
+            "training loop", on="learner", what="its last export", within_s=EXPORT_TIMEOUT_S
+        )
+        with self._wait_graph.phase("exporting the trained model"), waiting:
             await session.exported(within_s=EXPORT_TIMEOUT_S)
 
-    def _stage(self, session: LearnerSession, resumed: Resumption) -> Stage:
+    def _loop_parts(self, session: LearnerSession, resumed: Resumption) -> LoopParts:
         config = self._config
         guard = EssGuard(
             max_lag=config.rollout.max_lag,
@@ -215,15 +217,15 @@ class Orchestrator:
             resumed=resumed,
             lag=guard.lag,
         )
-        rollouts = Rollouts(
+        rollouts = RolloutLoop(
             self._play_group,
             engine=self._engine,
             tasks=self._tasks,
             buffer=buffer,
             breaker=self._breaker,
-            progress=self._progress,
+            wait_graph=self._wait_graph,
         )
-        return Stage(
+        return LoopParts(
             session=session,
             buffer=buffer,
             rollouts=rollouts,
@@ -248,7 +250,7 @@ class Orchestrator:
         if step <= self._recorded:
             return  # made again from the journal; what was played and thrown away for it only the first record knows
         self._metrics.log("step", step, values)
-        with self._progress.waiting("conductor", on="disk", what="a step's episodes"):
+        with self._wait_graph.waiting("training loop", on="disk", what="a step's episodes"):
             await asyncio.to_thread(self._run.write_trajectories, step, batch.groups)
 
     async def _evaluate(self, policy_version: int, *, only_if_none: bool = False) -> None:
@@ -257,8 +259,8 @@ class Orchestrator:
         if policy_version in known or (only_if_none and known):
             return
         per_group = self._config.eval.samples_per_task
-        waiting = self._progress.waiting("conductor", on="episodes", what="a held-out measurement")
-        with self._progress.phase(f"evaluating version {policy_version}"), waiting:
+        waiting = self._wait_graph.waiting("training loop", on="episodes", what="a held-out measurement")
+        with self._wait_graph.phase(f"evaluating version {policy_version}"), waiting:
             evaluation = await evaluate(
                 self._held_out,
                 make_group=lambda index, task: self._play_group(self._engine, index, task, kind="eval"),
@@ -272,12 +274,12 @@ class Orchestrator:
         self._observer.evaluated(evaluation.result)
 
 
-async def _beside(rollouts: Rollouts, conductor: Conductor) -> str:
-    """What the conductor returns; the rollouts run as long as it does. Raises what ended either."""
+async def _beside(rollouts: RolloutLoop, loop: TrainingLoop) -> str:
+    """What the training loop returns; the rollouts run as long as it does. Raises what ended either."""
     try:
         async with asyncio.TaskGroup() as group:
             playing = group.create_task(rollouts.run(), name="rollouts")
-            note = await conductor.run()
+            note = await loop.run()
             playing.cancel()
     except BaseExceptionGroup as errors:
         raise_first(errors)

@@ -16,8 +16,8 @@ from agentrl.buffer.trajectory_buffer import TrajectoryBuffer
 from agentrl.data.source import TaskSource
 from agentrl.engine.vllm_engine import Engine
 from agentrl.errors import InfraError, raise_first
-from agentrl.run_folder import Kind
-from agentrl.supervision.wait_graph import Progress
+from agentrl.run_folder import EpisodeKind
+from agentrl.supervision.wait_graph import WaitGraph
 from agentrl.train.error_breaker import ErrorBreaker
 from agentrl.types import Task, TrajectoryGroup
 
@@ -27,12 +27,12 @@ log = logging.getLogger(__name__)
 class PlayGroup(Protocol):
     """Plays one task `size` times; raises InfraError when that could not be done."""
 
-    def __call__(self, engine: Engine, group_id: int, task: Task, *, kind: Kind) -> Awaitable[TrajectoryGroup]:
+    def __call__(self, engine: Engine, group_id: int, task: Task, *, kind: EpisodeKind) -> Awaitable[TrajectoryGroup]:
         """The finished group."""
         ...
 
 
-class Tasks:
+class VersionedTaskSource:
     """The source, told of outcomes only when the version changes: what is asked depends on no order of finishing."""
 
     def __init__(self, source: TaskSource, history: SourceHistory) -> None:
@@ -63,7 +63,7 @@ class Tasks:
             self.source.observe(outcome.task_id, outcome.rewards)
 
 
-class Rollouts:
+class RolloutLoop:
     """`run` until cancelled."""
 
     def __init__(
@@ -71,17 +71,17 @@ class Rollouts:
         play_group: PlayGroup,
         *,
         engine: Engine,
-        tasks: Tasks,
+        tasks: VersionedTaskSource,
         buffer: TrajectoryBuffer,
         breaker: ErrorBreaker,
-        progress: Progress,
+        wait_graph: WaitGraph,
     ) -> None:
         self._play_group = play_group
         self._engine = engine
         self._tasks = tasks
         self._buffer = buffer
         self._breaker = breaker
-        self._progress = progress
+        self._wait_graph = wait_graph
         self._finished: list[TrajectoryGroup] = []
         self._slot_wait_s = 0.0
 
@@ -93,7 +93,7 @@ class Rollouts:
                     self._play(groups, group_id, task)
                 while True:
                     asked = time.monotonic()
-                    with self._progress.waiting("rollouts", on="conductor", what="a free slot", moves=False):
+                    with self._wait_graph.waiting("rollouts", on="training loop", what="a free slot", moves=False):
                         group_id, task = await self._buffer.admit(self._tasks.draw)
                     self._slot_wait_s += time.monotonic() - asked
                     self._play(groups, group_id, task)
@@ -116,7 +116,7 @@ class Rollouts:
 
     async def _one_group(self, group_id: int, task: Task, *, admitted: int) -> None:
         try:
-            with self._progress.waiting("rollouts", on="episodes", what="a group"):
+            with self._wait_graph.waiting("rollouts", on="episodes", what="a group"):
                 group = await self._play_group(self._engine, group_id, task, kind="train")
         except InfraError as error:
             log.warning("group %d (task %s) failed: %s", group_id, task.id, error)

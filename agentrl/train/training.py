@@ -70,12 +70,12 @@ class Training:
     async def run(self, folder: RunFolder) -> Summary:
         """Raises AgentRLError for whatever ended it; the folder keeps what was there by then."""
         self._run = folder
-        async with supervised(self._config.train, folder) as self._progress:
+        async with supervised(self._config.train, folder) as self._wait_graph:
             return await self._with_sandbox()
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
-        with self._console.phase(name), self._progress.phase(name):
+        with self._console.phase(name), self._wait_graph.phase(name):
             yield
 
     async def _with_sandbox(self) -> Summary:
@@ -90,7 +90,7 @@ class Training:
                 opened(self._env_class, sandbox=sandbox, wrappers=self._wrappers) as make_env,
             ):
                 self._canaries = Canaries(self._env_class, make_env=make_env, sandbox=sandbox)
-                with self._progress.phase("checking the sandbox and the grader"):
+                with self._wait_graph.phase("checking the sandbox and the grader"):
                     await self._canaries.check(when="at the start")
                 model_path = await self._model(sandbox)
                 return await self._with_engine(make_env, model_path)
@@ -101,10 +101,10 @@ class Training:
         if model.warmstart is None or is_model_folder(Path(model.path)):
             return model.path
         name = "warm start: learning from demonstrations"
-        with self._console.progress(name) as advance, self._progress.phase(name):
+        with self._console.progress(name) as advance, self._wait_graph.phase(name):
 
             def on_progress(done: int, total: int) -> None:
-                self._progress.beat("warm start")
+                self._wait_graph.beat("warm start")
                 advance(done, total)
 
             async with launch.warmstart_process(
@@ -133,10 +133,10 @@ class Training:
                     TurnTokenizer.load, model_path, renderer=turns.renderer, template_args=turns.chat_template_args
                 )
                 within_s = self._config.engine.start_timeout_s
-                with self._progress.waiting("run", on="engine", what="its start", within_s=within_s):
+                with self._wait_graph.waiting("run", on="engine", what="its start", within_s=within_s):
                     await launch_engines.engines_ready(servers, self._config.engine)
-            player = Player(self._config, make_env=noted(make_env, self._progress), tokenizer=tokenizer)
-            on_tokens = partial(self._progress.beat, "engine")
+            player = Player(self._config, make_env=noted(make_env, self._wait_graph), tokenizer=tokenizer)
+            on_tokens = partial(self._wait_graph.beat, "engine")
             async with launch_engines.engine_client(
                 servers, self._config, token=self._secrets.engine, on_tokens=on_tokens
             ) as engine:
@@ -154,7 +154,7 @@ class Training:
                 metrics=metrics,
                 observer=self._console,
                 canaries=self._canaries,
-                progress=self._progress,
+                wait_graph=self._wait_graph,
             )
             host, port = self._learner_at or ("127.0.0.1", 0)
             app = create_app(orchestrator.sessions, token=self._secrets.run)

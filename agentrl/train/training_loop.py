@@ -15,29 +15,29 @@ from agentrl.engine.metered import MeteredEngine
 from agentrl.env.canary import Canaries
 from agentrl.errors import NoLearningSignal
 from agentrl.report.metrics import rollout_metrics
-from agentrl.supervision.wait_graph import Gauges, Progress
+from agentrl.supervision.wait_graph import Gauges, WaitGraph
 from agentrl.train.learner_api import LearnerSession
-from agentrl.train.rollout_loop import Rollouts, Tasks
+from agentrl.train.rollout_loop import RolloutLoop, VersionedTaskSource
 from agentrl.types import Batch, StepOutput
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
+class LoopParts:
     """What the steps of one attempt work on."""
 
     session: LearnerSession
     buffer: TrajectoryBuffer
-    rollouts: Rollouts
-    tasks: Tasks
+    rollouts: RolloutLoop
+    tasks: VersionedTaskSource
     journal: Journal
     engine: MeteredEngine
     ess_guard: EssGuard
     canaries: Canaries | None
 
 
-class Conductor:
+class TrainingLoop:
     """The steps of a run, from where the buffer stands to the last.
 
     Args:
@@ -50,37 +50,37 @@ class Conductor:
     def __init__(
         self,
         config: Config,
-        stage: Stage,
+        parts: LoopParts,
         *,
         record: Callable[[int, Batch, Mapping[str, float]], Awaitable[None]],
         evaluate: Callable[[int], Awaitable[None]],
         trained_s: float,
-        progress: Progress,
+        wait_graph: WaitGraph,
     ) -> None:
         self._config = config
-        self._stage = stage
+        self._parts = parts
         self._record = record
         self._evaluate = evaluate
         self._started = time.monotonic() - trained_s
-        self._progress = progress
+        self._wait_graph = wait_graph
         self._lag = 0
 
     def gauges(self) -> Gauges:
         """Where the steps stand."""
-        stage, ledger = self._stage, self._stage.buffer.ledger()
+        parts, ledger = self._parts, self._parts.buffer.ledger()
         return Gauges(
-            step=stage.buffer.version,
+            step=parts.buffer.version,
             num_steps=self._config.train.steps,
-            version=stage.buffer.version,
-            learner_version=max(stage.session.made_version, stage.buffer.version),
+            version=parts.buffer.version,
+            learner_version=max(parts.session.made_version, parts.buffer.version),
             lag=self._lag,
             max_lag=self._config.rollout.max_lag,
-            num_tokens=stage.engine.num_tokens,
+            num_tokens=parts.engine.num_tokens,
             ledger={name: getattr(ledger, name) for name in ledger.__slots__},
             queues={
                 "ready groups": ledger.ready,
                 "groups in flight": ledger.in_flight,
-                "slots": stage.buffer.num_slots,
+                "slots": parts.buffer.num_slots,
             },
         )
 
@@ -92,7 +92,7 @@ class Conductor:
     async def run(self) -> str:
         """Make every step; returns why it ended before its time, or nothing. Raises what ended it otherwise."""
         limits = self._config.train
-        for step in range(self._stage.buffer.version + 1, limits.steps + 1):
+        for step in range(self._parts.buffer.version + 1, limits.steps + 1):
             if limits.max_minutes is not None and self.train_s > 60 * limits.max_minutes:
                 return f"the {limits.max_minutes:g} minutes of train.max_minutes were used up"
             try:
@@ -107,64 +107,64 @@ class Conductor:
         return ""
 
     async def _step(self, step: int) -> None:
-        stage = self._stage
-        started, tokens, busy_s = time.monotonic(), stage.engine.num_tokens, stage.engine.busy.seconds
-        with self._progress.waiting("conductor", on="rollouts", what="a full batch"):
-            batch = await stage.buffer.take()
+        parts = self._parts
+        started, tokens, busy_s = time.monotonic(), parts.engine.num_tokens, parts.engine.busy.seconds
+        with self._wait_graph.waiting("training loop", on="rollouts", what="a full batch"):
+            batch = await parts.buffer.take()
         self._lag = max(batch.policy_version - group.policy_version for group in batch.groups)
         within_s = self._config.learner.step_timeout_s
-        with self._progress.waiting("conductor", on="learner", what="a step", within_s=within_s):
-            output = await stage.session.train(batch, within_s=within_s)
-        with self._progress.waiting("conductor", on="learner", what="new weights", within_s=within_s):
-            ref = await stage.session.weights(within_s=within_s)
+        with self._wait_graph.waiting("training loop", on="learner", what="a step", within_s=within_s):
+            output = await parts.session.train(batch, within_s=within_s)
+        with self._wait_graph.waiting("training loop", on="learner", what="new weights", within_s=within_s):
+            ref = await parts.session.weights(within_s=within_s)
         await self._act_on_ess(output)
-        stage.tasks.committed(ref.policy_version)
-        await stage.buffer.commit(ref.policy_version)
+        parts.tasks.committed(ref.policy_version)
+        await parts.buffer.commit(ref.policy_version)
         seconds = time.monotonic() - started
         timing = {
-            "engine/tokens_per_s": (stage.engine.num_tokens - tokens) / seconds,
-            "engine/busy_share": min(1.0, (stage.engine.busy.seconds - busy_s) / seconds),
+            "engine/tokens_per_s": (parts.engine.num_tokens - tokens) / seconds,
+            "engine/busy_share": min(1.0, (parts.engine.busy.seconds - busy_s) / seconds),
             "run/step_s": seconds,
-            "run/overlap": stage.session.overlap,
+            "run/overlap": parts.session.overlap,
         }
         await self._record(step, batch, self._metrics(batch, output, timing))
         # Last: what a crash leaves without this mark is written down again.
-        state = StepState(ess_guard=stage.ess_guard.state_dict(), train_s=self.train_s)
-        stage.journal.step_made(step, state, resumable_from=output.resumable_from)
+        state = StepState(ess_guard=parts.ess_guard.state_dict(), train_s=self.train_s)
+        parts.journal.step_made(step, state, resumable_from=output.resumable_from)
 
     async def _check_canaries(self, step: int) -> None:
-        every, canaries = self._config.rollout.canary_every, self._stage.canaries
+        every, canaries = self._config.rollout.canary_every, self._parts.canaries
         if canaries is not None and every and step % every == 0:
-            with self._progress.waiting("conductor", on="canaries", what="known outcomes"):
+            with self._wait_graph.waiting("training loop", on="canaries", what="known outcomes"):
                 await canaries.check(when=f"after step {step}")
 
     async def _act_on_ess(self, output: StepOutput) -> None:
         """Admit with less lag while the effective sample size is low, with more when it has recovered."""
-        guard = self._stage.ess_guard
+        guard = self._parts.ess_guard
         before, lag = guard.lag, guard.observe(output.ess_ratio)
         if lag == before:
             return
         floor = self._config.algorithm.ess_floor
         log.warning("ESS ratio %s, ess_floor %s: admission works with lag %d now", output.ess_ratio, floor, lag)
-        await self._stage.buffer.set_lag(lag)
+        await self._parts.buffer.set_lag(lag)
 
     def _metrics(self, batch: Batch, output: StepOutput, timing: Mapping[str, float]) -> dict[str, float]:
-        stage, ledger = self._stage, self._stage.buffer.ledger()
+        parts, ledger = self._parts, self._parts.buffer.ledger()
         assert ledger.balanced(), ledger
-        update = stage.session.last_update
+        update = parts.session.last_update
         values = {
             **output.metrics,
-            **rollout_metrics(stage.rollouts.pop_finished() or batch.groups),
+            **rollout_metrics(parts.rollouts.pop_finished() or batch.groups),
             **{f"ledger/{name}": float(getattr(ledger, name)) for name in ledger.__slots__},
             "buffer/ready_groups": float(ledger.ready),
             "buffer/in_flight_groups": float(ledger.in_flight),
-            "buffer/admission_lag": float(stage.ess_guard.lag),
-            **stage.engine.metrics(),
+            "buffer/admission_lag": float(parts.ess_guard.lag),
+            **parts.engine.metrics(),
             **(update.metrics() if update else {}),
             "wait/learner_for_batch_s": output.wait_batch_s,
-            "wait/rollout_for_slot_s": stage.rollouts.pop_slot_wait_s(),
+            "wait/rollout_for_slot_s": parts.rollouts.pop_slot_wait_s(),
             **timing,
         }
-        if dropped_lengths := stage.buffer.pop_dropped_lengths():
+        if dropped_lengths := parts.buffer.pop_dropped_lengths():
             values["buffer/dropped_stale_tokens_mean"] = sum(dropped_lengths) / len(dropped_lengths)
         return values

@@ -34,7 +34,7 @@ TRAIN = [
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kind:
+class EpisodeKind:
     """What runs across an update."""
 
     name: str
@@ -45,8 +45,8 @@ class Kind:
 
 
 KINDS = (
-    Kind(name="the rest of a turn", num_running=12, max_tokens=96, update_after_s=0.0, repeats=4),
-    Kind(name="a long answer", num_running=16, max_tokens=320, update_after_s=0.3, repeats=1),
+    EpisodeKind(name="the rest of a turn", num_running=12, max_tokens=96, update_after_s=0.0, repeats=4),
+    EpisodeKind(name="a long answer", num_running=16, max_tokens=320, update_after_s=0.3, repeats=1),
 )
 
 
@@ -148,7 +148,7 @@ def _prompts(run: RunFolder) -> list[list[int]]:
 
 
 async def _both(
-    server: Server, config: EngineConfig, policies: Policies, kind: Kind, *, jump: int
+    server: Server, config: EngineConfig, policies: Policies, kind: EpisodeKind, *, jump: int
 ) -> dict[KvOnUpdate, Crossed]:
     found: dict[KvOnUpdate, Crossed] = {"stale": Crossed(), "recompute": Crossed()}
     for _ in range(kind.repeats):
@@ -167,7 +167,7 @@ async def _cross(
     server: Server,
     config: EngineConfig,
     policies: Policies,
-    kind: Kind,
+    kind: EpisodeKind,
     *,
     at: int,
     then: int,

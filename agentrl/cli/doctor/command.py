@@ -186,9 +186,9 @@ def _print_findings(console: Console, findings: Sequence[Finding]) -> None:
 def _print_sums(console: Console, findings: Sequence[Finding], left_out: Sequence[str]) -> None:
     from rich.text import Text
 
-    from agentrl.cli.doctor.findings import Status
+    from agentrl.cli.doctor.findings import FindingStatus
 
     counts = Counter(one.status for one in findings)
-    console.print(Text("\n" + ", ".join(f"{counts[status]} {status}" for status in Status)))
+    console.print(Text("\n" + ", ".join(f"{counts[status]} {status}" for status in FindingStatus)))
     for text in left_out:
         console.print(Text(f"Not checked: {text}"))

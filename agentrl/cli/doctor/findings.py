@@ -19,7 +19,7 @@ DEADLINE_S = 60.0  # a second on an idle machine; a busy one is no failure
 MAX_CHARACTERS = 500  # of a reason: a library's error may be a page
 
 
-class Status(StrEnum):
+class FindingStatus(StrEnum):
     """What a finding means for a run."""
 
     OK = "OK"
@@ -34,29 +34,29 @@ class Finding:
     """One line of the answer. Raises ValueError for a complaint without its mend."""
 
     name: str
-    status: Status
+    status: FindingStatus
     found: str
     mend: str = ""
     """What to do about it; empty where all is well."""
 
     def __post_init__(self) -> None:
-        if bool(self.mend) == (self.status is Status.OK):
+        if bool(self.mend) == (self.status is FindingStatus.OK):
             raise ValueError(f"{self.name}: {self.status} and mend={self.mend!r} do not go together")
 
 
 def ok(name: str, found: str) -> Finding:
     """All is well."""
-    return Finding(name=name, status=Status.OK, found=found)
+    return Finding(name=name, status=FindingStatus.OK, found=found)
 
 
 def warn(name: str, found: str, mend: str) -> Finding:
     """It will run all the same."""
-    return Finding(name=name, status=Status.WARN, found=found, mend=mend)
+    return Finding(name=name, status=FindingStatus.WARN, found=found, mend=mend)
 
 
 def fail(name: str, found: str, mend: str) -> Finding:
     """It will not run."""
-    return Finding(name=name, status=Status.FAIL, found=found, mend=mend)
+    return Finding(name=name, status=FindingStatus.FAIL, found=found, mend=mend)
 
 
 Findings = Finding | Sequence[Finding]

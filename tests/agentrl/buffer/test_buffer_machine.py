@@ -107,7 +107,7 @@ class BufferMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.taking is None and self.training is None)
     @rule()
     def take(self) -> None:
-        """The conductor wants a batch."""
+        """The training loop wants a batch."""
         self.taking = self.loop.create_task(self.buffer.take())
         self.settle()
 
@@ -160,7 +160,7 @@ class BufferMachine(RuleBasedStateMachine):
 
     @rule(share=st.floats(0, 1), gives_up=st.booleans())
     def change_of_mind(self, share: float, gives_up: bool) -> None:
-        """The ESS guard moves admission; the conductor has waited long enough for a batch."""
+        """The ESS guard moves admission; the training loop has waited long enough for a batch."""
         if gives_up and self.taking:
             self.taking.cancel()
             self.taking = None

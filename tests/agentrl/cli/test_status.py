@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 from agentrl.cli.main import app
 from agentrl.errors import EngineError
 from agentrl.supervision.status import FILE_NAME, StatusFile
-from agentrl.supervision.wait_graph import Gauges, Progress
+from agentrl.supervision.wait_graph import Gauges, WaitGraph
 
 
 @pytest.fixture
@@ -30,16 +30,16 @@ def agentrl(*arguments: str) -> Result:
     return CliRunner(env={"COLUMNS": "160"}).invoke(app, ["status", *arguments])
 
 
-def a_run(folder: Path) -> tuple[StatusFile, Progress]:
-    progress = Progress()
+def a_run(folder: Path) -> tuple[StatusFile, WaitGraph]:
+    wait_graph = WaitGraph()
     gauges = Gauges(step=3, num_steps=9, version=3, lag=1, max_lag=2, ledger={"issued": 12, "failed": 0, "trained": 8})
-    progress.measure(lambda: gauges)
-    return StatusFile(folder, progress, stall_timeout_s=900.0, every_s=0.05), progress
+    wait_graph.measure(lambda: gauges)
+    return StatusFile(folder, wait_graph, stall_timeout_s=900.0, every_s=0.05), wait_graph
 
 
 def test_a_living_run_shows_who_waits_for_whom_its_lag_and_its_ledger(folder: Path) -> None:
-    status_file, progress = a_run(folder)
-    with progress.waiting("conductor", on="rollouts", what="a full batch"), status_file:
+    status_file, wait_graph = a_run(folder)
+    with wait_graph.waiting("training loop", on="rollouts", what="a full batch"), status_file:
         result = agentrl(str(folder))
     assert result.exit_code == 0
     for text in (
@@ -48,7 +48,7 @@ def test_a_living_run_shows_who_waits_for_whom_its_lag_and_its_ledger(folder: Pa
         "3 of 9",
         "1 in the last batch, at most 2",
         "issued 12, trained 8",
-        "the conductor waits for the rollouts (a full batch, ",
+        "the training loop waits for the rollouts (a full batch, ",
     ):
         assert text in result.stdout
 
@@ -62,8 +62,8 @@ def test_without_an_argument_it_is_the_newest_run(folder: Path) -> None:
 
 
 def test_a_run_that_is_over_waits_for_nobody_and_has_nothing_to_go(folder: Path) -> None:
-    status_file, progress = a_run(folder)
-    with progress.waiting("conductor", on="rollouts", what="a full batch"):
+    status_file, wait_graph = a_run(folder)
+    with wait_graph.waiting("training loop", on="rollouts", what="a full batch"):
         with status_file:
             time.sleep(0.2)
         result = agentrl(str(folder))
@@ -111,10 +111,10 @@ def test_watch_follows_the_run_to_its_end(
     folder: Path, monkeypatch: pytest.MonkeyPatch, option: tuple[str, ...]
 ) -> None:
     monkeypatch.setattr("agentrl.cli.status.REFRESH_S", 0.05)
-    status_file, progress = a_run(folder)
+    status_file, wait_graph = a_run(folder)
 
     def play() -> None:
-        with status_file, progress.phase("training"):
+        with status_file, wait_graph.phase("training"):
             time.sleep(0.5)
 
     run = threading.Thread(target=play)

@@ -74,7 +74,9 @@ def start_many(engine: VLLMEngine, count: int, max_tokens: int) -> list[asyncio.
 
 async def until_streaming(engine: VLLMEngine, num_tokens: int) -> None:
     async with asyncio.timeout(30):
-        while sum(len(stream.salvage(Sampling(max_tokens=1)).token_ids) for stream in engine._streams) < num_tokens:
+        while (
+            sum(len(stream.certain_part(Sampling(max_tokens=1)).token_ids) for stream in engine._streams) < num_tokens
+        ):
             await asyncio.sleep(0.01)
 
 

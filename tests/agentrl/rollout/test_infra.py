@@ -23,7 +23,7 @@ from agentrl.env import Env, Episode, Split, make
 from agentrl.env.canary import Canaries
 from agentrl.errors import AgentRLError, CanaryFailed, ErrorRateExceeded
 from agentrl.report.metrics import read
-from agentrl.run_folder import Kind, RunFolder
+from agentrl.run_folder import EpisodeKind, RunFolder
 from agentrl.supervision import child as supervise
 from agentrl.supervision.child import Child, ChildDied
 from agentrl.supervision.serving import free_port
@@ -41,7 +41,7 @@ from tests.agentrl.train.whole_run import make_config, run_with
 LOST = Trouble("the sandbox service no longer knows this session")
 BROKEN_SERVICE = Trouble("POST ...: HTTP 500: ...")
 CANARY = Trouble("canary ...: ... Rewards since the last good check cannot be trusted")
-KINDS: tuple[Kind, ...] = ("train", "eval")
+KINDS: tuple[EpisodeKind, ...] = ("train", "eval")
 HALF = "\\frac{1}{2}"
 
 

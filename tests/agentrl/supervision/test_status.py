@@ -15,8 +15,17 @@ import msgspec
 import pytest
 
 from agentrl.errors import ConfigError, EngineError
-from agentrl.supervision.status import FILE_NAME, State, Status, StatusFile, Writer, judge, newest_run, read_status
-from agentrl.supervision.wait_graph import Gauges, Progress
+from agentrl.supervision.status import (
+    FILE_NAME,
+    RunState,
+    RunStatus,
+    StatusFile,
+    Writer,
+    assess,
+    newest_run,
+    read_status,
+)
+from agentrl.supervision.wait_graph import Gauges, WaitGraph
 
 
 @pytest.fixture
@@ -28,35 +37,35 @@ def folder(tmp_path: Path) -> Path:
     return run
 
 
-def written(folder: Path, progress: Progress | None = None) -> StatusFile:
-    return StatusFile(folder, progress or Progress(), stall_timeout_s=900.0, every_s=0.02)
+def written(folder: Path, wait_graph: WaitGraph | None = None) -> StatusFile:
+    return StatusFile(folder, wait_graph or WaitGraph(), stall_timeout_s=900.0, every_s=0.02)
 
 
-def state_of(folder: Path, status: Status) -> State:
-    return judge(status, folder).state
+def state_of(folder: Path, status: RunStatus) -> RunState:
+    return assess(status, folder).state
 
 
 def test_what_the_board_says_is_read_back(folder: Path) -> None:
-    progress = Progress()
-    progress.measure(lambda: Gauges(step=3, num_steps=9, ledger={"issued": 5}))
-    with written(folder, progress), progress.phase("training"):
-        with progress.waiting("conductor", on="rollouts", what="a full batch"):
+    wait_graph = WaitGraph()
+    wait_graph.measure(lambda: Gauges(step=3, num_steps=9, ledger={"issued": 5}))
+    with written(folder, wait_graph), wait_graph.phase("training"):
+        with wait_graph.waiting("training loop", on="rollouts", what="a full batch"):
             time.sleep(0.2)
             status = read_status(folder)
-        assert judge(status, folder).state is State.RUNNING
+        assert assess(status, folder).state is RunState.RUNNING
     assert status.writer.pid == os.getpid()
     assert status.progress.phase == "training"
     assert status.progress.gauges == Gauges(step=3, num_steps=9, ledger={"issued": 5})
-    assert [str(wait)[:52] for wait in status.progress.waits] == [
-        "the conductor waits for the rollouts (a full batch, "
+    assert [str(wait)[:56] for wait in status.progress.waits] == [
+        "the training loop waits for the rollouts (a full batch, "
     ]
 
 
 def test_a_reader_never_sees_half_a_file(folder: Path) -> None:
-    progress = Progress()
-    with StatusFile(folder, progress, stall_timeout_s=900.0, every_s=0.0005):
+    wait_graph = WaitGraph()
+    with StatusFile(folder, wait_graph, stall_timeout_s=900.0, every_s=0.0005):
         for number in range(400):
-            with progress.waiting("conductor", on="rollouts", what="x" * (number * 50)):
+            with wait_graph.waiting("training loop", on="rollouts", what="x" * (number * 50)):
                 read_status(folder)
     assert [path.name for path in folder.iterdir() if "tmp" in path.name] == []
 
@@ -64,14 +73,14 @@ def test_a_reader_never_sees_half_a_file(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("error", "state", "why"),
     [
-        (None, State.DONE, "The run is over: done"),
-        (EngineError("it is on fire"), State.FAILED, "The run failed: EngineError: it is on fire"),
-        (KeyboardInterrupt(), State.STOPPED, "The run was stopped"),
-        (asyncio.CancelledError(), State.STOPPED, "The run was stopped"),
+        (None, RunState.DONE, "The run is over: done"),
+        (EngineError("it is on fire"), RunState.FAILED, "The run failed: EngineError: it is on fire"),
+        (KeyboardInterrupt(), RunState.STOPPED, "The run was stopped"),
+        (asyncio.CancelledError(), RunState.STOPPED, "The run was stopped"),
     ],
 )
 def test_the_end_is_written_last_and_says_how(
-    folder: Path, error: BaseException | None, state: State, why: str
+    folder: Path, error: BaseException | None, state: RunState, why: str
 ) -> None:
     try:
         with written(folder):
@@ -80,7 +89,7 @@ def test_the_end_is_written_last_and_says_how(
     except BaseException as raised:
         assert raised is error
     time.sleep(0.1)
-    verdict = judge(read_status(folder), folder)
+    verdict = assess(read_status(folder), folder)
     assert (verdict.state, verdict.sentence) == (state, why)
     assert verdict.advice == (
         "" if error is None else f"`agentrl train --resume {folder}` goes on from the last checkpoint"
@@ -89,22 +98,22 @@ def test_the_end_is_written_last_and_says_how(
 
 def test_a_run_that_was_killed_is_dead(folder: Path) -> None:
     program = (
-        "import sys, time, pathlib; from agentrl.supervision.wait_graph import Progress\n"
+        "import sys, time, pathlib; from agentrl.supervision.wait_graph import WaitGraph\n"
         "from agentrl.supervision.status import StatusFile\n"
-        "with StatusFile(pathlib.Path(sys.argv[1]), Progress(), stall_timeout_s=900):\n"
+        "with StatusFile(pathlib.Path(sys.argv[1]), WaitGraph(), stall_timeout_s=900):\n"
         "    print('on', flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", program, str(folder)], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "on\n"
-        assert state_of(folder, read_status(folder)) is State.RUNNING
+        assert state_of(folder, read_status(folder)) is RunState.RUNNING
         process.kill()
-    verdict = judge(read_status(folder), folder)
-    assert verdict.state is State.DEAD
+    verdict = assess(read_status(folder), folder)
+    assert verdict.state is RunState.DEAD
     assert f"process {process.pid} is gone" in verdict.sentence
     assert f"agentrl train --resume {folder}" in verdict.advice
 
 
-def changed(folder: Path, **changes: Any) -> Status:
+def changed(folder: Path, **changes: Any) -> RunStatus:
     """The status of a living run, as if it said something else."""
     with written(folder):
         return replace(read_status(folder), **changes)
@@ -112,35 +121,35 @@ def changed(folder: Path, **changes: Any) -> Status:
 
 def test_another_process_with_the_same_number_is_not_the_run(folder: Path) -> None:
     writer = replace(Writer.ourselves(), started="1")
-    assert state_of(folder, changed(folder, writer=writer)) is State.DEAD
+    assert state_of(folder, changed(folder, writer=writer)) is RunState.DEAD
 
 
 def test_a_run_that_lives_and_is_silent_is_stalled(folder: Path) -> None:
     status = changed(folder)
     old = replace(status, heartbeat_up_s=status.heartbeat_up_s - 100)
-    verdict = judge(old, folder)
-    assert verdict.state is State.STALLED
+    verdict = assess(old, folder)
+    assert verdict.state is RunState.STALLED
     assert "lives and gave no sign of life for 100 s" in verdict.sentence
 
 
 def test_a_wall_clock_that_jumps_makes_no_run_old(folder: Path) -> None:
-    assert state_of(folder, changed(folder, heartbeat_at=0.0)) is State.RUNNING
+    assert state_of(folder, changed(folder, heartbeat_at=0.0)) is RunState.RUNNING
 
 
 def test_a_run_on_another_machine_is_judged_by_its_heartbeat(folder: Path) -> None:
     elsewhere = Writer(pid=1, started="1", machine="node-7/boot")
-    assert state_of(folder, changed(folder, writer=elsewhere)) is State.RUNNING
-    verdict = judge(changed(folder, writer=elsewhere, heartbeat_at=time.time() - 300), folder)
-    assert verdict.state is State.DEAD
+    assert state_of(folder, changed(folder, writer=elsewhere)) is RunState.RUNNING
+    verdict = assess(changed(folder, writer=elsewhere, heartbeat_at=time.time() - 300), folder)
+    assert verdict.state is RunState.DEAD
     assert "node-7, which cannot be seen from here" in verdict.sentence
 
 
 def test_a_run_in_which_nothing_moves_is_stalled_long_before_the_watchdog_ends_it(folder: Path) -> None:
     status = changed(folder)
     quiet = replace(status, progress=replace(status.progress, quiet_s=400.0))
-    assert "nothing moved for 7 min" in judge(quiet, folder).sentence
+    assert "nothing moved for 7 min" in assess(quiet, folder).sentence
     blocked = replace(status, progress=replace(status.progress, loop_quiet_s=30.0))
-    assert "its event loop has stood still for 30 s" in judge(blocked, folder).sentence
+    assert "its event loop has stood still for 30 s" in assess(blocked, folder).sentence
 
 
 @pytest.mark.parametrize(
@@ -192,16 +201,16 @@ def test_a_full_disk_ends_no_run_and_leaves_the_last_status(folder: Path, caplog
         assert len(caplog.records) == 1
         os.rename(folder.with_name("moved"), folder)
         status_file.end("stopped")
-    assert state_of(folder, read_status(folder)) is State.STOPPED
+    assert state_of(folder, read_status(folder)) is RunState.STOPPED
 
 
 def test_speeds_are_those_of_the_counters(folder: Path) -> None:
-    progress, tokens = Progress(), [0]
-    progress.measure(lambda: Gauges(num_tokens=tokens[0]))
-    with written(folder, progress):
+    wait_graph, tokens = WaitGraph(), [0]
+    wait_graph.measure(lambda: Gauges(num_tokens=tokens[0]))
+    with written(folder, wait_graph):
         for _ in range(10):
             tokens[0] += 50
-            progress.turned()
+            wait_graph.loop_turned()
             time.sleep(0.05)
         rate = read_status(folder).tokens_per_s
     assert rate is not None and 300 < rate < 1500

@@ -17,35 +17,35 @@ from pathlib import Path
 import pytest
 
 from agentrl.errors import EngineError, RunStalled
-from agentrl.supervision.wait_graph import Gauges, Progress
+from agentrl.supervision.wait_graph import Gauges, WaitGraph
 from agentrl.supervision.watchdog import EXIT_CODE, AwakeClock, Patience, watched
 
 ROOT = Path(__file__).parents[3]
 QUICK = Patience(stall_s=0.3, loop_s=20.0, tick_s=0.02)
 
 
-async def hang(progress: Progress) -> None:
+async def hang(wait_graph: WaitGraph) -> None:
     never = asyncio.Event()
-    with progress.waiting("rollouts", on="engine at http://127.0.0.1:1", what="generate"):
+    with wait_graph.waiting("rollouts", on="engine at http://127.0.0.1:1", what="generate"):
         await never.wait()
 
 
 async def test_a_run_that_hangs_ends_by_name_with_a_dump(tmp_path: Path) -> None:
-    progress = Progress()
-    progress.measure(lambda: Gauges(step=3, num_steps=9, ledger={"issued": 12}, queues={"ready": 1}))
+    wait_graph = WaitGraph()
+    wait_graph.measure(lambda: Gauges(step=3, num_steps=9, ledger={"issued": 12}, queues={"ready": 1}))
     dump = tmp_path / "logs" / "stall.txt"
     began = time.monotonic()
     with pytest.raises(RunStalled) as caught:
-        async with watched(progress, QUICK, dump=dump):
-            task = asyncio.create_task(hang(progress), name="group 17")
-            with progress.waiting("conductor", on="rollouts", what="a full batch"):
+        async with watched(wait_graph, QUICK, dump=dump):
+            task = asyncio.create_task(hang(wait_graph), name="group 17")
+            with wait_graph.waiting("training loop", on="rollouts", what="a full batch"):
                 try:
                     await task
                 finally:
                     task.cancel()
     assert time.monotonic() - began < 5
     said = str(caught.value)
-    assert "the conductor waits for the rollouts (a full batch," in said
+    assert "the training loop waits for the rollouts (a full batch," in said
     assert "the rollouts wait for the engine at http://127.0.0.1:1 (generate," in said
     assert str(dump) in said
     text = dump.read_text()
@@ -55,34 +55,34 @@ async def test_a_run_that_hangs_ends_by_name_with_a_dump(tmp_path: Path) -> None
 
 
 async def test_a_run_that_moves_is_left_alone(tmp_path: Path) -> None:
-    progress = Progress()
-    async with watched(progress, QUICK, dump=tmp_path / "stall.txt"):
+    wait_graph = WaitGraph()
+    async with watched(wait_graph, QUICK, dump=tmp_path / "stall.txt"):
         for _ in range(10):
             await asyncio.sleep(0.1)
-            progress.beat("engine")
+            wait_graph.beat("engine")
     assert not (tmp_path / "stall.txt").exists()
 
 
 async def test_a_wait_with_a_deadline_of_its_own_is_left_to_its_owner(tmp_path: Path) -> None:
-    progress = Progress()
-    async with watched(progress, QUICK, dump=tmp_path / "stall.txt"):
-        with progress.waiting("conductor", on="learner", what="a step", within_s=60):
+    wait_graph = WaitGraph()
+    async with watched(wait_graph, QUICK, dump=tmp_path / "stall.txt"):
+        with wait_graph.waiting("training loop", on="learner", what="a step", within_s=60):
             await asyncio.sleep(0.8)
     with pytest.raises(RunStalled):
-        async with watched(progress, QUICK, dump=tmp_path / "stall.txt"):
-            with progress.waiting("conductor", on="learner", what="a step", within_s=0.1):
+        async with watched(wait_graph, QUICK, dump=tmp_path / "stall.txt"):
+            with wait_graph.waiting("training loop", on="learner", what="a step", within_s=0.1):
                 await asyncio.sleep(10)
 
 
 async def test_an_error_in_the_block_stays_what_it_is(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="as it was"):
-        async with watched(Progress(), QUICK, dump=tmp_path / "stall.txt"):
+        async with watched(WaitGraph(), QUICK, dump=tmp_path / "stall.txt"):
             raise EngineError("as it was")
 
 
 async def test_a_cancellation_from_outside_is_a_cancellation(tmp_path: Path) -> None:
     async def run() -> None:
-        async with watched(Progress(), QUICK, dump=tmp_path / "stall.txt"):
+        async with watched(WaitGraph(), QUICK, dump=tmp_path / "stall.txt"):
             await asyncio.Event().wait()
 
     task = asyncio.create_task(run())
@@ -93,13 +93,13 @@ async def test_a_cancellation_from_outside_is_a_cancellation(tmp_path: Path) -> 
 
 
 async def test_a_block_that_swallows_its_cancellation_is_cancelled_again(tmp_path: Path) -> None:
-    progress = Progress()
+    wait_graph = WaitGraph()
 
     async def run() -> None:
-        async with watched(progress, replace(QUICK, stall_s=60.0, end_s=0.3), dump=tmp_path / "stall.txt"):
+        async with watched(wait_graph, replace(QUICK, stall_s=60.0, end_s=0.3), dump=tmp_path / "stall.txt"):
             with suppress(asyncio.CancelledError):
                 await asyncio.Event().wait()
-            with progress.waiting("run", on="engine", what="its end"):
+            with wait_graph.waiting("run", on="engine", what="its end"):
                 await asyncio.Event().wait()
 
     task = asyncio.create_task(run())
@@ -112,7 +112,7 @@ async def test_a_block_that_swallows_its_cancellation_is_cancelled_again(tmp_pat
 async def test_a_dump_that_cannot_be_written_does_not_keep_the_run_from_ending(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RunStalled):
-        async with watched(Progress(), QUICK, dump=tmp_path / "file" / "stall.txt"):
+        async with watched(WaitGraph(), QUICK, dump=tmp_path / "file" / "stall.txt"):
             await asyncio.Event().wait()
 
 
@@ -136,15 +136,15 @@ PROGRAM = """
 import asyncio, itertools, re, sys, time
 from pathlib import Path
 from agentrl.errors import RunStalled
-from agentrl.supervision.wait_graph import Progress
+from agentrl.supervision.wait_graph import WaitGraph
 from agentrl.supervision.watchdog import Patience, watched
 
 folder = Path(sys.argv[1])
 patience = Patience(stall_s={stall_s}, loop_s=0.4, interrupt_s=0.6, end_s=0.6, tick_s=0.04)
 
 async def run():
-    progress = Progress()
-    async with watched(progress, patience, dump=folder / "stall.txt", last_words=(folder / "words").write_text):
+    wait_graph = WaitGraph()
+    async with watched(wait_graph, patience, dump=folder / "stall.txt", last_words=(folder / "words").write_text):
         print("begun", flush=True)
 {body}
 

@@ -15,7 +15,7 @@ from agentrl.errors import LearnerError, RunStalled
 from agentrl.rollout.monitored_env import noted
 from agentrl.run_folder import RunFolder
 from agentrl.supervision.status import read_status
-from agentrl.supervision.wait_graph import Progress
+from agentrl.supervision.wait_graph import WaitGraph
 from agentrl.supervision.watchdog import Patience, supervised, watched
 from agentrl.tokens.tokenizer import TurnTokenizer
 from agentrl.types import Completion, Sampling
@@ -45,10 +45,10 @@ class Silent(YesAndNo):
 async def ended_by_name(
     tmp_path: Path, tokenizer: TurnTokenizer, engine: YesAndNo, env_class: type[Env] = SayYes
 ) -> RunStalled:
-    progress = Progress()
-    parts = {"progress": progress, "env_class": env_class, "make_env": noted(env_class, progress)}
+    wait_graph = WaitGraph()
+    parts = {"wait_graph": wait_graph, "env_class": env_class, "make_env": noted(env_class, wait_graph)}
     with pytest.raises(RunStalled) as caught:
-        async with watched(progress, QUICK, dump=tmp_path / "t" / "logs" / "stall.txt"):
+        async with watched(wait_graph, QUICK, dump=tmp_path / "t" / "logs" / "stall.txt"):
             await run_with(make_config(tmp_path), engine, tokenizer, parts=parts)
     return caught.value
 
@@ -60,10 +60,10 @@ async def test_an_engine_that_never_answers_is_named_with_its_address_and_the_ru
     limits = config.train.model_copy(update={"stall_timeout_s": 2.0})
     run = RunFolder.create(tmp_path, "t", config=config)
     with pytest.raises(RunStalled) as caught:
-        async with supervised(limits, run) as progress:
+        async with supervised(limits, run) as wait_graph:
             engine = Silent(tokenizer, num_answers=0)
-            await run_with(config, engine, tokenizer, parts={"progress": progress, "run": run})
-    assert "the conductor waits for the episodes (a held-out measurement," in str(caught.value)
+            await run_with(config, engine, tokenizer, parts={"wait_graph": wait_graph, "run": run})
+    assert "the training loop waits for the episodes (a held-out measurement," in str(caught.value)
     assert "the episodes wait for the engine at http://engine.example:8000 (4 x generate," in str(caught.value)
     assert str(run.logs / "stall.txt") in str(caught.value) and (run.logs / "stall.txt").is_file()
     status = read_status(run.path)
@@ -76,8 +76,12 @@ async def test_an_engine_that_falls_silent_in_training_is_named_down_the_whole_c
     tmp_path: Path, tokenizer: TurnTokenizer
 ) -> None:
     error = await ended_by_name(tmp_path, tokenizer, Silent(tokenizer, num_answers=14))
-    who = ["the conductor waits for the rollouts (a full batch", "the rollouts wait for the episodes (", "x generate, "]
-    places = [str(error).find(words) for words in who]
+    parties = [
+        "the training loop waits for the rollouts (a full batch",
+        "the rollouts wait for the episodes (",
+        "x generate, ",
+    ]
+    places = [str(error).find(words) for words in parties]
     assert -1 not in places and places == sorted(places)
     text = (tmp_path / "t" / "logs" / "stall.txt").read_text()
     assert re.search(r"task 'group \d+' \(waiting\)", text) and "await asyncio.Event().wait()" in text
@@ -103,22 +107,22 @@ async def test_a_learner_that_never_comes_is_ended_by_its_own_deadline(
 ) -> None:
     config = make_config(tmp_path)
     config = config.model_copy(update={"learner": config.learner.model_copy(update={"start_timeout_s": 1.2})})
-    progress = Progress()
+    wait_graph = WaitGraph()
     with pytest.raises(LearnerError, match=r"did not deliver its weights within 1\.2 s"):
         async with (
-            watched(progress, replace(QUICK, stall_s=0.5), dump=tmp_path / "stall.txt"),
-            orchestrating(config, YesAndNo(tokenizer), tokenizer, progress=progress) as (orchestrator, _),
+            watched(wait_graph, replace(QUICK, stall_s=0.5), dump=tmp_path / "stall.txt"),
+            orchestrating(config, YesAndNo(tokenizer), tokenizer, wait_graph=wait_graph) as (orchestrator, _),
         ):
             await orchestrator.run()
-    assert progress.snapshot().phase == "starting the learner"
+    assert wait_graph.snapshot().phase == "starting the learner"
     assert not (tmp_path / "stall.txt").exists()
 
 
 async def test_a_run_leaves_nobody_waiting(tmp_path: Path, tokenizer: TurnTokenizer) -> None:
-    progress = Progress()
-    await run_with(make_config(tmp_path), YesAndNo(tokenizer), tokenizer, parts={"progress": progress})
-    progress.turned()
-    snapshot = progress.snapshot()
+    wait_graph = WaitGraph()
+    await run_with(make_config(tmp_path), YesAndNo(tokenizer), tokenizer, parts={"wait_graph": wait_graph})
+    wait_graph.loop_turned()
+    snapshot = wait_graph.snapshot()
     assert [wait for wait in snapshot.waits if wait.count] == []
     assert snapshot.gauges.step == snapshot.gauges.num_steps == 4
     assert snapshot.gauges.ledger["trained"] == 8

@@ -169,7 +169,7 @@ async def test_an_engine_that_is_slow_for_a_while_costs_time_alone(tmp_path: Pat
 
 
 async def test_an_engine_that_is_not_there_is_named_with_its_setting() -> None:
-    server = launch_engines.Server(url=f"http://127.0.0.1:{free_port()}")
+    server = launch_engines.EngineServer(url=f"http://127.0.0.1:{free_port()}")
     with pytest.raises(EngineError) as found:
         await launch_engines.engines_ready([server], EngineConfig(start_timeout_s=0.3))
     assert NOT_READY.is_in(found.value)

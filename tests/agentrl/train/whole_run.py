@@ -20,7 +20,7 @@ from agentrl.report.statistics import EvalResult
 from agentrl.rollout.player import Player
 from agentrl.run_folder import RunFolder
 from agentrl.supervision.serving import serving
-from agentrl.supervision.wait_graph import Progress
+from agentrl.supervision.wait_graph import WaitGraph
 from agentrl.testing import ScriptedEngine
 from agentrl.tokens.tokenizer import TurnTokenizer
 from agentrl.train import learner_api as api
@@ -103,7 +103,7 @@ async def orchestrating(
     make_env: Callable[[], Env] | None = None,
     canaries: Canaries | None = None,
     run: RunFolder | None = None,
-    progress: Progress | None = None,
+    wait_graph: WaitGraph | None = None,
 ) -> AsyncIterator[tuple[Orchestrator, str]]:
     """An orchestrator whose learner's side is served at the URL. `make_env`: default `env_class`; `run`: goes on."""
     run = run or RunFolder.create(config.out_dir, config.name, config=config)
@@ -119,7 +119,7 @@ async def orchestrating(
             metrics=metrics,
             observer=Quiet(),
             canaries=canaries,
-            progress=progress,
+            wait_graph=wait_graph,
         )
         async with serving(create_app(orchestrator.sessions, token=TOKEN), host="127.0.0.1", port=0) as url:
             yield orchestrator, url

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from agentrl.cli.doctor import plan
 from agentrl.cli.doctor.deep import engine_and_learner, judged
-from agentrl.cli.doctor.findings import Status
+from agentrl.cli.doctor.findings import FindingStatus
 from agentrl.cli.main import app
 from agentrl.config import Config, parse
 from agentrl.engine.parity import Parity
@@ -42,12 +42,12 @@ def test_logprobs_that_differ_too_much_are_a_fail(probe: float, metrics: dict[st
 
 
 def test_an_update_without_a_probe_proves_nothing() -> None:
-    assert judged(None, METRICS, bound=1e-4).status is Status.FAIL
+    assert judged(None, METRICS, bound=1e-4).status is FindingStatus.FAIL
 
 
 async def test_servers_that_others_may_use_are_left_alone(tmp_path: Path) -> None:
     (found,) = await engine_and_learner(config(tmp_path, url="http://127.0.0.1:9"))
-    assert (found.name, found.status) == ("weight sync", Status.WARN)
+    assert (found.name, found.status) == ("weight sync", FindingStatus.WARN)
     assert "engine.url=null --deep" in found.mend
 
 
@@ -57,7 +57,7 @@ async def test_a_part_that_does_not_start_is_named_and_its_logs_stay(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         (found,) = await engine_and_learner(config(tmp_path, device="cpu", port=taken.getsockname()[1]))
-    assert (found.name, found.status) == ("engine start", Status.FAIL)
+    assert (found.name, found.status) == ("engine start", FindingStatus.FAIL)
     assert "engine.port: cannot listen" in found.found
     (logs,) = re.findall(r"the logs are in (\S+)", found.mend)
     assert Path(logs).parent.is_dir()

@@ -16,7 +16,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from agentrl.cli.doctor import plan
-from agentrl.cli.doctor.findings import Check, Finding, Status, examine, fail, ok, shortened, warn
+from agentrl.cli.doctor.findings import Check, Finding, FindingStatus, examine, fail, ok, shortened, warn
 from agentrl.cli.main import app
 from agentrl.errors import ConfigError
 from tests.agentrl.conftest import write_tokenizer
@@ -28,12 +28,12 @@ def test_a_complaint_comes_with_its_mend_and_praise_without() -> None:
     with pytest.raises(ValueError, match="do not go together"):
         fail("disk", "full", "")
     with pytest.raises(ValueError, match="do not go together"):
-        Finding(name="disk", status=Status.OK, found="empty", mend="fill it")
+        Finding(name="disk", status=FindingStatus.OK, found="empty", mend="fill it")
 
 
 async def test_a_check_that_crashes_is_a_line_with_its_reason() -> None:
     found = await examine([Check(name="sums", ask=lambda: [ok("sums", str(1 / 0))])])
-    assert [(one.name, one.status) for one in found] == [("sums", Status.FAIL)]
+    assert [(one.name, one.status) for one in found] == [("sums", FindingStatus.FAIL)]
     assert "ZeroDivisionError" in found[0].found
 
 
@@ -42,7 +42,7 @@ async def test_an_error_of_ours_speaks_for_itself() -> None:
         raise ConfigError("model.path: there is none")
 
     (found,) = await examine([Check(name="model", ask=refuse)])
-    assert found.status is Status.FAIL
+    assert found.status is FindingStatus.FAIL
     assert found.found == "model.path: there is none"
 
 
@@ -51,7 +51,7 @@ async def test_a_check_that_hangs_ends_with_its_deadline_and_holds_up_no_other()
     slow = Check(name="slow", ask=lambda: time.sleep(5), deadline_s=0.05)  # type: ignore[arg-type, return-value]
     found = await examine([slow, Check(name="quick", ask=lambda: ok("quick", "fine"))])
     assert time.monotonic() - started < 4
-    assert [(one.name, one.status) for one in found] == [("slow", Status.FAIL), ("quick", Status.OK)]
+    assert [(one.name, one.status) for one in found] == [("slow", FindingStatus.FAIL), ("quick", FindingStatus.OK)]
     assert "no answer within 0.05 s" in found[0].found
 
 

@@ -8,7 +8,7 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 from agentrl.cli.doctor import machine, packages
-from agentrl.cli.doctor.findings import Status
+from agentrl.cli.doctor.findings import FindingStatus
 from agentrl.cli.doctor.machine import GIB, Gpu, TorchCuda
 from agentrl.engine import vllm_server as engine_server
 
@@ -115,9 +115,9 @@ def test_gpus_driver_and_torch_must_fit(
 def test_gpu_memory_that_others_have_is_named() -> None:
     taken = Gpu(name="NVIDIA H200", driver="580.95.05", total_bytes=140 * GIB, free_bytes=20 * GIB)
     found = machine.gpu_memory([H200, taken], fraction=0.9)
-    assert found.status is Status.WARN
+    assert found.status is FindingStatus.WARN
     assert "GPU 1: 20.0 GiB of 140.0 GiB free" in found.found
-    assert machine.gpu_memory([H200, taken], fraction=0.1).status is Status.OK
+    assert machine.gpu_memory([H200, taken], fraction=0.1).status is FindingStatus.OK
 
 
 def program(folder: Path, text: str) -> str:
@@ -161,23 +161,23 @@ def test_a_control_group_bounds_the_memory(tmp_path: Path, limit: str | None, ex
 def test_a_disk_is_full_where_less_is_free_than_needed(tmp_path: Path) -> None:
     endless = 2**60
     new = tmp_path / "runs" / "new"
-    assert machine.disk("run", new, needed_bytes=1, mend="m").status is Status.OK
-    assert machine.disk("run", new, needed_bytes=1, enough_bytes=endless, mend="m").status is Status.WARN
+    assert machine.disk("run", new, needed_bytes=1, mend="m").status is FindingStatus.OK
+    assert machine.disk("run", new, needed_bytes=1, enough_bytes=endless, mend="m").status is FindingStatus.WARN
     full = machine.disk("run", new, needed_bytes=endless, mend="m")
-    assert full.status is Status.FAIL
+    assert full.status is FindingStatus.FAIL
     assert str(tmp_path) in full.found
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_cannot_be_written_is_named() -> None:
     found = machine.disk("run", Path("/proc/runs"), needed_bytes=1, mend="m")
-    assert found.status is Status.FAIL
+    assert found.status is FindingStatus.FAIL
     assert "cannot write in /proc" in found.found
 
 
 def test_loopback_answers_and_an_address_of_others_does_not() -> None:
-    assert machine.loopback().status is Status.OK
-    assert machine.loopback("192.0.2.1").status is Status.FAIL
+    assert machine.loopback().status is FindingStatus.OK
+    assert machine.loopback("192.0.2.1").status is FindingStatus.FAIL
 
 
 NOW = 1.8e9

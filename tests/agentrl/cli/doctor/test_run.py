@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse
 from safetensors.numpy import save_file
 
 from agentrl.cli.doctor import run
-from agentrl.cli.doctor.findings import Status
+from agentrl.cli.doctor.findings import FindingStatus
 from agentrl.cli.doctor.machine import GIB
 from agentrl.cli.doctor.run import ModelSize
 from agentrl.config import Config, EngineConfig, LearnerConfig, SandboxConfig, parse
@@ -44,15 +44,15 @@ def test_a_folder_without_weights_is_no_model(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "m")
     (folder / "model.safetensors").unlink()
     found = run.model(config(folder))
-    assert found.status is Status.FAIL
+    assert found.status is FindingStatus.FAIL
     assert "no weights" in found.found
     (folder / "pytorch_model.bin").touch()
-    assert run.model(config(folder)).status is Status.OK
+    assert run.model(config(folder)).status is FindingStatus.OK
 
 
 def test_a_model_that_the_warm_start_will_make_is_no_complaint(tmp_path: Path) -> None:
     new = config(tmp_path / "new", model={"path": str(tmp_path / "new"), "warmstart": {}})
-    assert run.model(new).status is run.template(new).status is Status.OK
+    assert run.model(new).status is run.template(new).status is FindingStatus.OK
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_the_template_is_tried_as_a_run_tries_it(
 
 def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
     found = run.template(config(tmp_path))
-    assert found.status is Status.FAIL
+    assert found.status is FindingStatus.FAIL
     assert "no tokenizer could be loaded" in found.found
 
 
@@ -86,14 +86,14 @@ def taken_port() -> Iterator[int]:
 
 def test_a_port_in_use_is_named_with_its_key(taken_port: int) -> None:
     (found,) = run.ports(EngineConfig(), SandboxConfig(port=taken_port))
-    assert (found.name, found.status) == ("sandbox.port", Status.FAIL)
+    assert (found.name, found.status) == ("sandbox.port", FindingStatus.FAIL)
     assert f"127.0.0.1:{taken_port}" in found.found
     assert "0 for any free one" in found.mend
 
 
 def test_each_replica_has_its_port_and_servers_of_others_have_none(taken_port: int) -> None:
     found = run.ports(EngineConfig(port=taken_port - 1, replicas=2), SandboxConfig())
-    assert [one.status for one in found][1] is Status.FAIL
+    assert [one.status for one in found][1] is FindingStatus.FAIL
     assert run.ports(EngineConfig(), SandboxConfig()) == []
     assert run.ports(EngineConfig(url="http://x:1", port=taken_port), SandboxConfig(url="http://x:2")) == []
 
@@ -101,7 +101,7 @@ def test_each_replica_has_its_port_and_servers_of_others_have_none(taken_port: i
 async def test_an_engine_that_does_not_answer_is_named() -> None:
     port = free_port()
     (found,) = await run.engine_urls(EngineConfig(url=f"http://127.0.0.1:{port}"))
-    assert found.status is Status.FAIL
+    assert found.status is FindingStatus.FAIL
     assert f"127.0.0.1:{port}" in found.name
     assert "agentrl engine CONFIG" in found.mend
 
@@ -130,13 +130,13 @@ async def test_an_engine_is_asked_with_its_token_and_may_be_paused() -> None:
 async def test_a_sandbox_that_does_not_answer_is_named() -> None:
     port = free_port()
     found = await run.sandbox(SandboxConfig(url=f"http://127.0.0.1:{port}"))
-    assert found.status is Status.FAIL
+    assert found.status is FindingStatus.FAIL
     assert "docs/sandbox.md" in found.mend
 
 
 async def test_a_sandbox_that_may_not_run_says_why() -> None:
     found = await run.sandbox(SandboxConfig(backend="unsafe"))
-    assert found.status is Status.FAIL
+    assert found.status is FindingStatus.FAIL
     assert "unsafe" in found.found
 
 
@@ -157,7 +157,7 @@ def test_weak_walls_are_a_warning(backend: str, degraded: list[str], status: str
 
 def test_an_environment_that_is_not_there_is_named() -> None:
     found = run.environment(config(env={"target": "envs.modmath:ModMaths"}))
-    assert found.status is Status.FAIL
+    assert found.status is FindingStatus.FAIL
     assert "did you mean 'ModMath'?" in found.found
 
 
@@ -191,12 +191,12 @@ def test_the_gpus_that_a_config_wants(engine: dict[str, Any], wanted: int | None
 
 def test_a_device_that_cannot_be_had_is_refused_by_name() -> None:
     found = run.engine_settings(EngineConfig(device="cuda"))
-    assert found.status is Status.FAIL
+    assert found.status is FindingStatus.FAIL
     assert "engine.device=cuda" in found.found
 
 
 def test_a_hostfile_that_is_not_there_is_named() -> None:
     found = run.learner_settings(LearnerConfig(hostfile="nowhere.txt", num_ranks=2))
-    assert found.status is Status.FAIL
+    assert found.status is FindingStatus.FAIL
     assert "nowhere.txt" in found.found
     assert run.learner_settings(LearnerConfig(num_ranks=2)).found == "DeepSpeed on 2 rank(s), ZeRO stage 1"

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from agentrl.env import Action, Env, Episode, StepResult, ToolEnv, make, opened, provide, register, spec, specs
     from agentrl.tools import ToolError, tool
     from agentrl.types import Message, Task, ToolCall, system, user
-    from agentrl.wrappers import Record, RewardScale, TimeLimit, ToolBudget, Wrapper
+    from agentrl.wrappers import RewardScale, TimeLimit, ToolBudget, Wrapper
 
 _PLACES = {
     "agentrl.check": ("check_env",),
@@ -33,7 +33,7 @@ _PLACES = {
     ),
     "agentrl.tools": ("ToolError", "tool"),
     "agentrl.types": ("Message", "Task", "ToolCall", "system", "user"),
-    "agentrl.wrappers": ("Record", "RewardScale", "TimeLimit", "ToolBudget", "Wrapper"),
+    "agentrl.wrappers": ("RewardScale", "TimeLimit", "ToolBudget", "Wrapper"),
 }
 _MODULES = {name: module for module, names in _PLACES.items() for name in names}
 
@@ -42,7 +42,6 @@ __all__ = [
     "Env",
     "Episode",
     "Message",
-    "Record",
     "RewardScale",
     "StepResult",
     "Task",

@@ -1,24 +1,20 @@
-"""Wrappers: an environment around an environment, which changes one thing and hands on the rest.
+"""Wrappers: environments around an environment, each of which changes one thing and forwards the rest.
 
-Knows messages and rewards; nothing of tokens, or of what is wrapped.
+They see messages and rewards. Independent of tokens, and of the environment inside.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-import json
-import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.config import WrapperConfig
 from agentrl.env.agent_env import AgentEnv
 from agentrl.env.base import Env
-from agentrl.env.driver import total_reward
 from agentrl.env.episode import STEP_REWARD, Action, Episode, StepResult
 from agentrl.env.providers import Scope
 from agentrl.env.registry import WrapEnv, load_object
@@ -31,10 +27,18 @@ if TYPE_CHECKING:
 
 
 class Wrapper(Env):
-    """Hands everything on to `self.env`. Subclass it, and override what shall be different.
+    """Forwards everything to `self.env`. Subclass it and override what should be different.
 
-    Tools, reward weights, turn budget and resources are those of the inside at any moment, not copies. Tasks and
-    demonstrations belong to classes: ask `env.unwrapped` for them.
+    Tools, reward weights, turn budget and resources are read from the inner environment whenever they are needed, not
+    copied. Tasks and demonstrations belong to classes: use `env.unwrapped` for them. Raises ConfigError around an
+    environment that brings its own loop.
+
+    Example:
+        class Shout(Wrapper):
+            async def step(self, action):
+                result = await self.env.step(action)
+                louder = [replace(message, content=message.content.upper()) for message in result.observation]
+                return result._replace(observation=louder)
     """
 
     def __init__(self, env: Env) -> None:
@@ -58,10 +62,10 @@ class Wrapper(Env):
         """See Env.close."""
         await self.env.close()
 
-    # What is a class's own on Env is the inside's here.
+    # Class attributes of Env, forwarded to the inner environment.
     @property
     def max_turns(self) -> int:  # type: ignore[override]
-        """Turn budget of the inside."""
+        """Turn budget of the inner environment."""
         return self.env.max_turns
 
     @property
@@ -71,11 +75,11 @@ class Wrapper(Env):
 
     @property
     def tools(self) -> Mapping[str, ToolSpec]:  # type: ignore[override]
-        """Tools of the inside."""
+        """Tools of the inner environment."""
         return self.env.tools
 
     def tool_schemas(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """What the chat template renders under `tools`."""
+        """The tools as the chat template renders them."""
         return self.env.tool_schemas()
 
     @property
@@ -100,10 +104,13 @@ class Wrapper(Env):
 
 
 class TimeLimit(Wrapper):
-    """Ends an episode as truncated after so many turns, or so many seconds since `reset`.
+    """Ends an episode as truncated after a number of turns, or of seconds since `reset`.
 
-    A step that is still running when the seconds are over is cancelled. Seconds include the model's own: where they
-    bite depends on the machine, so prefer turns for what is trained on.
+    A step that is still running when the time is up is cancelled. The seconds include the model's generation, so the
+    limit depends on the machine: prefer turns in training.
+
+    Example:
+        env = TimeLimit(make("Countdown-v0"), turns=4)
     """
 
     def __init__(self, env: Env, *, turns: int | None = None, seconds: float | None = None) -> None:
@@ -122,14 +129,14 @@ class TimeLimit(Wrapper):
         return inside if self._turns is None else min(inside, self._turns)
 
     async def reset(self, *, task: Task, seed: int | None = None) -> tuple[list[Message], dict[str, Any]]:
-        """The clock starts."""
+        """Start the clock."""
         self._num_turns = 0
         if self._seconds is not None:
             self._deadline = asyncio.get_running_loop().time() + self._seconds
         return await self.env.reset(task=task, seed=seed)
 
     async def step(self, action: Action) -> StepResult:
-        """`truncated` when the limit is reached."""
+        """`truncated` is set when the limit is reached."""
         self._num_turns += 1
         clock = asyncio.timeout_at(None if self._seconds is None else self._deadline)
         try:
@@ -146,10 +153,13 @@ class TimeLimit(Wrapper):
 
 
 class RewardScale(Wrapper):
-    """Multiplies what rewards count: all of them by a number, or each name by its own.
+    """Multiplies the weights of rewards: all of them by one number, or each name by its own.
 
     The named rewards stay as they are, so that curves stay comparable; their weights, and so the reward that is
-    trained on, are scaled. `RewardScale(env, scale={"correct": 1.0, "step": 0.1})`.
+    trained on, are scaled. Raises ConfigError for a name that the environment does not have.
+
+    Example:
+        env = RewardScale(make("Countdown-v0"), scale={"correct": 1.0, "step": 0.1})
     """
 
     def __init__(self, env: Env, *, scale: float | Mapping[str, float]) -> None:
@@ -161,7 +171,7 @@ class RewardScale(Wrapper):
 
     @property
     def reward_weights(self) -> Mapping[str, float]:  # type: ignore[override]
-        """The inside's, scaled."""
+        """The weights of the inner environment, scaled."""
         weights = {STEP_REWARD: 1.0, **self.env.reward_weights}
         return {name: weight * self._factor(name) for name, weight in weights.items()}
 
@@ -170,9 +180,12 @@ class RewardScale(Wrapper):
 
 
 class ToolBudget(Wrapper):
-    """At most `calls` tool calls an episode. A further one is not run but answered, and counted.
+    """Permits at most `calls` tool calls in an episode. Further calls are not run but answered, and counted.
 
-    `info["refused_calls"]` counts them; they are in `tool_calls` and `tool_errors`, too.
+    `info["refused_calls"]` counts them. They also count in `tool_calls` and `tool_errors`.
+
+    Example:
+        env = ToolBudget(make("Countdown-v0"), calls=3)
     """
 
     def __init__(self, env: Env, *, calls: int) -> None:
@@ -183,12 +196,12 @@ class ToolBudget(Wrapper):
         self._left = calls
 
     async def reset(self, *, task: Task, seed: int | None = None) -> tuple[list[Message], dict[str, Any]]:
-        """The whole budget is there again."""
+        """Restore the whole budget."""
         self._left = self._budget
         return await self.env.reset(task=task, seed=seed)
 
     async def step(self, action: Action) -> StepResult:
-        """The calls that the budget allows go on to the inside."""
+        """Forward the calls that the budget allows."""
         calls = action.message.tool_calls
         allowed, refused = calls[: self._left], calls[self._left :]
         if not refused:
@@ -207,83 +220,32 @@ class ToolBudget(Wrapper):
 
 
 def _after_answers(observation: Sequence[Message], more: Iterable[Message]) -> list[Message]:
-    """`more` behind the answers to calls, so that all answers stand in the order of their calls."""
+    """Insert `more` after the answers to calls, so that all answers are in the order of their calls."""
     last = max((i for i, message in enumerate(observation) if message.tool_call_id is not None), default=-1)
     return [*observation[: last + 1], *more, *observation[last + 1 :]]
 
 
-class Record(Wrapper):
-    """Appends each episode to a JSONL file when it is closed: task, messages, rewards, and how it ended.
+WRAPPERS: Mapping[str, type[Wrapper]] = {cls.__name__: cls for cls in (TimeLimit, ToolBudget, RewardScale)}
+"""The names that `env.wrappers` of a config takes."""
 
-    An episode that failed or was cancelled is written, too, with `"rewards": null` and the messages the environment
-    saw. Many episodes may write to one file at once.
-    """
 
-    def __init__(self, env: Env, *, path: str | Path) -> None:
-        super().__init__(env)
-        self._path = Path(path)
-        self._line: dict[str, Any] | None = None
-        self._started = 0.0
-
-    async def reset(self, *, task: Task, seed: int | None = None) -> tuple[list[Message], dict[str, Any]]:
-        """Begin a new line."""
-        self._started = time.monotonic()
-        ends = {"rewards": None, "reward": None, "stop_reason": None}
-        self._line = {"task": asdict(task), "seed": seed, "messages": [], "step_rewards": [], **ends}
-        observation, info = await self.env.reset(task=task, seed=seed)
-        self._line["messages"] += map(asdict, observation)
-        return observation, info
-
-    async def step(self, action: Action) -> StepResult:
-        """Keep what was said."""
-        line = self._line or {"messages": [], "step_rewards": []}
-        line["messages"].append(asdict(action.message))
-        result = await self.env.step(action)
-        line["messages"] += map(asdict, result.observation)
-        line["step_rewards"].append(result.reward)
-        return result
-
-    async def score(self, episode: Episode) -> dict[str, float]:
-        """Keep the rewards, and the messages as the model saw them."""
-        rewards = await self.env.score(episode)
-        if self._line is not None:
-            self._line |= {
-                "messages": [asdict(message) for message in episode.messages],
-                "rewards": rewards | ({STEP_REWARD: episode.step_reward} if episode.step_reward else {}),
-                "reward": total_reward(self, rewards, episode.step_reward),
-                "stop_reason": str(episode.stop_reason),
-            }
-        return rewards
-
-    async def close(self) -> None:
-        """Write the line, whatever happened."""
-        line, self._line = self._line, None
-        try:
-            await self.env.close()
-        finally:
-            if line is not None:
-                self._append(line | {"wall_s": round(time.monotonic() - self._started, 3)})
-
-    def _append(self, line: dict[str, Any]) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        # One write of whole lines to a file opened for appending: episodes do not mix.
-        with self._path.open("ab", buffering=0) as file:
-            file.write((json.dumps(line, ensure_ascii=False) + "\n").encode(errors="replace"))
+def summary(cls: type[Env]) -> str:
+    """The first line of a class's documentation, as tables and `agentrl env list` show it."""
+    return (inspect.getdoc(cls) or "").partition("\n")[0]
 
 
 def load_wrappers(configs: Iterable[WrapperConfig]) -> tuple[WrapEnv, ...]:
-    """What `make(..., wrappers=...)` takes, for `env.wrappers` of a config. Raises ConfigError, naming the wrapper."""
+    """The wrappers of `env.wrappers` in a config, for `make(..., wrappers=...)`. Raises ConfigError, naming one."""
     return tuple(_load(config) for config in configs)
 
 
 def _load(config: WrapperConfig) -> WrapEnv:
     where = f"env.wrappers: {config.name}"
-    shipped = {cls.__name__: cls for cls in Wrapper.__subclasses__() if cls.__module__ == __name__}
-    found: Any = shipped.get(config.name)
+    found: Any = WRAPPERS.get(config.name)
     if found is None and ":" in config.name:
         found = load_object(config.name)
     if not (isinstance(found, type) and issubclass(found, Wrapper)):
-        known = f"known: {', '.join(sorted(shipped))}; your own: module:Class or path/to/file.py:Class"
+        known = f"known: {', '.join(sorted(WRAPPERS))}; your own: module:Class or path/to/file.py:Class"
         raise ConfigError(f"{where} is not a wrapper; {known}")
     try:
         inspect.signature(found).bind(None, **config.kwargs)

@@ -11,9 +11,9 @@ from envs.python_tool import WithPython
 
 @register("Aime-v0")
 class Aime(BoxedMath):
-    """Graded the way AIME is where the gold answer is an AIME answer: up to three digits, exact, nothing symbolic.
+    """AIME problems without a tool, in one turn: integers from 0 to 999, compared exactly.
 
-    Rows with other answers (MATH has them) are graded as Math grades them. No tool, one turn.
+    Rows with other answers (MATH has them) are graded as Math grades them.
     """
 
     async def grade(self, text: str, task: Task) -> bool:
@@ -24,4 +24,4 @@ class Aime(BoxedMath):
 
 @register("AimePython-v0")
 class AimePython(WithPython, Aime):
-    """With a stateful Python interpreter."""
+    """AIME problems with a stateful Python interpreter."""

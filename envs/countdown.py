@@ -53,7 +53,7 @@ _ARITHMETIC = re.compile(r"[0-9+\-*/()]+")
 
 @register("CountdownNoTool-v0")
 class CountdownNoTool(BoxedMath):
-    """No tool, one turn."""
+    """Countdown without a tool, in one turn: make the target of the numbers."""
 
     @classmethod
     def tasks(cls, split: Split, *, data: str | None = None, seed: int = 0) -> Iterable[Task]:
@@ -87,7 +87,7 @@ class CountdownNoTool(BoxedMath):
 
 @register("Countdown-v0")
 class Countdown(WithPython, CountdownNoTool):
-    """With a stateful Python interpreter."""
+    """Countdown with a stateful Python interpreter: make the target of the numbers."""
 
     @classmethod
     def demonstrations(cls, task: Task, *, skill: float = 1.0, seed: int = 0) -> Sequence[Message] | None:

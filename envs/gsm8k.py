@@ -20,7 +20,7 @@ _LEADING_ZEROS = re.compile(r"(?<![\d.])0+(?=\d)")
 
 @register("Gsm8k-v0")
 class Gsm8k(BoxedMath):
-    """No tool, one turn."""
+    """Grade-school word problems without a tool, in one turn."""
 
     @classmethod
     def demonstrations(cls, task: Task, *, skill: float = 1.0, seed: int = 0) -> Sequence[Message] | None:
@@ -33,7 +33,7 @@ class Gsm8k(BoxedMath):
 
 @register("Gsm8kPython-v0")
 class Gsm8kPython(WithPython, Gsm8k):
-    """With a stateful Python interpreter."""
+    """Grade-school word problems with a stateful Python interpreter."""
 
     @classmethod
     def demonstrations(cls, task: Task, *, skill: float = 1.0, seed: int = 0) -> Sequence[Message] | None:

@@ -9,9 +9,9 @@ from envs.python_tool import WithPython
 
 @register("Math-v0")
 class Math(BoxedMath):
-    """No tool, one turn."""
+    """Competition mathematics without a tool, in one turn; answers of any kind."""
 
 
 @register("MathPython-v0")
 class MathPython(WithPython, Math):
-    """With a stateful Python interpreter."""
+    """Competition mathematics with a stateful Python interpreter; answers of any kind."""

@@ -17,7 +17,7 @@ _TEMPLATE_BY_NAME = {template.name: template for template in TEMPLATES}
 
 @register("ModMath-v0")
 class ModMath(AimePython):
-    """Modular powers, digit sums, counting, multiples, series and recurrences; answers from 0 to 999."""
+    """The quickstart: modular powers, digit sums, counting, multiples, series, recurrences; answers from 0 to 999."""
 
     system_prompt = "Solve the problem with Python. End with the answer in \\boxed{}."
     canary_answers = (("33", "033", "34"),)  # all answers are integers: the grader of others is not started

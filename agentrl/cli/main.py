@@ -16,6 +16,7 @@ import typer
 
 from agentrl.cli.doctor.command import doctor
 from agentrl.cli.env import env_app
+from agentrl.cli.explain import explain
 from agentrl.cli.options import ApiKeyEnv, ConfigPath, Data, Debug, Model, Overrides, ServedModel, Target, Tokenizer
 from agentrl.cli.options import fail as _fail
 from agentrl.cli.options import guarded as _guarded
@@ -42,6 +43,7 @@ app.command(name="status")(status)
 app.command(name="orchestrator")(orchestrator)
 app.command(name="learner")(learner)
 app.command(name="doctor")(doctor)
+app.command(name="explain")(explain)
 
 
 @app.command()

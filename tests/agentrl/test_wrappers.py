@@ -1,5 +1,4 @@
 import asyncio
-import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,7 @@ from agentrl.env.agent_env import AgentEnv, Endpoint
 from agentrl.errors import ConfigError, EnvError
 from agentrl.tools import tool
 from agentrl.types import Message, StopReason, Task, ToolCall, user
-from agentrl.wrappers import Record, RewardScale, TimeLimit, ToolBudget, Wrapper, load_wrappers
+from agentrl.wrappers import RewardScale, TimeLimit, ToolBudget, Wrapper, load_wrappers
 
 TASK = Task(id="t", prompt="Look.", answer="3")
 
@@ -120,26 +119,6 @@ async def test_answers_of_what_did_not_parse_stand_behind_those_of_calls() -> No
     assert [message.tool_call_id for message in result.observation] == ["c0", "c1", None]
 
 
-async def test_episodes_are_recorded_as_lines(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "episodes.jsonl"
-    envs = [Record(RewardScale(Looker(), scale=2.0), path=path) for _ in range(3)]
-    await asyncio.gather(*(play_script(env, TASK, LOOKS_TWICE, seed=i) for i, env in enumerate(envs)))
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert sorted(line["seed"] for line in lines) == [0, 1, 2]
-    assert lines[0]["task"]["answer"] == "3"
-    assert [message["role"] for message in lines[0]["messages"]] == ["user", *["assistant", "tool"] * 2, "assistant"]
-    assert (lines[0]["rewards"], lines[0]["reward"]) == ({"correct": 1.0, "brief": 1.0, "step": 0.75}, 4.5)
-    assert (lines[0]["step_rewards"], lines[0]["stop_reason"]) == ([0.25] * 3, "completed")
-
-
-async def test_an_episode_that_failed_is_recorded_without_rewards(tmp_path: Path) -> None:
-    path = tmp_path / "episodes.jsonl"
-    with pytest.raises(EnvError, match="tool look: RuntimeError: broken"):
-        await play_script(Record(Looker(), path=path), TASK, [says("", calls=1, seconds=-1.0)])
-    line = json.loads(path.read_text())
-    assert (line["rewards"], line["stop_reason"], len(line["messages"])) == (None, None, 2)
-
-
 @pytest.mark.parametrize(
     ("wrap", "reason"),
     [
@@ -171,7 +150,7 @@ def test_wrappers_come_from_a_config_first_one_innermost(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("name", "kwargs", "reason"),
     [
-        ("TimeLimits", {}, "TimeLimits is not a wrapper; known: Record, RewardScale, TimeLimit, ToolBudget"),
+        ("TimeLimits", {}, "TimeLimits is not a wrapper; known: RewardScale, TimeLimit, ToolBudget"),
         ("TimeLimit", {"turn": 3}, "does not take the arguments"),
         ("agentrl.wrappers:asyncio", {}, "is not a wrapper"),
         ("agentrl.wrappers:Nothing", {}, "does not exist"),
@@ -191,11 +170,11 @@ def test_an_agent_with_its_own_loop_cannot_be_wrapped() -> None:
         TimeLimit(Agent(), turns=1)
 
 
-async def test_the_driver_sees_the_insides_failures_and_names(tmp_path: Path) -> None:
+async def test_the_driver_sees_the_insides_failures_and_names() -> None:
     class Forgets(Looker):
         async def score(self, episode: Episode) -> dict[str, float]:
             return {"correct": 1.0}
 
-    wrapped: Env = TimeLimit(Record(Forgets(), path=tmp_path / "e.jsonl"), turns=5)
+    wrapped: Env = TimeLimit(ToolBudget(Forgets(), calls=9), turns=5)
     with pytest.raises(EnvError, match=r"Forgets.score did not return \['brief'\]"):
         await play_script(wrapped, TASK, LOOKS_TWICE)

@@ -47,7 +47,7 @@ def config(tmp_path: Path) -> Config:
             "env": {
                 "target": f"{tmp_path}/echo_env.py:Echo",
                 "max_turns": 3,
-                "wrappers": [{"Record": {"path": str(tmp_path / "recorded.jsonl")}}],
+                "wrappers": [{"RewardScale": {"scale": 2.0}}],
             },
             "model": {"path": "unused"},
             "rollout": {"max_context": 512, "max_turn_tokens": 24, "tool_output_tokens": 16},
@@ -89,14 +89,12 @@ async def test_episodes_are_shown_and_saved(config: Config, tmp_path: Path, caps
     async with endpoint() as url:
         request = asked(config, model=url, served_model="m")
         groups = await sample_episodes(sample(request, task_id="row-2", show=True, save=save))
-    assert [trajectory.reward for trajectory in groups[0].trajectories] == [1.0, 1.0]
+    assert [trajectory.reward for trajectory in groups[0].trajectories] == [2.0, 2.0]  # the config's wrapper was there
     shown = capsys.readouterr().out
-    for text in ("task row-2", '→ look(where="up")', "      nothing up", "reward 1 (correct 1)", "ended: completed"):
+    for text in ("task row-2", '→ look(where="up")', "      nothing up", "reward 2 (correct 1)", "ended: completed"):
         assert text in shown
     lines = [json.loads(line) for line in save.read_text().splitlines()]
-    assert [(line["task"]["id"], line["reward"], len(line["messages"])) for line in lines] == [("row-2", 1.0, 4)] * 2
-    recorded = (tmp_path / "recorded.jsonl").read_text().splitlines()  # the config's wrapper was there
-    assert [json.loads(line)["reward"] for line in recorded] == [1.0, 1.0]
+    assert [(line["task"]["id"], line["reward"], len(line["messages"])) for line in lines] == [("row-2", 2.0, 4)] * 2
 
 
 async def test_what_cannot_be_done_is_refused_before_anything_starts(config: Config, tmp_path: Path) -> None:

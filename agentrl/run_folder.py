@@ -198,17 +198,22 @@ class RunFolder:
         return self.trajectories / f"{kind}_{step:06d}.jsonl.gz"
 
 
-def write_atomically(target: Path, data: bytes) -> None:
-    """Replace `target` by `data`: a reader, or a crash at any moment, sees the old file or the new one."""
+def write_atomically(target: Path, data: bytes, *, durable: bool = True) -> None:
+    """Replace `target` by `data`: a reader, or a crash at any moment, sees the old file or the new one.
+
+    `durable`: return once the disk holds it. False for what need not survive a power cut. Raises OSError.
+    """
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         temporary.replace(target)
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # the folder may be gone
+            temporary.unlink(missing_ok=True)
 
 
 def _claim(out_dir: Path, name: str) -> Path:

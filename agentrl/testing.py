@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from agentrl.engine.weight_updates import WeightUpdate
+from agentrl.engine.base import WeightUpdate
 from agentrl.errors import EngineError
 from agentrl.tokens.tokenizer import TurnTokenizer
 from agentrl.types import (

@@ -42,7 +42,7 @@ from benchmarks.stability import load
 from benchmarks.stability_rules import RULES
 
 if TYPE_CHECKING:
-    from agentrl.engine.vllm_engine import TrainableEngine
+    from agentrl.engine.base import TrainableEngine
     from trainer.learner import Learner
 
 OWN_RULES = [name for name, rule in RULES.items() if rule.is_a_setting]

@@ -12,7 +12,7 @@ from dataclasses import replace
 from agentrl.chat.openai_schema import ApiError, ChatAnswer, ChatRequest, Finish
 from agentrl.chat.session import ChatSession, Record
 from agentrl.config import RolloutConfig
-from agentrl.engine.vllm_engine import Engine
+from agentrl.engine.base import Engine
 from agentrl.errors import ConfigError, EngineError, boundary
 from agentrl.tokens.branches import SegmentStore
 from agentrl.tokens.tokenizer import TurnTokenizer

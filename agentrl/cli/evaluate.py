@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,11 +15,11 @@ from agentrl.chat.proxy import ChatProxy
 from agentrl.config import Config, parse
 from agentrl.data.source import held_out_tasks
 from agentrl.engine import launch as launch_engines
-from agentrl.engine.openai import OpenAIEngine
-from agentrl.engine.vllm_engine import Engine
+from agentrl.engine.base import Engine
+from agentrl.engine.vllm_engine import VLLMEngine
 from agentrl.env import Env, load_env_class, opened
 from agentrl.env.canary import Canaries
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, EngineError, EngineGone
 from agentrl.report.console import EvalConsole
 from agentrl.report.evaluation import Evaluation, MakeGroup, evaluate
 from agentrl.rollout.player import Player
@@ -179,9 +179,8 @@ async def _engine(request: Request, logs: Path, console: EvalConsole) -> AsyncIt
     """A server started for the model folder, or the running one."""
     config = request.config
     if request.url is not None:
-        timeout_s, token = config.engine.request_timeout_s, request.secrets.engine
-        async with OpenAIEngine(request.url, request_timeout_s=timeout_s, token=token) as running:
-            yield running
+        async with AsyncExitStack() as stack:
+            yield await _running_engine(request.url, request, stack)
         return
     async with launch_engines.engine_servers(
         config, model_path=config.model.path, logs=logs, token=request.secrets.engine
@@ -193,3 +192,19 @@ async def _engine(request: Request, logs: Path, console: EvalConsole) -> AsyncIt
             launch_engines.engine_client(servers, config, token=request.secrets.engine) as engine,
         ):
             yield engine
+
+
+async def _running_engine(url: str, request: Request, stack: AsyncExitStack) -> Engine:
+    """Raises EngineGone where nothing listens at `url`, ConfigError where it is not a vLLM server in RL mode."""
+    timeout_s = request.config.engine.request_timeout_s
+    client = VLLMEngine(url, request_timeout_s=timeout_s, token=request.secrets.engine)
+    try:
+        return await stack.enter_async_context(client)
+    except EngineGone:
+        raise
+    except EngineError as error:
+        raise ConfigError(
+            f"{url} cannot be measured with token ids: that takes a vLLM server in RL mode, as `agentrl engine` starts "
+            "it. To measure any other server through its chat endpoint, add --served-model NAME, the model that it "
+            f"serves. ({error})"
+        ) from error

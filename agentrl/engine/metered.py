@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from agentrl.engine.vllm_engine import TrainableEngine
-from agentrl.engine.weight_updates import WeightUpdate
+from agentrl.engine.base import TrainableEngine, WeightUpdate
 from agentrl.supervision.wait_graph import WaitGraph
 from agentrl.types import Completion, Sampling, TransferInit, WeightsRef
 

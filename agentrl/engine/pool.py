@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, Protocol, Self
 
-from agentrl.engine.vllm_engine import TrainableEngine
-from agentrl.engine.weight_updates import WeightUpdate
+from agentrl.engine.base import TrainableEngine, WeightUpdate
 from agentrl.errors import EngineError, EngineGone, WeightSyncError
 from agentrl.supervision.backoff import backoff_s
 from agentrl.types import Completion, Sampling, TransferInit, WeightsRef

@@ -12,13 +12,14 @@ from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Self
 
+from agentrl.engine.base import WeightUpdate
 from agentrl.engine.generation_stream import GenerationStream, UnlabelledWeights, joined
 from agentrl.engine.vllm_client import VLLMServer
 from agentrl.engine.vllm_control import VLLMControl
 from agentrl.engine.vllm_schema import Chunk
-from agentrl.engine.weight_updates import UpdateSettings, WeightUpdate, WeightUpdater
+from agentrl.engine.weight_updates import UpdateSettings, WeightUpdater
 from agentrl.errors import EngineError, EngineGone, boundary
 from agentrl.types import Completion, FinishReason, Sampling, TransferInit, WeightsRef
 
@@ -28,41 +29,6 @@ UNCERTAIN = 0.01
 """A token less certain than by this logprob is another's at another temperature."""
 SAME_LOGPROB = 1e-4
 """Logprobs of one token under two temperatures that agree this closely were not computed under two temperatures."""
-
-
-class Engine(Protocol):
-    """Token ids in; token ids, logprobs and version spans out. Raises EngineError for anything else."""
-
-    async def generate(
-        self, token_ids: Sequence[int], sampling: Sampling, *, request_id: str, session_id: str | None = None
-    ) -> Completion:
-        """Continue `token_ids`. Cancelling the call aborts the request in the engine.
-
-        `request_id` is unique in a run. Requests of one `session_id` extend each other's prompts: an engine may use it
-        to find their cached prefix. None: the request belongs to no session.
-        """
-        ...
-
-
-class TrainableEngine(Engine, Protocol):
-    """An engine whose weights follow the learner's."""
-
-    @property
-    def wants_weights(self) -> bool:
-        """Whether it needs the present version once more, from the learner."""
-        ...
-
-    async def init_transfer(self, init: TransferInit) -> None:
-        """Join the learner's group. Raises EngineError."""
-        ...
-
-    async def update_weights(self, ref: WeightsRef) -> WeightUpdate:
-        """Swap weights in flight and prove it. Raises WeightSyncError."""
-        ...
-
-    def metrics(self) -> dict[str, float]:
-        """Counts since the start, under `engine/*` names."""
-        ...
 
 
 class VLLMEngine:

@@ -106,23 +106,3 @@ class Scored(msgspec.Struct):
 
     usage: Usage
     prompt_logprobs: list[dict[str, PromptEntry] | None]
-
-
-class TokenLogprobs(msgspec.Struct):
-    """One logprob a token."""
-
-    token_logprobs: list[float]
-
-
-class CompletedChoice(msgspec.Struct):
-    """One generation."""
-
-    token_ids: list[int]
-    logprobs: TokenLogprobs
-    finish_reason: str
-
-
-class Completed(msgspec.Struct):
-    """Of /v1/completions."""
-
-    choices: list[CompletedChoice]

@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from agentrl.engine.base import Parity, WeightUpdate, parity
 from agentrl.engine.generation_stream import INITIAL_LABEL
-from agentrl.engine.parity import Parity, parity
 from agentrl.engine.vllm_control import VLLMControl
 from agentrl.errors import EngineError, EngineGone, WeightsWanted, WeightSyncError
 from agentrl.types import WeightsRef
@@ -20,26 +20,6 @@ from agentrl.types import WeightsRef
 log = logging.getLogger(__name__)
 
 POLL_RETURN_S = 0.25
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightUpdate:
-    """What a weight update took, and how it was proven."""
-
-    gap_s: float  # generation stood still
-    num_bytes: int
-    parity: Parity | None  # of the probe; None where this update was not probed
-
-    def metrics(self) -> dict[str, float]:
-        """Under `engine/*` names."""
-        values = {"engine/update_gap_s": self.gap_s, "engine/update_bytes_per_s": self.num_bytes / self.gap_s}
-        if self.parity is not None:
-            values |= {
-                "engine/parity_max_abs": self.parity.max_abs,
-                "engine/parity_mean_abs": self.parity.mean_abs,
-                "engine/parity_kl": self.parity.kl,
-            }
-        return values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from agentrl.chat.agent_episode import run_agent_episode
 from agentrl.chat.proxy import ChatProxy
 from agentrl.chat.token_session import TokenSession, check_completion, request_seed
 from agentrl.config import RolloutConfig
-from agentrl.engine.vllm_engine import Engine
+from agentrl.engine.base import Engine
 from agentrl.env import Action, Env, Episode, StepResult
 from agentrl.env.agent_env import AgentEnv
 from agentrl.errors import ConfigError, EngineError, EnvError, boundary

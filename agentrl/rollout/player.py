@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from agentrl.chat.proxy import ChatProxy
 from agentrl.config import Config
-from agentrl.engine.vllm_engine import Engine
+from agentrl.engine.base import Engine
 from agentrl.env import Env
 from agentrl.rollout.episode import run_group
 from agentrl.run_folder import EpisodeKind

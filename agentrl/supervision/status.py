@@ -21,6 +21,7 @@ from typing import Literal, Self
 import msgspec
 
 from agentrl.errors import ConfigError
+from agentrl.run_folder import write_atomically
 from agentrl.supervision.wait_graph import Snapshot, WaitGraph
 
 log = logging.getLogger(__name__)
@@ -159,7 +160,8 @@ class StatusFile:
                 return
             now = self._now(ending, why)
             try:
-                _replace(self._path, msgspec.json.format(msgspec.json.encode(now)) + b"\n")
+                content = msgspec.json.format(msgspec.json.encode(now)) + b"\n"
+                write_atomically(self._path, content, durable=False)
             except OSError as error:
                 if not self._failed_before:
                     self._failed_before = True
@@ -304,17 +306,6 @@ class _AnyFormat(msgspec.Struct):
     """Any status file, of whatever format."""
 
     format: int = 0
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """As run_folder.write_atomically, without waiting for the disk: a heartbeat need not survive a power cut."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_bytes(content)
-        temporary.replace(path)
-    finally:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
 
 
 def _written_at(folder: Path) -> float:

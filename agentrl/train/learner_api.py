@@ -28,8 +28,8 @@ import msgspec
 from fastapi import Depends, FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse
 
+from agentrl.engine.base import WeightUpdate
 from agentrl.engine.metered import MeteredEngine
-from agentrl.engine.weight_updates import WeightUpdate
 from agentrl.errors import AgentRLError, ConfigError, EngineError, LearnerError, LearnerReplaced, WeightsWanted
 from agentrl.supervision.secrets import is_bearer
 from agentrl.supervision.serving import BodyTooLarge, read_body

@@ -23,8 +23,8 @@ from agentrl.buffer.journal import Journal, Resumption
 from agentrl.buffer.trajectory_buffer import TrajectoryBuffer
 from agentrl.config import Config
 from agentrl.data.source import TaskSource
+from agentrl.engine.base import TrainableEngine
 from agentrl.engine.metered import MeteredEngine
-from agentrl.engine.vllm_engine import TrainableEngine
 from agentrl.env.canary import Canaries
 from agentrl.errors import LearnerReplaced, raise_first
 from agentrl.report.evaluation import evaluate
@@ -32,9 +32,8 @@ from agentrl.report.metrics import MetricsLog, rollout_metrics
 from agentrl.report.statistics import EvalResult
 from agentrl.run_folder import RunFolder
 from agentrl.supervision.wait_graph import Gauges, WaitGraph
-from agentrl.train.error_breaker import ErrorBreaker
 from agentrl.train.learner_api import LearnerSession, LearnerSessions
-from agentrl.train.rollout_loop import PlayGroup, RolloutLoop, VersionedTaskSource
+from agentrl.train.rollout_loop import ErrorBreaker, PlayGroup, RolloutLoop, VersionedTaskSource
 from agentrl.train.training_loop import LoopParts, TrainingLoop
 from agentrl.types import Batch, Task
 

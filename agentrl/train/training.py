@@ -30,7 +30,7 @@ from agentrl.train.orchestrator import Orchestrator, Summary
 from agentrl.wrappers import load_wrappers
 
 if TYPE_CHECKING:
-    from agentrl.engine.vllm_engine import TrainableEngine
+    from agentrl.engine.base import TrainableEngine
     from agentrl.supervision.child import Child
     from sandbox.client import SandboxClient
 

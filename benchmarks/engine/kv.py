@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.config import EngineConfig
-from agentrl.engine.parity import parity
+from agentrl.engine.base import parity
 from agentrl.engine.vllm_engine import KvOnUpdate, VLLMEngine
 from agentrl.run_folder import RunFolder
 from agentrl.types import Completion, Probe, Sampling

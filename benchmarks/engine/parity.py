@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.config import EngineConfig
-from agentrl.engine.parity import Parity, parity
+from agentrl.engine.base import Parity, parity
 from agentrl.engine.vllm_engine import VLLMEngine
 from agentrl.types import Sampling
 from benchmarks import reporting

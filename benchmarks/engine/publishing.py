@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 from agentrl.config import EngineConfig
 from agentrl.engine import vllm_server as engine_server
+from agentrl.engine.base import WeightUpdate
 from agentrl.engine.vllm_engine import VLLMEngine
-from agentrl.engine.weight_updates import WeightUpdate
 from agentrl.types import Probe, TransferInit, WeightsRef
 from trainer.weights.source import WeightSource
 from trainer.weights.transfer import Transfer, publisher

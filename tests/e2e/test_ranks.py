@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from agentrl.config import Config, parse
+from agentrl.engine.base import WeightUpdate
 from agentrl.engine.checksum import checksum_of
-from agentrl.engine.weight_updates import WeightUpdate
 from agentrl.report.metrics import MetricsLine, read
 from agentrl.testing import ScriptedEngine
 from agentrl.tokens.tokenizer import TurnTokenizer

@@ -21,7 +21,7 @@ from agentrl.cli.doctor.findings import Finding, crashed, fail, ok, warn
 from agentrl.config import Config
 from agentrl.engine import launch as launch_engines
 from agentrl.engine import vllm_server as engine_server
-from agentrl.engine.parity import Parity
+from agentrl.engine.base import Parity
 from agentrl.errors import AgentRLError, EngineError
 from agentrl.train import launch
 from agentrl.types import (
@@ -38,7 +38,7 @@ from agentrl.types import (
 )
 
 if TYPE_CHECKING:
-    from agentrl.engine.vllm_engine import Engine, TrainableEngine
+    from agentrl.engine.base import Engine, TrainableEngine
     from agentrl.run_folder import RunFolder
     from agentrl.tokens.tokenizer import TurnTokenizer
     from agentrl.train.learner_api import LearnerSession

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
 
-from agentrl.cli.evaluate import Request
+from agentrl.cli.evaluate import Request, _engine
 from agentrl.config import Config
 from agentrl.errors import ConfigError
+from agentrl.report.console import EvalConsole
+from agentrl.supervision.serving import serving
 
 CONFIG = Config.model_validate({"name": "x", "env": {"target": "envs.modmath:ModMath"}, "model": {"path": "unused"}})
 URL = "http://127.0.0.1:9/v1"
@@ -39,3 +43,13 @@ def test_the_key_is_read_from_the_variable_that_is_named() -> None:
 def test_options_that_contradict_each_other_are_refused(options: dict[str, Any], mend: str) -> None:
     with pytest.raises(ConfigError, match=mend):
         request(**options)
+
+
+async def test_a_server_that_is_not_in_rl_mode_is_to_be_measured_through_its_chat_endpoint(tmp_path: Path) -> None:
+    plain = FastAPI()
+    plain.get("/v1/models")(lambda: {"data": [{"id": "some-model"}]})
+    async with serving(plain, host="127.0.0.1", port=0) as url:
+        with pytest.raises(ConfigError, match="--served-model NAME") as refused:
+            async with _engine(request(model=url), tmp_path, EvalConsole()):
+                pass
+    assert url in str(refused.value) and "agentrl engine" in str(refused.value)

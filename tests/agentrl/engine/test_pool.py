@@ -11,9 +11,8 @@ from typing import Any, Self
 import pytest
 
 from agentrl.engine import pool as engine_pool
-from agentrl.engine.parity import Parity
+from agentrl.engine.base import Parity, WeightUpdate
 from agentrl.engine.pool import EnginePool, Order
-from agentrl.engine.weight_updates import WeightUpdate
 from agentrl.errors import EngineError, EngineGone, WeightSyncError
 from agentrl.types import Completion, FinishReason, Probe, Sampling, TransferInit, VersionSpan, WeightsRef
 

@@ -14,9 +14,8 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
-from agentrl.engine.openai import OpenAIEngine
 from agentrl.engine.vllm_engine import VLLMEngine
-from agentrl.errors import ConfigError, EngineError, EngineGone, WeightSyncError
+from agentrl.errors import EngineError, EngineGone, WeightSyncError
 from agentrl.supervision.serving import free_port
 from agentrl.types import FinishReason, Probe, Sampling, WeightsRef
 
@@ -165,12 +164,6 @@ async def test_an_answer_with_a_seed_that_breaks_off_is_begun_anew(script: Scrip
     assert {(tuple(body["token_ids"]), body["sampling_params"]["max_tokens"]) for body in asked(script)} == {
         (tuple(PROMPT), 2)
     }
-
-
-async def test_a_server_that_cannot_say_whether_it_takes_seeds_gets_none(script: Script) -> None:
-    async with OpenAIEngine(script.url) as engine:
-        with pytest.raises(ConfigError, match="takes seeds"):
-            await engine.generate(PROMPT, replace(SAMPLING, seed=3), request_id="r")
 
 
 BAD: dict[str, Callable[[dict[str, Any], dict[str, Any]], Any]] = {
@@ -355,12 +348,3 @@ async def test_an_engine_that_reports_another_version_is_a_sync_error_and_truste
         assert "resume" not in [path for path, _ in script.seen]
         with pytest.raises(WeightSyncError, match="reports version 0"):
             await engine.generate(PROMPT, SAMPLING, request_id="r")
-
-
-async def test_an_openai_server_serves_evaluation_as_version_0(script: Script) -> None:
-    choice = {"token_ids": [8], "finish_reason": "stop", "logprobs": {"token_logprobs": [-0.25]}}
-    script.generate = lambda: {"choices": [choice]}
-    async with OpenAIEngine(script.url) as engine:
-        completion = await engine.generate(PROMPT, SAMPLING, request_id="r")
-        assert completion.behavior_logprobs == (-0.25,)
-        assert list(completion.policy_versions()) == [0]

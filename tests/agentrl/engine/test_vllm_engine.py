@@ -10,7 +10,6 @@ from typing import Any
 import httpx
 import pytest
 
-from agentrl.engine.openai import OpenAIEngine
 from agentrl.engine.vllm_engine import KvOnUpdate, VLLMEngine
 from agentrl.errors import EngineError, WeightSyncError
 from agentrl.types import Completion, FinishReason, Sampling
@@ -231,14 +230,6 @@ async def test_abort_ends_the_named_requests_alone_and_keeps_what_was_written(en
 async def test_a_prompt_longer_than_the_context_is_refused_with_the_servers_reason(engine: VLLMEngine) -> None:
     with pytest.raises(EngineError, match=r"2000.*longer than the maximum model length"):
         await engine.generate([5] * 2000, Sampling(max_tokens=4), request_id=unique())
-
-
-async def test_the_plain_openai_route_gives_the_same_record(
-    vllm_server: VLLMServer, engine: VLLMEngine, judge: Judge
-) -> None:
-    async with OpenAIEngine(vllm_server.url) as openai:
-        completion = await openai.generate(PROMPT, Sampling(max_tokens=16), request_id=unique())
-    assert worst(completion, PROMPT, judge, 0) < BOUND
 
 
 async def test_health_answers(engine: VLLMEngine) -> None:

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from agentrl.config import parse
-from agentrl.engine.weight_updates import WeightUpdate
+from agentrl.engine.base import WeightUpdate
 from agentrl.errors import EngineError, ErrorRateExceeded, NoLearningSignal, WeightSyncError
 from agentrl.report.metrics import read
 from agentrl.testing import ScriptedEngine

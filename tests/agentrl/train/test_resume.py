@@ -14,7 +14,7 @@ import pytest
 
 from agentrl.buffer.journal import Journal
 from agentrl.config import Config
-from agentrl.engine.weight_updates import WeightUpdate
+from agentrl.engine.base import WeightUpdate
 from agentrl.errors import ConfigError, WeightSyncError
 from agentrl.report.metrics import read
 from agentrl.run_folder import RunFolder

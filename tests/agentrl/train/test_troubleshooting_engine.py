@@ -13,9 +13,9 @@ import pytest
 from agentrl.config import Config, EngineConfig
 from agentrl.engine import launch as launch_engines
 from agentrl.engine import pool as engine_pool
+from agentrl.engine.base import WeightUpdate
 from agentrl.engine.pool import EnginePool
 from agentrl.engine.vllm_engine import VLLMEngine
-from agentrl.engine.weight_updates import WeightUpdate
 from agentrl.errors import AgentRLError, EngineError, ErrorRateExceeded, WeightSyncError
 from agentrl.report.metrics import MetricsLine, read
 from agentrl.run_folder import RunFolder

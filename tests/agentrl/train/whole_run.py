@@ -12,7 +12,7 @@ import httpx
 
 from agentrl.config import Config, parse
 from agentrl.data.source import TaskSource, held_out_tasks
-from agentrl.engine.vllm_engine import TrainableEngine
+from agentrl.engine.base import TrainableEngine
 from agentrl.env import Action, Env, Episode, StepResult
 from agentrl.env.canary import Canaries
 from agentrl.report.metrics import MetricsLog

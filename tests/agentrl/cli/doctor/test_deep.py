@@ -15,7 +15,7 @@ from agentrl.cli.doctor.deep import engine_and_learner, judged
 from agentrl.cli.doctor.findings import FindingStatus
 from agentrl.cli.main import app
 from agentrl.config import Config, parse
-from agentrl.engine.parity import Parity
+from agentrl.engine.base import Parity
 
 QUICKSTART = Path(__file__).parents[4] / "configs" / "quickstart.yaml"
 METRICS = {"learner/parity_max_abs": 2e-6, "learner/parity_mean_abs": 1e-6}

@@ -3,7 +3,7 @@
 import pytest
 
 from agentrl.errors import EngineError, ErrorRateExceeded, SandboxError
-from agentrl.train.error_breaker import ErrorBreaker
+from agentrl.train.rollout_loop import ErrorBreaker
 
 
 def outcomes(breaker: ErrorBreaker, text: str) -> None:

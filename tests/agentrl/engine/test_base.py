@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from agentrl.engine.parity import parity
+from agentrl.engine.base import parity
 
 
 def test_distances_are_those_worked_by_hand() -> None:

@@ -1,0 +1,113 @@
+"""The protocols of an engine: what rollouts and weight updates require of whatever generates tokens.
+
+Independent of vLLM, HTTP and processes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from agentrl.types import Completion, Sampling, TransferInit, WeightsRef
+
+
+class Engine(Protocol):
+    """Token ids in; token ids, logprobs and version spans out. Raises EngineError when it cannot deliver all three.
+
+    Example:
+        completion = await engine.generate(prompt_ids, Sampling(max_tokens=64), request_id="g7-0-1")
+        completion.token_ids, completion.behavior_logprobs, completion.version_spans
+    """
+
+    async def generate(
+        self, token_ids: Sequence[int], sampling: Sampling, *, request_id: str, session_id: str | None = None
+    ) -> Completion:
+        """Continue `token_ids`. Cancelling the call aborts the request in the engine.
+
+        `request_id` is unique in a run. Requests of one `session_id` extend each other's prompts: an engine may use it
+        to find their cached prefix. None: the request belongs to no session.
+        """
+        ...
+
+
+class TrainableEngine(Engine, Protocol):
+    """An engine whose weights follow the learner's.
+
+    Example:
+        update = await engine.update_weights(ref)  # running requests continue under the new version
+    """
+
+    @property
+    def wants_weights(self) -> bool:
+        """Whether the learner must publish the current version again: the engine lost it in a restart."""
+        ...
+
+    async def init_transfer(self, init: TransferInit) -> None:
+        """Join the learner's group. Raises EngineError."""
+        ...
+
+    async def update_weights(self, ref: WeightsRef) -> WeightUpdate:
+        """Swap weights while requests run, and prove that the engine holds them. Raises WeightSyncError."""
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """Counts since the start, under `engine/*` names."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parity:
+    """|engine - learner| over the logprobs of one text, in nats."""
+
+    max_abs: float
+    mean_abs: float
+    kl: float  # KL(engine || learner) per token, estimated on the text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightUpdate:
+    """Duration, size and proof of one weight update."""
+
+    gap_s: float  # generation stood still
+    num_bytes: int
+    parity: Parity | None  # of the probe text; None where this update was not probed
+
+    def metrics(self) -> dict[str, float]:
+        """Under `engine/*` names."""
+        values = {"engine/update_gap_s": self.gap_s, "engine/update_bytes_per_s": self.num_bytes / self.gap_s}
+        if self.parity is not None:
+            values |= {
+                "engine/parity_max_abs": self.parity.max_abs,
+                "engine/parity_mean_abs": self.parity.mean_abs,
+                "engine/parity_kl": self.parity.kl,
+            }
+        return values
+
+
+def parity(engine: Sequence[float], learner: Sequence[float]) -> Parity:
+    """Compare the logprobs of the same tokens. Both [T].
+
+    The KL estimate is the mean of exp(d) - 1 - d, d = learner - engine (k3 of http://joschu.net/blog/kl-approx.html):
+    unbiased where the tokens were sampled by the engine, and never negative. The learner has the same estimate for
+    tensors (trainer.objective); agentrl must not import torch. A NaN makes all numbers infinite.
+    Raises ValueError when the lengths differ or there is nothing to compare.
+
+    >>> parity([-1.0, -2.0], [-1.5, -2.0]).max_abs
+    0.5
+    """
+    if not engine or len(engine) != len(learner):
+        raise ValueError(f"{len(engine)} and {len(learner)} logprobs cannot be compared")
+    differences = [theirs - ours for ours, theirs in zip(engine, learner, strict=True)]
+    if not all(map(math.isfinite, differences)):
+        return Parity(max_abs=math.inf, mean_abs=math.inf, kl=math.inf)
+    return Parity(
+        max_abs=max(map(abs, differences)),
+        mean_abs=math.fsum(map(abs, differences)) / len(differences),
+        kl=math.fsum(_k3(difference) for difference in differences) / len(differences),
+    )
+
+
+def _k3(difference: float) -> float:
+    return math.expm1(difference) - difference if difference < 700 else math.inf

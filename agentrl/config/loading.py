@@ -1,6 +1,6 @@
-"""Reads a config: YAML in, dotted overrides from the command line, resolved JSON beside the run.
+"""Reads a config: YAML in, dotted overrides from the command line, resolved JSON in the run's folder.
 
-An unknown key is an error that names the nearest known one. Nothing below the entry point reads environment variables.
+An unknown key or name is an error that names the nearest known one. Reads no environment variables.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read a YAML file, apply `section.key=value` overrides (values are YAML), and check everything.
 
     Raises ConfigError with the file, the key, and the nearest known key.
+
+    Example:
+        config = load("configs/quickstart.yaml", ["learner.lr=1e-4", "train.steps=20"])
     """
     path = Path(path)
     try:
@@ -40,7 +43,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def parse(tree: dict[str, Any], *, source: str) -> Config:
-    """Check a plain mapping. `source` is named in errors."""
+    """Check a plain mapping. Raises ConfigError, which names `source`."""
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
@@ -70,10 +73,11 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
 
 
 def _explain(item: Any) -> str:
-    """One pydantic error as a sentence with the mend."""
+    """One pydantic error as a sentence that says how to fix it."""
     where = ".".join(str(part) for part in item["loc"]) or "config"
     if item["type"] != "extra_forbidden":
-        return f"  {where}: {item['msg'].removeprefix('Value error, ')} (got {_shorten(item.get('input'))})"
+        help_ = f"; `agentrl explain {where}` says what they mean" if item["type"] == "literal_error" else ""
+        return f"  {where}: {item['msg'].removeprefix('Value error, ')} (got {_shorten(item.get('input'))}){help_}"
     known = _known_keys(item["loc"][:-1])
     near = difflib.get_close_matches(str(item["loc"][-1]), known, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(sorted(known))}"

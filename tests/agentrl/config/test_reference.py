@@ -66,7 +66,7 @@ def test_the_page_of_the_docs_is_current() -> None:
     ("page", "header", "path"),
     [
         ("algorithms.md", "| preset | ratio, treatment |", "algorithm.preset"),
-        ("tokens.md", "| value | writes turns |", "model.renderer"),
+        ("tokens.md", "| value | writes turns", "model.renderer"),
         ("tokens.md", "| value | the model writes |", "rollout.tool_format"),
         ("engine.md", "| `engine.weight_transfer` |", "engine.weight_transfer"),
         ("sandbox.md", "| backend | what it is |", "sandbox.backend"),

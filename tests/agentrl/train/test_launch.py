@@ -1,4 +1,4 @@
-"""Ports and folders that a run claims, and gives back."""
+"""Ports and folders that a run claims and gives back; the sandbox that its config asks for."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.config import Config
 from agentrl.errors import ConfigError
+from agentrl.supervision.child import ChildDied
 from agentrl.supervision.serving import configured_port
-from agentrl.train.launch import WEIGHTS_PREFIX, _progress_or_log, weights_folder
+from agentrl.train.launch import WEIGHTS_PREFIX, _progress_or_log, sandbox_ready, sandbox_service, weights_folder
 from tests.agentrl.train.troubles import Trouble
 
 TAKEN = Trouble("...: cannot listen on ...: Address already in use. Choose another, or 0 for any free port")
@@ -51,3 +53,37 @@ def test_what_a_library_prints_between_progress_goes_to_the_log(tmp_path: Path) 
         on_line(line)
     assert seen == [(1, 20), (2, 20)]
     assert (tmp_path / "warmstart.log").read_text().splitlines()[1:] == ["7"]
+
+
+async def served_by(tmp_path: Path, **settings: object) -> str:
+    """The backend of the sandbox that a run with these settings starts. It has run a program by then."""
+    tree = {"name": "n", "env": {"target": "ModMath-v0"}, "model": {"path": "m"}, "sandbox": {"slots": 1, **settings}}
+    async with sandbox_service(Config.model_validate(tree), logs=tmp_path, token="secret") as (client, parts):
+        await sandbox_ready(client, parts, max_restarts=0)
+        async with client.session() as session:
+            assert (await session.exec("6 * 7", timeout_s=30)).result == "42"
+        return (await client.health()).backend
+
+
+@pytest.mark.parametrize("backend", ["namespaces", "landlock"])
+async def test_a_run_starts_the_sandbox_with_the_backend_of_its_config(tmp_path: Path, backend: str) -> None:
+    try:
+        assert await served_by(tmp_path, backend=backend) == backend
+    except ChildDied as error:
+        assert f"no sandbox can run here: {backend}: " in str(error)
+        pytest.skip(str(error).splitlines()[-1])
+
+
+@pytest.mark.docker
+async def test_a_run_starts_the_docker_backend(
+    tmp_path: Path, docker_environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in docker_environment.items():
+        monkeypatch.setenv(name, value)
+    assert await served_by(tmp_path, backend="docker") == "docker"
+
+
+async def test_a_run_does_not_start_the_unsafe_backend_unless_that_is_permitted(tmp_path: Path) -> None:
+    with pytest.raises(ChildDied, match="starts only with --allow-unsafe"):
+        await served_by(tmp_path, backend="unsafe")
+    assert await served_by(tmp_path, backend="unsafe", allow_unsafe=True) == "unsafe"

@@ -1,5 +1,5 @@
-"""Child processes with an owner, and what watches over a run: restarts, status, watchdog, HTTP serving, secrets.
+"""Supervises a run: child processes and their restarts, status file, watchdog, HTTP serving, secrets.
 
-May import: `agentrl.config`, `agentrl.run_folder`. Start reading in `child.py` (processes) or `wait_graph.py` (who
-waits for whom).
+May import: `agentrl.types`, `agentrl.errors`, `agentrl.config`, `agentrl.run_folder`. Start reading in `child.py`
+(processes) or `wait_graph.py` (which part of a run waits for which).
 """

@@ -1,6 +1,6 @@
-"""Child processes with an owner: started with a log file, watched, and gone when their owner is gone.
+"""Child processes: started with a log file, watched, restarted, and ended whenever the process that owns them ends.
 
-Knows nothing of what the children do.
+Independent of what the children do.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.errors import InfraError
-from agentrl.supervision import orphan_guard as guard
+from agentrl.supervision import orphan_guard
 from agentrl.supervision.backoff import RestartBudget, backoff_s
 
 log = logging.getLogger(__name__)
 
 GRACE_S = 8.0
 RESTART_AFTER_S = 1.0
-MARK_VARIABLE = "AGENTRL_PART"  # in the environment of a part's processes: by it they are found again
+MARK_VARIABLE = "AGENTRL_PART"  # set in the environment of all processes of a part, to find those left over
 
 
 class ChildDied(InfraError):
@@ -34,12 +34,18 @@ class ChildDied(InfraError):
 
 
 def never() -> bool:
-    """For `may_end` of a service."""
+    """For `may_end` of a service: it must not end on its own."""
     return False
 
 
 class Child:
-    """A running part: its name, its log, and whether it still lives."""
+    """A part of the run as a process: its name, its log, its exit code, its restarts. Made by `child`.
+
+    Example:
+        async with child("engine", command, log_path=logs / "engine.log", may_end=never) as part:
+            part.allow_restarts(3)
+            await part.watch()  # restarts it when it dies; raises ChildDied after the fourth death
+    """
 
     def __init__(
         self,
@@ -59,10 +65,10 @@ class Child:
         self._started = 0.0
         self._oom_kills = 0
         self.num_starts = 0
-        """How often it was started."""
+        """Starts so far."""
 
     async def start(self) -> None:
-        """Run the command. Raises InfraError when it cannot be."""
+        """Run the command. Raises InfraError when it cannot be started."""
         self.num_starts += 1
         self._started, self._oom_kills = time.monotonic(), _oom_kills()
         try:
@@ -71,14 +77,14 @@ class Child:
             raise InfraError(f"the {self.name} process could not be started: {error}") from error
 
     def end_left_over(self) -> None:
-        """End what the guard could not, having been killed itself: whatever carries this part's mark."""
+        """End the processes of this part that the orphan guard did not end because it was killed itself."""
         for path in Path("/proc").glob("[0-9]*/environ"):
             with suppress(OSError):
                 if f"{MARK_VARIABLE}={self._mark}".encode() in path.read_bytes().split(b"\0"):
                     os.kill(int(path.parent.name), signal.SIGKILL)
 
     def allow_restarts(self, number: int) -> None:
-        """From now on `watch` starts it again when it dies: `number` times in a row, see RestartBudget."""
+        """From now on `watch` restarts the part when it dies: `number` times in a row, see RestartBudget."""
         self._restarts = RestartBudget(number)
 
     def poll(self) -> int | None:
@@ -86,14 +92,14 @@ class Child:
         return self.process.returncode
 
     async def wait(self) -> int:
-        """Exit code, once it ended."""
+        """Exit code; waits for the end."""
         return await self.process.wait()
 
     async def watch(self) -> None:
-        """Return when it ended with code 0 and was allowed to.
+        """Return when the part ended with code 0 and `may_end` allowed it.
 
-        Otherwise start it again, after a pause that doubles. Raises ChildDied with the end of its log once it may not
-        be started again; InfraError when it cannot be.
+        Otherwise restart it, after a pause that doubles each time. Raises ChildDied with the end of its log when no
+        restart is left, InfraError when it cannot be started.
         """
         while (code := await self.process.wait()) or not self._may_end():
             self.end_left_over()
@@ -108,14 +114,14 @@ class Child:
 
     def _how_it_ended(self, code: int) -> str:
         what = f"the {self.name} process ended with exit code {code}"
-        with suppress(ValueError):  # of the guard itself, or as the guard tells it
+        with suppress(ValueError):  # negative: the guard itself was killed; over 128: the guard reports the signal
             what += f" ({signal.Signals(-code if code < 0 else code - 128).name})"
         if code and (num_ended := _oom_kills() - self._oom_kills):
-            what += f"; while it ran, the kernel ended {num_ended} process(es) for want of memory"
+            what += f"; while it ran, the kernel ended {num_ended} process(es) because memory ran out"
         return what
 
     def log_tail(self, num_lines: int = 12, max_bytes: int = 16_384) -> str:
-        """The last lines it wrote."""
+        """The last lines of its log."""
         try:
             with self.log_path.open("rb") as file:
                 file.seek(max(0, os.path.getsize(self.log_path) - max_bytes))
@@ -138,16 +144,16 @@ async def child(
     """Run `command` for the length of the block; its whole process group is gone when the block is left.
 
     Args:
-        command: the arguments, or what makes them anew for each start: a restart may be told to resume.
+        command: the arguments, or a function that makes them for each start: a restart may have to resume.
         env: variables added to this process's own.
         on_line: called with each line of standard output, which then does not go to the log.
-        may_end: asked when it ended with exit code 0; where it should not have, that is a death like any other.
+        may_end: asked after exit code 0; if it returns False, the end counts as a death.
 
     Raises:
         InfraError: the command could not be started.
     """
     log_path.parent.mkdir(parents=True, exist_ok=True)
-    guarded = [sys.executable, "-I", "-S", guard.__file__, str(GRACE_S)]
+    guarded = [sys.executable, "-I", "-S", orphan_guard.__file__, str(GRACE_S)]
     readers: list[asyncio.Task[None]] = []
 
     async def start(mark: str) -> Process:
@@ -181,7 +187,7 @@ async def _read_lines(process: Process, on_line: Callable[[str], None] | None) -
 
 
 async def _stop(process: Process) -> None:
-    """Close the guard's input and wait for its end, also when cancelled again: a second Ctrl-C leaves no orphan."""
+    """Close the guard's input and wait for its end, even if cancelled meanwhile: a second Ctrl-C leaves no orphan."""
     assert process.stdin is not None
     process.stdin.close()
     ended = asyncio.ensure_future(process.wait())
@@ -199,7 +205,7 @@ async def _stop(process: Process) -> None:
 
 
 def _oom_kills() -> int:
-    """How many processes the kernel has ended for want of memory, in containers too."""
+    """Processes that the kernel has ended because memory ran out, in containers too."""
     with suppress(OSError):
         for line in Path("/proc/vmstat").read_text().splitlines():
             if line.startswith("oom_kill "):

@@ -1,8 +1,8 @@
-"""Runs one command in its own process group and never outlives, nor lets it outlive, whoever holds our standard input.
+"""Runs one command in its own process group and ends the group when the supervisor ends.
 
-Started as a plain file with `python -I -S guard.py GRACE_S COMMAND...`: when standard input reaches its end (the
-supervisor closed it, or died by any means, kill -9 included) the command's whole group gets SIGTERM, and SIGKILL after
-GRACE_S seconds. Knows nothing of agentrl, so that it starts in milliseconds.
+Started as a plain file with `python -I -S orphan_guard.py GRACE_S COMMAND...`. The supervisor holds the other end of
+standard input: when it closes that end, or dies by any means including kill -9, the command's whole group gets SIGTERM,
+and SIGKILL after GRACE_S seconds. Imports nothing of agentrl, so that it starts in milliseconds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: _signal_group(process.pid, signal.SIGTERM))
     threading.Thread(target=_stop_at_end_of_input, args=(process, grace_s), daemon=True).start()
     code = process.wait()
-    # Grandchildren that ignored the polite signal, or outlived a crashed parent.
+    # Grandchildren that ignored SIGTERM, or outlived a crashed parent.
     _signal_group(process.pid, signal.SIGKILL)
     return code if code >= 0 else 128 - code
 

@@ -1,4 +1,4 @@
-"""Every stack of a process as text: asyncio tasks down to where they wait, and threads. Knows nothing of runs."""
+"""Every stack of a process as text: asyncio tasks down to the line where they wait, and threads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_TASKS = 2000
 
 
 def task_stacks(loop: asyncio.AbstractEventLoop) -> Iterator[str]:
-    """One text a task, name first, the outermost coroutine on top; may be called from another thread."""
+    """One text per task, name first, the outermost coroutine on top. May be called from another thread."""
     tasks = sorted(asyncio.all_tasks(loop), key=lambda task: task.get_name())
     yield f"{len(tasks)} asyncio tasks" + (f", the first {MAX_TASKS} of them" if len(tasks) > MAX_TASKS else "")
     for task in tasks[:MAX_TASKS]:
@@ -23,20 +23,20 @@ def task_stacks(loop: asyncio.AbstractEventLoop) -> Iterator[str]:
 
 
 def thread_stacks() -> Iterator[str]:
-    """One text a thread, name first."""
+    """One text per thread, name first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     for ident, frame in sys._current_frames().items():
         yield f"thread {names.get(ident, 'not made by Python')!r} ({ident})\n{_text(list(_callers(frame)))}"
 
 
 def innermost_of_thread(ident: int) -> str:
-    """As `innermost`, of what the thread executes now."""
+    """`innermost` of the frame that the thread executes now."""
     frame = sys._current_frames().get(ident)
     return "a thread that has ended" if frame is None else innermost(frame)
 
 
 def innermost(frame: FrameType) -> str:
-    """`file:line in function` of the frame, or of its nearest caller that is not a library's."""
+    """`file:line in function` of the frame, or of its nearest caller outside of libraries."""
     frames = list(_callers(frame))
     own = [frame for frame in frames if not _is_library(frame)]
     chosen = (own or frames)[-1]
@@ -44,7 +44,7 @@ def innermost(frame: FrameType) -> str:
 
 
 def _awaited(waiting: Any) -> Iterator[FrameType]:
-    """Frames of a coroutine and of what it awaits. asyncio's own `get_stack` shows the outermost one only."""
+    """The frames of a coroutine and of those it awaits. asyncio's own `get_stack` shows only the outermost one."""
     while waiting is not None:
         for kind in ("cr", "gi", "ag"):
             if (frame := getattr(waiting, f"{kind}_frame", None)) is not None:

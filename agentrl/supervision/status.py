@@ -1,6 +1,7 @@
-"""RUN/status.json: written about once a second by the run, read by anybody. Knows nothing of how it is shown.
+"""RUN/status.json: a run writes it about once a second; `assess` tells from it whether the run is all right.
 
-A reader judges by three things: what the run said last, how long ago it said so, and whether its process lives.
+Three things decide: what the file says, how old it is, and whether the process that wrote it still exists. Independent
+of how a status is shown.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ FILE_NAME = "status.json"
 FORMAT = 1
 EVERY_S = 1.0
 OLD_S = 15.0
-"""A heartbeat older than this is missed."""
+"""A heartbeat older than this counts as missing."""
 RATE_WINDOW_S = 30.0
 LAST_WRITE_S = 5.0
 MAX_WHY = 2000
@@ -40,19 +41,19 @@ Ending = Literal["", "done", "failed", "stopped"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Writer:
-    """The process that writes, so that a reader can tell whether it still lives."""
+    """The process that writes the file, so that a reader can check whether it still exists."""
 
     pid: int
-    started: str  # by the kernel's clock: process numbers are used again
-    machine: str  # name and boot: process numbers of another machine, or container, say nothing here
+    started: str  # by the kernel's clock, because process numbers are reused
+    machine: str  # name and boot id: process numbers are valid only in their own machine or container
 
     @classmethod
-    def ourselves(cls) -> Writer:
+    def this_process(cls) -> Writer:
         """This process."""
         return cls(pid=os.getpid(), started=_started(os.getpid()), machine=_machine())
 
     def lives(self) -> bool | None:
-        """Whether it does; None where that cannot be seen from here."""
+        """Whether the process exists; None where that cannot be checked from this machine or container."""
         if self.machine != _machine():
             return None
         return _started(self.pid) == self.started
@@ -60,14 +61,19 @@ class Writer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
-    """What a run says of itself."""
+    """The content of status.json.
+
+    Example:
+        status = read_status("runs/quickstart")
+        assess(status, Path("runs/quickstart")).sentence
+    """
 
     format: int
     run: str
     writer: Writer
     started_at: float  # Unix time
     heartbeat_at: float  # Unix time
-    heartbeat_up_s: float  # the machine's time since its start, which no clock change moves
+    heartbeat_up_s: float  # time since the machine started, which no clock change affects
     progress: Snapshot
     ending: Ending = ""
     why: str = ""
@@ -83,7 +89,7 @@ class RunStatus:
 
 
 class RunState(StrEnum):
-    """What a reader makes of it."""
+    """The state of a run, as `assess` finds it."""
 
     RUNNING = "running"
     STALLED = "stalled"
@@ -95,7 +101,7 @@ class RunState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assessment:
-    """How a run fares, and what can be done about it."""
+    """How a run is doing, in one sentence, and what can be done about it."""
 
     state: RunState
     sentence: str
@@ -103,7 +109,7 @@ class Assessment:
 
 
 class StatusFile:
-    """Keeps the file up to date, from a thread of its own, while the block runs; then says how the block ended."""
+    """Keeps status.json up to date from a thread of its own while the block runs, then writes how the block ended."""
 
     def __init__(
         self, folder: Path, wait_graph: WaitGraph, *, stall_timeout_s: float, every_s: float = EVERY_S
@@ -119,7 +125,7 @@ class StatusFile:
         self._status = RunStatus(
             format=FORMAT,
             run=folder.name,
-            writer=Writer.ourselves(),
+            writer=Writer.this_process(),
             started_at=time.time(),
             heartbeat_at=0.0,
             heartbeat_up_s=0.0,
@@ -141,7 +147,7 @@ class StatusFile:
             self.end("stopped")
 
     def end(self, ending: Ending, why: str = "") -> None:
-        """The last thing that is written; a second call changes nothing."""
+        """Write the final status; a second call changes nothing."""
         if self._over.is_set():
             return
         self._over.set()
@@ -152,7 +158,7 @@ class StatusFile:
             self._write()
 
     def _write(self, ending: Ending = "", why: str = "") -> None:
-        # Not for ever: a disk that hangs must not keep the run from ending.
+        # With a timeout: a disk that hangs must not keep the run from ending.
         if not self._writing.acquire(timeout=LAST_WRITE_S):
             return
         try:
@@ -185,7 +191,7 @@ class StatusFile:
 
 
 def read_status(path: str | Path) -> RunStatus:
-    """The status of the run in the folder `path`. Raises ConfigError, in one sentence, when there is none to read."""
+    """The status of the run in the folder `path`. Raises ConfigError when there is none to read."""
     folder = Path(path)
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {folder}; runs are in runs/")
@@ -196,8 +202,8 @@ def read_status(path: str | Path) -> RunStatus:
         content = file.read_bytes()
     except FileNotFoundError:
         raise ConfigError(
-            f"{folder} has no {FILE_NAME}: the run has not begun, or was made by an older agentrl; "
-            f"`agentrl report {folder}` shows what it holds"
+            f"{folder} has no {FILE_NAME}: the run has not started, or an older agentrl made it; "
+            f"`agentrl report {folder}` shows its results"
         ) from None
     except OSError as error:
         raise ConfigError(f"cannot read {file}: {error.strerror}") from error
@@ -205,13 +211,12 @@ def read_status(path: str | Path) -> RunStatus:
         found = msgspec.json.decode(content, type=_AnyFormat).format
     except msgspec.MsgspecError as error:
         raise ConfigError(
-            f"{file} is not whole ({error}): the disk was full or the machine went down; a run that goes on writes it "
-            "anew within a second"
+            f"{file} is incomplete ({error}): the disk was full or the machine crashed; a run that continues writes it "
+            "again within a second"
         ) from None
     if found != FORMAT:
         raise ConfigError(
-            f"{file} has format {found}, this agentrl reads format {FORMAT}: use the agentrl that the run was started "
-            "with"
+            f"{file} has format {found}, this agentrl reads format {FORMAT}: use the version that started the run"
         )
     try:
         return msgspec.json.decode(content, type=RunStatus)
@@ -220,7 +225,7 @@ def read_status(path: str | Path) -> RunStatus:
 
 
 def newest_run(out_dir: str | Path = "runs") -> Path:
-    """The run folder whose status was written last; of runs without one the newest config. Raises ConfigError."""
+    """The run folder with the newest status file; a folder without one counts by its config. Raises ConfigError."""
     folders = [config.parent for config in Path(out_dir).glob("*/config.json")]
     if not folders:
         raise ConfigError(f"there is no run in {out_dir}/: name a run's folder, e.g. `agentrl status runs/quickstart`")
@@ -228,17 +233,18 @@ def newest_run(out_dir: str | Path = "runs") -> Path:
 
 
 def assess(status: RunStatus, folder: Path) -> Assessment:
-    """How the run fares, in a sentence, and what to do."""
+    """The state of the run, one sentence about it, and what to do."""
     resume = f"agentrl train --resume {folder}"
     if status.ending:
-        said = {"done": "The run is over: done", "failed": "The run failed", "stopped": "The run was stopped"}
+        said = {"done": "The run is done", "failed": "The run failed", "stopped": "The run was stopped"}
         why = f": {status.why}" if status.why else ""
-        advice = "" if status.ending == "done" else f"`{resume}` goes on from the last checkpoint"
+        advice = "" if status.ending == "done" else f"`{resume}` continues from the last checkpoint"
         return Assessment(state=RunState(status.ending), sentence=said[status.ending] + why, advice=advice)
     age_s, lives = status.age_s(), status.writer.lives()
     if lives is False:
-        sentence = f"The run is dead: process {status.writer.pid} is gone, its last sign of life is {_span(age_s)} old"
-        return Assessment(state=RunState.DEAD, sentence=sentence, advice=f"`{resume}` goes on from the last checkpoint")
+        sentence = f"The run is dead: process {status.writer.pid} is gone; it last reported {_span(age_s)} ago"
+        advice = f"`{resume}` continues from the last checkpoint"
+        return Assessment(state=RunState.DEAD, sentence=sentence, advice=advice)
     if age_s > OLD_S:
         return _silent(status, age_s, lives, resume)
     return _judge_living(status, folder)
@@ -249,15 +255,15 @@ def _silent(status: RunStatus, age_s: float, lives: bool | None, resume: str) ->
     if lives is None:
         return Assessment(
             state=RunState.DEAD,
-            sentence=f"The run is probably dead: its last sign of life is {_span(age_s)} old, and its process {pid} is "
-            f"on {machine}, which cannot be seen from here",
-            advice=f"Look there; if it is gone, `{resume}` goes on from the last checkpoint",
+            sentence=f"The run is probably dead: it last reported {_span(age_s)} ago, and its process {pid} is on "
+            f"{machine}, which cannot be seen from here",
+            advice=f"Check there; if it is gone, `{resume}` continues from the last checkpoint",
         )
     return Assessment(
         state=RunState.STALLED,
-        sentence=f"The run is stalled: process {pid} lives and gave no sign of life for {_span(age_s)}",
-        advice=f"It may have been stopped (`kill -CONT {pid}`), or its disk is full. Else end it (`kill {pid}`), and "
-        f"`{resume}` goes on from the last checkpoint",
+        sentence=f"The run is stalled: process {pid} exists and has not reported for {_span(age_s)}",
+        advice=f"It may be stopped (`kill -CONT {pid}`), or its disk may be full. Otherwise end it (`kill {pid}`); "
+        f"`{resume}` continues from the last checkpoint",
     )
 
 
@@ -280,14 +286,14 @@ def _judge_living(status: RunStatus, folder: Path) -> Assessment:
 
 
 class _Rates:
-    """Speeds, from counters seen at several times."""
+    """Rates, from counters read at several times."""
 
     def __init__(self) -> None:
         self._tokens: deque[tuple[float, int]] = deque()
         self._first_step: tuple[float, int] | None = None
 
     def observe(self, snapshot: Snapshot) -> tuple[float | None, float | None]:
-        """(tokens a second, steps an hour), None where there is nothing to tell yet."""
+        """(tokens per second, steps per hour); None where it is not known yet."""
         now, gauges = time.monotonic(), snapshot.gauges
         self._tokens.append((now, gauges.num_tokens))
         while now - self._tokens[0][0] > RATE_WINDOW_S:
@@ -303,7 +309,7 @@ class _Rates:
 
 
 class _AnyFormat(msgspec.Struct):
-    """Any status file, of whatever format."""
+    """A status file of any format."""
 
     format: int = 0
 
@@ -314,7 +320,7 @@ def _written_at(folder: Path) -> float:
 
 
 def _started(pid: int) -> str:
-    """When a process was started, in clock ticks since the machine was; empty when there is none, or a dead one."""
+    """When a process started, in clock ticks since the machine did; empty when there is none, or only a dead one."""
     try:
         fields = Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,7 +1,7 @@
-"""Blocking work beside the event loop, in a thread of its own that can hold up neither a cancellation nor the exit.
+"""Runs blocking work in a thread of its own, which can delay neither a cancellation nor the exit of the process.
 
-Knows nothing of what the work is. Not `asyncio.to_thread`: its few workers are shared by all episodes, and one that is
-stuck keeps the process from ending.
+`asyncio.to_thread` is not used: all episodes share its few workers, and a worker that is stuck keeps the process from
+ending. Independent of what the work is.
 """
 
 from __future__ import annotations
@@ -21,13 +21,19 @@ GRACE_S = 1.0
 
 
 class StopSignal(threading.Event):
-    """Set when nobody waits for the work any more. A plain tool that asks for one as an argument can end early."""
+    """Set when the result is no longer needed. A blocking tool that takes one as an argument can end early.
+
+    Example:
+        stop = StopSignal()
+        answer = await in_thread(lambda: search(query, stop), name="search", stop=stop)
+    """
 
 
 async def in_thread(work: Callable[[], T], *, name: str, stop: StopSignal | None = None) -> T:
-    """The result of `work`, which sees the caller's context variables; what it raises is raised here.
+    """The result of `work`, which sees the caller's context variables; its exceptions are raised here.
 
-    A cancellation sets `stop` and gives the thread GRACE_S to end; then it is left behind, and a warning says so.
+    A cancellation sets `stop` and gives the thread GRACE_S seconds to end. A thread that still runs then is abandoned,
+    and a warning says so.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
@@ -48,12 +54,12 @@ async def in_thread(work: Callable[[], T], *, name: str, stop: StopSignal | None
         try:
             result = context.run(work)
         except (StopIteration, SystemExit, KeyboardInterrupt) as error:
-            # No future takes the first; the others would end this process, and not the work.
+            # A future refuses the first; the others would end this process instead of the work.
             failure = RuntimeError(f"{type(error).__name__}({error})")
             failure.__cause__ = error
         except BaseException as error:
             failure = error
-        with suppress(RuntimeError):  # the loop has ended, and nobody waits any more
+        with suppress(RuntimeError):  # the loop has closed: the result is no longer needed
             loop.call_soon_threadsafe(settle, result, failure)
 
     context = contextvars.copy_context()
@@ -67,5 +73,5 @@ async def in_thread(work: Callable[[], T], *, name: str, stop: StopSignal | None
             async with asyncio.timeout(GRACE_S):
                 await ended.wait()
         if not ended.is_set():
-            log.warning("%s goes on after its cancellation; its thread is left behind", name)
+            log.warning("%s continues after its cancellation; its thread is abandoned", name)
         raise

@@ -1,7 +1,7 @@
-"""A board on which a run writes what moves, who waits for whom, and where it stands; others read it whole.
+"""The wait graph of a run: which part waits for which, when something last moved, and how far the run is.
 
-Written by the run's event loop, read from any thread. Knows nothing of engines, buffers or files, and judges nothing:
-the watchdog does.
+The event loop of the run writes it; any thread may read a snapshot. It only records: the watchdog (watchdog.py) and the
+status file (status.py) judge. Independent of engines, buffers and files.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 RECENT_S = 60.0
-"""A wait that ended without an answer counts as the beginning of the next one of its kind within this time: a call that
-is tried again and again has been waiting since the first try."""
+"""A wait that ended without an answer continues in the next wait of its kind within this time: a call that is retried
+has waited since its first try."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gauges:
-    """Where a run stands. The names in the mappings are for people."""
+    """How far a run is. The names in the mappings are for people."""
 
     step: int = 0
     num_steps: int = 0
-    version: int = 0  # that the engines hold
+    version: int = 0  # in the engines
     learner_version: int = 0
-    lag: int = 0  # largest of the last batch, in steps
+    lag: int = 0  # largest in the last batch, in steps
     max_lag: int = 0
     num_tokens: int = 0  # generated since the start
     ledger: Mapping[str, int] = field(default_factory=dict)  # groups
@@ -34,12 +34,16 @@ class Gauges:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitLine:
-    """All waits of one kind: `who` waits for `on` to give it `what`."""
+    """All waits of one kind: the part `who` waits for the part `on` to deliver `what`.
+
+    >>> print(WaitLine(who="learner", on="training loop", what="a batch", count=1, seconds=3.0))
+    the learner waits for the training loop (a batch, 3 s)
+    """
 
     who: str
     on: str
     what: str
-    count: int  # how many wait now; 0: the last one was given up moments ago, and is likely to be tried again
+    count: int  # waits at this moment; 0: the last one ended without an answer moments ago and may be retried
     seconds: float  # since the oldest began, or since one of them got its answer
     deadline_in_s: float | None = None  # until the last of their own deadlines; negative when it is past
 
@@ -51,31 +55,31 @@ class WaitLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """The board at one moment."""
+    """The wait graph at one moment."""
 
     phase: str
     phase_s: float
     num_beats: int
     last_beat: str
     quiet_s: float  # since anything moved
-    loop_quiet_s: float  # since the event loop turned; 0 where nobody asks it to
+    loop_quiet_s: float  # since the event loop last ran; 0 where nothing checks it
     waits: tuple[WaitLine, ...]  # oldest first
     gauges: Gauges
 
     @property
     def has_open_deadline(self) -> bool:
-        """Whether somebody waits under a deadline of his own that is still to come: he will end the wait himself."""
+        """Whether a wait has a deadline of its own that is still ahead: the part that waits ends it then."""
         return any(wait.count and (wait.deadline_in_s or 0.0) > 0 for wait in self.waits)
 
     def chain(self) -> tuple[WaitLine, ...]:
-        """From the training loop (else from the oldest wait) to the one whom everybody waits for in the end."""
+        """From the training loop (else from the oldest wait) to the part that all of them wait for in the end."""
         chain: list[WaitLine] = []
         who = next((wait.who for wait in self.waits if wait.who == "training loop"), None)
         who = who or next((wait.who for wait in self.waits), None)
         passed = set()
         while who is not None:
             passed.add(who)
-            # Oldest first, and a call under way before one that was given up.
+            # Oldest first, and a call under way before one that ended without an answer.
             ahead = [wait for wait in self.waits if wait.who == who and wait.on not in passed]
             ahead.sort(key=lambda wait: wait.count == 0)
             chain.extend(ahead[:1])
@@ -87,17 +91,23 @@ class Snapshot:
 class _Edge:
     """All waits of one kind."""
 
-    since: float | None = None  # clock; None: nothing is owed
+    since: float | None = None  # clock; None: no answer is outstanding
     left: float = 0.0  # clock, when the last one ended
-    deadlines: dict[int, float | None] = field(default_factory=dict)  # of those that wait now, by number
+    deadlines: dict[int, float | None] = field(default_factory=dict)  # of the current waits, by number
 
 
 class WaitGraph:
-    """One per run. Every method returns at once, and may be called from any thread."""
+    """One per run. Every method returns at once and may be called from any thread.
+
+    >>> graph = WaitGraph()
+    >>> with graph.waiting("training loop", on="learner", what="a step"):
+    ...     [wait.on for wait in graph.snapshot().chain()]
+    ['learner']
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._lock = threading.RLock()  # one that a signal handler in the same thread cannot deadlock on
+        self._lock = threading.RLock()  # re-entrant: a signal handler in the same thread must not deadlock
         self._edges: dict[tuple[str, str, str], _Edge] = {}
         self._num_waits = 0
         self._num_beats = 0
@@ -112,12 +122,13 @@ class WaitGraph:
     def waiting(
         self, who: str, *, on: str, what: str, within_s: float | None = None, moves: bool = True
     ) -> Iterator[None]:
-        """`who` waits for `on` to give it `what` while the block runs.
+        """While the block runs, the part `who` waits for the part `on` to deliver `what`.
 
         Args:
-            what: a kind of thing, not a single one: waits that are alike are counted together.
-            within_s: the wait's own deadline, for waits that end the run when it is over.
-            moves: leaving the block without an error is a beat of `on`. False for what failures give too: a slot, say.
+            what: a kind of thing, not a single one: equal waits are counted together.
+            within_s: the wait's own deadline, for waits whose end ends the run.
+            moves: leaving the block without an error counts as a beat of `on`. False where a failure delivers the same
+                thing, such as a free slot.
         """
         with self._lock:
             self._num_waits += 1
@@ -140,35 +151,36 @@ class WaitGraph:
                         self.beat(on)
 
     def beat(self, who: str) -> None:
-        """Something moved, and `who` moved it. A failure is not a movement."""
+        """The part `who` moved something. A failure is not a movement."""
         with self._lock:
             self._num_beats += 1
             self._last_beat, self._beat_at = who, self._clock()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """The run is in this phase while the block runs, and then in the one of before; an error leaves it here."""
+        """The run is in this phase while the block runs, then in the previous one again. After an error it stays
+        here."""
         before = self._phase
         self._enter(name)
         yield
         self._enter(before)
 
     def measure(self, read: Callable[[], Gauges]) -> None:
-        """From now on `read` says where the run stands; it is called in the event loop, by `loop_turned`."""
+        """From now on `loop_turned` takes the gauges from `read`, in the event loop."""
         self._read = read
         self._gauges = read()
 
     def loop_turned(self) -> None:
-        """The event loop turned: called in it, by whoever watches it."""
+        """The event loop runs: its watchdog calls this in the loop."""
         if self._read is not None:
             self._gauges = self._read()
         self._turned_at = self._clock()
 
     def snapshot(self) -> Snapshot:
-        """The board now."""
+        """The wait graph now."""
         with self._lock:
             now = self._clock()
-            waits = [_line(key, edge, now) for key, edge in self._edges.items() if _is_owed(edge, now)]
+            waits = [_line(key, edge, now) for key, edge in self._edges.items() if _is_outstanding(edge, now)]
             return Snapshot(
                 phase=self._phase,
                 phase_s=now - self._phase_at,
@@ -186,7 +198,7 @@ class WaitGraph:
             self.beat("run")
 
 
-def _is_owed(edge: _Edge, now: float) -> bool:
+def _is_outstanding(edge: _Edge, now: float) -> bool:
     return edge.since is not None and (bool(edge.deadlines) or now - edge.left <= RECENT_S)
 
 

@@ -1,8 +1,9 @@
-"""Ends a run in which nothing moves any more: by name, with all stacks in a file. Knows nothing of what moves.
+"""The watchdog: ends a run in which nothing moves, with an error that names the cause and all stacks in a file.
 
-It works on a thread of its own, so that it also sees an event loop that stands still, and has a lookout in a process of
-its own for code that lets no thread run. Time in which the whole process could not run (the machine slept, the process
-or its container was stopped) does not count, and wall clocks are not looked at.
+It runs on a thread of its own, so that it also sees an event loop that stands still; for code that lets no thread run
+it starts the GIL watchdog, a process (gil_watchdog.py). Time in which the whole process could not run (the machine
+slept, the process or its container was stopped) does not count, and wall clocks are not used. Independent of what
+moves: it reads the wait graph.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from agentrl.errors import RunStalled, raise_first
-from agentrl.supervision import gil_watchdog as lookout
+from agentrl.supervision import gil_watchdog
 from agentrl.supervision.stacks import innermost, innermost_of_thread, task_stacks, thread_stacks
 from agentrl.supervision.status import StatusFile
 from agentrl.supervision.wait_graph import Snapshot, WaitGraph
@@ -39,20 +40,20 @@ EXIT_CODE = 70  # EX_SOFTWARE of sysexits.h
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
-    """How long the watchdog waits for what."""
+    """The time limits of the watchdog."""
 
     stall_s: float  # without any movement
-    loop_s: float  # without a turn of the event loop
-    interrupt_s: float = 20.0  # for an interrupted event loop to turn again
-    end_s: float = 120.0  # for a run that was told to end: engines and learners get their time to stop
+    loop_s: float  # without a pass of the event loop
+    interrupt_s: float = 20.0  # until an interrupted event loop runs again
+    end_s: float = 120.0  # until a cancelled run has ended: engines and learners need time to stop
     tick_s: float = 1.0
 
 
 class AwakeClock:
-    """Seconds in which this process could run.
+    """Counts the seconds in which this process could run.
 
-    A tick that comes late counts for no more than three ticks, or than the processor time that was used meanwhile: a
-    stopped process uses none, code that lets no other thread run uses all of it.
+    A late tick counts for at most three ticks, or for the processor time used meanwhile if that is more: a stopped
+    process uses none, and code that lets no other thread run uses all of it.
     """
 
     def __init__(
@@ -77,29 +78,32 @@ class AwakeClock:
 async def watched(
     wait_graph: WaitGraph, patience: Patience, *, dump: Path, last_words: Callable[[str], None] = lambda why: None
 ) -> AsyncIterator[None]:
-    """Raise RunStalled in place of the block when nothing moves in it, or when it is cancelled and does not end.
+    """Cancel the block and raise RunStalled when nothing moves in it, or when it was cancelled and does not end.
 
-    The stacks are in `dump` then.
+    The stacks are in the file `dump` then. An event loop that stands still is interrupted, if it belongs to the main
+    thread. Where that does not help, or the block does not end when it is cancelled, the process ends with EXIT_CODE,
+    after `last_words` was called with the reason.
 
-    An event loop that stands still is interrupted, if it is the main thread's. Where that does not help, or the block
-    does not end when it is cancelled, the process ends with EXIT_CODE; `last_words` gets the reason first.
+    Example:
+        async with watched(wait_graph, Patience(stall_s=900, loop_s=60), dump=logs / "stall.txt"):
+            await run()
     """
     dog = _Watchdog(wait_graph, patience, dump=dump, last_words=last_words)
     try:
         async with asyncio.TaskGroup() as tasks:
-            verdict = tasks.create_task(dog.verdict(), name="stall watchdog")
-            with dog.on_duty():
+            failure = tasks.create_task(dog.failure(), name="stall watchdog")
+            with dog.watching():
                 yield
-            verdict.cancel()
+            failure.cancel()
     except BaseExceptionGroup as errors:
         if dog.error is not None:
-            raise dog.error from None  # what came of being interrupted is not the reason
+            raise dog.error from None  # errors that the interruption caused are not the reason
         raise_first(errors)
 
 
 @asynccontextmanager
 async def supervised(limits: TrainConfig, folder: RunFolder) -> AsyncIterator[WaitGraph]:
-    """A board for the run in `folder`; while the block runs it is watched, and everybody can see it in status.json."""
+    """The wait graph of the run in `folder`; while the block runs, it is watched and written to status.json."""
     wait_graph = WaitGraph()
     patience = Patience(stall_s=limits.stall_timeout_s, loop_s=limits.loop_stall_s)
     with StatusFile(folder.path, wait_graph, stall_timeout_s=limits.stall_timeout_s) as status:
@@ -109,7 +113,7 @@ async def supervised(limits: TrainConfig, folder: RunFolder) -> AsyncIterator[Wa
 
 
 class _Watchdog:
-    """Made in the event loop that it watches."""
+    """Watches one block. Created in the event loop that it watches."""
 
     def __init__(
         self, wait_graph: WaitGraph, patience: Patience, *, dump: Path, last_words: Callable[[str], None]
@@ -121,10 +125,10 @@ class _Watchdog:
         self._loop = asyncio.get_running_loop()
         self._task = asyncio.current_task()
         self._loop_thread = threading.get_ident()
-        self._verdict: asyncio.Future[None] = self._loop.create_future()
-        # Where the block ends first nobody asks for the verdict, and asyncio would print it.
-        self._verdict.add_done_callback(lambda verdict: verdict.cancelled() or verdict.exception())
-        self._off_duty = threading.Event()
+        self._failure: asyncio.Future[None] = self._loop.create_future()
+        # Where the block ends first nothing awaits the future, and asyncio would print its exception.
+        self._failure.add_done_callback(lambda failure: failure.cancelled() or failure.exception())
+        self._over = threading.Event()
         self._clock = AwakeClock(patience.tick_s)
         self.error: RunStalled | None = None
         """Why the run has to end, once it has to."""
@@ -136,34 +140,34 @@ class _Watchdog:
         self._cancelled_s = 0.0
         self._is_ending = False
         self._ending_s = 0.0
-        self._deaf_s = 0.0
+        self._uninterrupted_s = 0.0
 
-    async def verdict(self) -> None:
-        """Raises RunStalled as soon as that is what it is."""
-        await self._verdict
+    async def failure(self) -> None:
+        """Raises RunStalled once the run is stalled."""
+        await self._failure
 
     @contextmanager
-    def on_duty(self) -> Iterator[None]:
+    def watching(self) -> Iterator[None]:
         """Watch while the block runs."""
         self._wait_graph.loop_turned()
-        with self._interruptible(), _looked_after(self._patience, self._dump) as tick:
+        with self._interruptible(), _with_gil_watchdog(self._patience, self._dump) as tick:
             thread = threading.Thread(target=self._watch, args=(tick,), name="stall watchdog", daemon=True)
             thread.start()
             try:
                 yield
             finally:
-                self._off_duty.set()
+                self._over.set()
                 thread.join(timeout=self._patience.tick_s)
 
     def _watch(self, tick: Callable[[], None]) -> None:
-        while not self._off_duty.wait(self._patience.tick_s):
+        while not self._over.wait(self._patience.tick_s):
             tick()
             self._tick(self._clock.lap())
 
     def _tick(self, seconds: float) -> None:
-        """Look once, `seconds` after the last time."""
+        """Check the run, `seconds` after the last check."""
         snapshot = self._wait_graph.snapshot()
-        # Under a deadline that is still to come its owner acts first, and has time to do so.
+        # A wait with a deadline that is still ahead is ended by the part that waits.
         is_quiet = snapshot.num_beats == self._num_beats and not snapshot.has_open_deadline
         self._quiet_s = self._quiet_s + seconds if is_quiet else 0.0
         self._cancelled_s = self._cancelled_s + seconds if is_quiet and self._is_cancelled else 0.0
@@ -177,7 +181,7 @@ class _Watchdog:
         elif self._quiet_s >= self._patience.stall_s:
             self._fail(snapshot, stalled(snapshot, self._quiet_s))
         elif self._cancelled_s >= self._patience.end_s:
-            chain = "; ".join(map(str, snapshot.chain())) or "nobody says what he waits for"
+            chain = "; ".join(map(str, snapshot.chain())) or "no part reports what it waits for"
             self._fail(snapshot, f"the run was told to stop {self._cancelled_s:.0f} s ago and has not ended: {chain}")
         if self._has_turned:
             self._has_turned = False
@@ -192,67 +196,67 @@ class _Watchdog:
     def _blocked(self) -> str:
         where = innermost_of_thread(self._loop_thread)
         return (
-            f"the event loop stood still for {self._loop_quiet_s:.0f} s, and everything with it: {where}. Blocking "
-            "work belongs into `await asyncio.to_thread(...)`; train.loop_stall_s allows it for longer"
+            f"the event loop stood still for {self._loop_quiet_s:.0f} s, and everything with it: {where}. Put blocking "
+            "work into `await asyncio.to_thread(...)`; train.loop_stall_s sets how long it may block"
         )
 
     def _fail(self, snapshot: Snapshot, what: str) -> None:
-        """Write the dump, and let the run end with RunStalled as soon as its loop turns."""
+        """Write the dump, and end the run with RunStalled as soon as its event loop runs."""
         self.error = RunStalled(f"{what}. Stacks, queues and ledger: {self._dump}")
         write_dump(self._dump, what, snapshot, self._loop)
         with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._pronounce, self.error)
+            self._loop.call_soon_threadsafe(self._end_with, self.error)
 
-    def _pronounce(self, error: RunStalled) -> None:
-        if not self._verdict.done():
-            self._verdict.set_exception(error)
+    def _end_with(self, error: RunStalled) -> None:
+        if not self._failure.done():
+            self._failure.set_exception(error)
 
     def _see_to_the_end(self, seconds: float) -> None:
-        """A run that was told to end must do so."""
+        """Ends the process when the run, which has failed, does not end."""
         if not self._is_ending:
             self._is_ending = True
-            return  # these seconds lie before the verdict
+            return  # these seconds were before the failure
         self._ending_s += seconds
         if self._loop_quiet_s >= self._patience.loop_s:
-            # Still, or now in its cleaning up; of several tasks that block each has to be interrupted.
+            # The loop still stands, or stands again during clean-up; each task that blocks has to be interrupted.
             self._interrupt()
-            self._deaf_s += seconds
-            if self._deaf_s >= self._patience.interrupt_s:
+            self._uninterrupted_s += seconds
+            if self._uninterrupted_s >= self._patience.interrupt_s:
                 self._exit("and could not be interrupted")
         else:
-            self._deaf_s = 0.0
+            self._uninterrupted_s = 0.0
             if self._ending_s >= self._patience.end_s:
                 self._exit(f"and did not end within {self._patience.end_s:.0f} s of being cancelled")
 
     def _interrupt(self) -> None:
         if self._loop_thread == threading.main_thread().ident:
-            signal.pthread_kill(self._loop_thread, lookout.INTERRUPT)
+            signal.pthread_kill(self._loop_thread, gil_watchdog.INTERRUPT)
 
     @contextmanager
     def _interruptible(self) -> Iterator[None]:
-        """Let a signal raise the verdict in the main thread, in whatever holds the loop there."""
+        """Let a signal raise the error in the main thread, in the code that blocks the loop there."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = signal.signal(lookout.INTERRUPT, self._on_signal)
+        before = signal.signal(gil_watchdog.INTERRUPT, self._on_signal)
         try:
             yield
         finally:
-            signal.signal(lookout.INTERRUPT, signal.SIG_DFL if before is None else before)
+            signal.signal(gil_watchdog.INTERRUPT, signal.SIG_DFL if before is None else before)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.error is not None and self._has_turned:
             return
-        if self.error is None:  # from the lookout; what we know of the loop is as old as our last tick
+        if self.error is None:  # from the GIL watchdog; what this thread knows of the loop is as old as its last tick
             where = innermost(frame) if frame else "something"
             what = f"no thread of this process ran for a long time: {where}"
             self.error = RunStalled(f"{what} holds the interpreter. Stacks: {self._dump}")
-            self._loop.call_soon_threadsafe(self._pronounce, self.error)
+            self._loop.call_soon_threadsafe(self._end_with, self.error)
         raise self.error
 
     def _exit(self, how: str) -> None:
-        """End the process here and now. Its parts end with it: agentrl/supervision/orphan_guard.py."""
-        why = f"{self.error}; the run was told so {how}, and was ended with exit code {EXIT_CODE}"
+        """End the process now. Its child processes end with it: agentrl/supervision/orphan_guard.py."""
+        why = f"{self.error}; the run was cancelled {how}, and its process was ended with exit code {EXIT_CODE}"
         with suppress(OSError):
             self._last_words(why)
         with suppress(OSError):
@@ -261,21 +265,29 @@ class _Watchdog:
 
 
 @contextmanager
-def _looked_after(patience: Patience, dump: Path) -> Iterator[Callable[[], None]]:
-    """A lookout lives as long as the block; it wants to hear the yielded function called at every tick."""
+def _with_gil_watchdog(patience: Patience, dump: Path) -> Iterator[Callable[[], None]]:
+    """Run the GIL watchdog as long as the block; the yielded function must be called at every tick."""
     limits = (patience.loop_s + patience.interrupt_s, patience.interrupt_s)
     with tempfile.TemporaryFile() as stacks:
-        command = [sys.executable, "-I", "-S", lookout.__file__, *map(str, limits), str(dump), str(stacks.fileno())]
+        command = [
+            sys.executable,
+            "-I",
+            "-S",
+            gil_watchdog.__file__,
+            *map(str, limits),
+            str(dump),
+            str(stacks.fileno()),
+        ]
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, pass_fds=[stacks.fileno()], start_new_session=True, bufsize=0
         )
         assert process.stdin is not None
         pipe = process.stdin
         os.set_blocking(pipe.fileno(), False)
-        faulthandler.register(lookout.STACKS, file=stacks, all_threads=True)
+        faulthandler.register(gil_watchdog.STACKS, file=stacks, all_threads=True)
 
         def tick() -> None:
-            with suppress(OSError, ValueError):  # it is gone, or we are about to be
+            with suppress(OSError, ValueError):  # it has ended, or this process is about to
                 pipe.write(b".")
 
         try:
@@ -283,30 +295,30 @@ def _looked_after(patience: Patience, dump: Path) -> Iterator[Callable[[], None]
         finally:
             pipe.close()
             process.wait()
-            faulthandler.unregister(lookout.STACKS)
+            faulthandler.unregister(gil_watchdog.STACKS)
 
 
 def stalled(snapshot: Snapshot, quiet_s: float) -> str:
-    """What to say of a run in which nothing moved for `quiet_s` seconds."""
+    """The message for a run in which nothing moved for `quiet_s` seconds."""
     chain = "; ".join(map(str, snapshot.chain()))
     return (
         f"nothing moved for {quiet_s:.0f} s ({snapshot.phase}; the last to move was the {snapshot.last_beat}): "
-        + (chain or "nobody says what he waits for")
-        + ". If that is how long it takes, raise train.stall_timeout_s"
+        + (chain or "no part reports what it waits for")
+        + ". If a step may take this long, raise train.stall_timeout_s"
     )
 
 
 def write_dump(path: Path, what: str, snapshot: Snapshot, loop: asyncio.AbstractEventLoop) -> None:
-    """Add everything that helps to find out why to the file. A disk that is full must not keep the run from ending."""
+    """Append what helps to find the cause: waits, gauges, all stacks. A full disk must not keep the run from ending."""
     gauges = snapshot.gauges
     head = [
         f"==== {time.strftime('%Y-%m-%d %H:%M:%S')} {what}",
-        "who waits for whom, oldest first:\n" + ("\n".join(f"  {wait}" for wait in snapshot.waits) or "  nobody"),
+        "waits, oldest first:\n" + ("\n".join(f"  {wait}" for wait in snapshot.waits) or "  none"),
         f"step {gauges.step} of {gauges.num_steps}, version {gauges.version} in the engines",
         "ledger: " + ", ".join(f"{name} {count}" for name, count in gauges.ledger.items()),
         "queues: " + ", ".join(f"{name} {count}" for name, count in gauges.queues.items()),
     ]
-    # Nor must anything else: these stacks are those of running code.
+    # Any other error must not either: the stacks are those of running code.
     with suppress(Exception):
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8", errors="replace") as file:

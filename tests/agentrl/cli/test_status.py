@@ -132,7 +132,7 @@ def test_watch_follows_the_run_to_its_end(
 
 
 @pytest.mark.parametrize(
-    ("content", "saying"), [(None, "has no status.json"), ("{", "is not whole"), ('{"format": 99}', "has format 99")]
+    ("content", "saying"), [(None, "has no status.json"), ("{", "is incomplete"), ('{"format": 99}', "has format 99")]
 )
 def test_bad_files_are_one_screen_and_exit_code_2(folder: Path, content: str | None, saying: str) -> None:
     if content is not None:

@@ -73,7 +73,7 @@ def test_a_reader_never_sees_half_a_file(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("error", "state", "why"),
     [
-        (None, RunState.DONE, "The run is over: done"),
+        (None, RunState.DONE, "The run is done"),
         (EngineError("it is on fire"), RunState.FAILED, "The run failed: EngineError: it is on fire"),
         (KeyboardInterrupt(), RunState.STOPPED, "The run was stopped"),
         (asyncio.CancelledError(), RunState.STOPPED, "The run was stopped"),
@@ -92,7 +92,7 @@ def test_the_end_is_written_last_and_says_how(
     verdict = assess(read_status(folder), folder)
     assert (verdict.state, verdict.sentence) == (state, why)
     assert verdict.advice == (
-        "" if error is None else f"`agentrl train --resume {folder}` goes on from the last checkpoint"
+        "" if error is None else f"`agentrl train --resume {folder}` continues from the last checkpoint"
     )
 
 
@@ -120,7 +120,7 @@ def changed(folder: Path, **changes: Any) -> RunStatus:
 
 
 def test_another_process_with_the_same_number_is_not_the_run(folder: Path) -> None:
-    writer = replace(Writer.ourselves(), started="1")
+    writer = replace(Writer.this_process(), started="1")
     assert state_of(folder, changed(folder, writer=writer)) is RunState.DEAD
 
 
@@ -129,7 +129,7 @@ def test_a_run_that_lives_and_is_silent_is_stalled(folder: Path) -> None:
     old = replace(status, heartbeat_up_s=status.heartbeat_up_s - 100)
     verdict = assess(old, folder)
     assert verdict.state is RunState.STALLED
-    assert "lives and gave no sign of life for 100 s" in verdict.sentence
+    assert "exists and has not reported for 100 s" in verdict.sentence
 
 
 def test_a_wall_clock_that_jumps_makes_no_run_old(folder: Path) -> None:
@@ -155,10 +155,10 @@ def test_a_run_in_which_nothing_moves_is_stalled_long_before_the_watchdog_ends_i
 @pytest.mark.parametrize(
     ("content", "saying"),
     [
-        (b"", "is not whole"),
-        (b'{"format": 1, "run": "qui', "is not whole"),
-        (b"\xff\xfe", "is not whole"),
-        (b"[1, 2]", "is not whole"),
+        (b"", "is incomplete"),
+        (b'{"format": 1, "run": "qui', "is incomplete"),
+        (b"\xff\xfe", "is incomplete"),
+        (b"[1, 2]", "is incomplete"),
         (b'{"format": 0}', "has format 0, this agentrl reads format 1"),
         (b"{}", "has format 0"),
         (b'{"format": 1, "run": 3}', "was not written by agentrl"),

@@ -1,4 +1,4 @@
-"""The board: who waits for whom, for how long, and what counts as a movement."""
+"""The wait graph: which part waits for which, for how long, and what counts as a movement."""
 
 from __future__ import annotations
 

@@ -229,11 +229,11 @@ def test_code_that_cannot_be_interrupted_and_lets_no_thread_run_is_killed_with_i
     with running(tmp_path, "sum(itertools.repeat(0))") as process:
         said, _ = process.communicate(timeout=30)
     assert process.returncode == -signal.SIGKILL, said
-    assert "was not to be interrupted, and was killed" in said
+    assert "could not be interrupted and was killed" in said
     assert re.search(r"program.py.*line \d+ in run", (tmp_path / "stall.txt").read_text())
 
 
-def test_the_lookout_ends_with_its_process(tmp_path: Path) -> None:
+def test_the_gil_watchdog_ends_with_its_process(tmp_path: Path) -> None:
     with running(tmp_path, "await asyncio.sleep(60)") as process:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         assert len(children) == 1

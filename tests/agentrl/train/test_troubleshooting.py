@@ -46,7 +46,8 @@ PROVOKED_ELSEWHERE = {
     "nothing moved for": "train/test_stalls.py::"
     "test_an_engine_that_falls_silent_in_training_is_named_down_the_whole_chain",
     "no thread of this process": "supervision/test_watchdog.py::test_code_that_lets_no_thread_run_is_interrupted_too",
-    "...; the run was told so": "supervision/test_watchdog.py::test_a_loop_that_cannot_be_interrupted_ends_the_process",
+    "...; the run was cancelled": "supervision/test_watchdog.py::"
+    "test_a_loop_that_cannot_be_interrupted_ends_the_process",
     "the event loop stood": "supervision/test_watchdog.py::"
     "test_a_blocked_loop_is_interrupted_and_the_code_that_blocks_it_is_named",
 }

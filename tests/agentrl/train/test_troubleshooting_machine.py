@@ -29,7 +29,9 @@ JOURNAL_FULL = Trouble(
 )
 DISK_FULL = Trouble("cannot write ...: No space left on device. Free space on its disk (df -h ...)")
 NO_OUTPUT = Trouble("standard output cannot be written any more (...): the work goes on without")
-NO_MEMORY = Trouble("the ... process ended with exit code ...; while it ran, the kernel ended ... for want of memory")
+NO_MEMORY = Trouble(
+    "the ... process ended with exit code ...; while it ran, the kernel ended ... because memory ran out"
+)
 ALONE = [sys.executable, "-m", "tests.agentrl.train.whole_run_alone"]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "1000"}
 

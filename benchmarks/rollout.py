@@ -19,12 +19,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from agentrl.chat.chat_model import ChatModel, ChatRules
-from agentrl.chat.endpoint_episode import play_chat_group
-from agentrl.chat.proxy import ChatProxy
+from agentrl.chat.chat_model import ChatModel
+from agentrl.chat.runners import EndpointRunners, TokenRunners
 from agentrl.config import RolloutConfig
 from agentrl.env import Episode, ToolEnv
-from agentrl.rollout.episode import run_group
+from agentrl.rollout.group import GroupPlayer
+from agentrl.rollout.settings import RolloutSettings
 from agentrl.testing import call
 from agentrl.tokens.tokenizer import TurnTokenizer
 from agentrl.tools import tool
@@ -47,8 +47,10 @@ from benchmarks.rollout_script import (
 REPORT = Path(__file__).with_suffix(".md")
 GROUP_SIZE = 8
 VOCABULARY_TEXTS = (SYSTEM, THOUGHT, ANSWER, QUESTION, entry("flour"))
-LIMITS = RolloutConfig(
-    max_context=8192, max_turn_tokens=512, tool_output_tokens=256, episode_timeout_s=3600.0, group_size=GROUP_SIZE
+SETTINGS = RolloutSettings(
+    config=RolloutConfig(
+        max_context=8192, max_turn_tokens=512, tool_output_tokens=256, episode_timeout_s=3600.0, group_size=GROUP_SIZE
+    )
 )
 GOAL_MS = 1.0
 
@@ -112,10 +114,11 @@ async def token_arm(num_episodes: int, median_s: float) -> dict[str, float]:
     """The path of training: token ids, masks, logprobs, versions."""
     tokenizer = small_tokenizer()
     engine = TimedEngine(tokenizer, Latency(median_s=median_s))
+    player = GroupPlayer(Books, {"train": SETTINGS}, TokenRunners(tokenizer))
     async with Meter() as meter:
         groups = await asyncio.gather(
             *(
-                run_group(Books, task, group_id=i, size=GROUP_SIZE, engine=engine, tokenizer=tokenizer, limits=LIMITS)  # type: ignore[arg-type]
+                player.play_group(engine, i, task, kind="train")
                 for i, task in enumerate(tasks(num_episodes // GROUP_SIZE))
             )
         )
@@ -126,13 +129,11 @@ async def token_arm(num_episodes: int, median_s: float) -> dict[str, float]:
 async def chat_arm(num_episodes: int, url: str) -> dict[str, float]:
     """The path of an evaluation over an OpenAI endpoint."""
     model = ChatModel(url, model="scripted", api_key=None, api_key_name="KEY", request_timeout_s=3600.0)
-    rules = ChatRules(limits=LIMITS, temperature=1.0, top_p=1.0)
+    player = GroupPlayer(Books, {"eval": SETTINGS}, EndpointRunners())
     async with model, Meter() as meter:
         groups = await asyncio.gather(
             *(
-                play_chat_group(
-                    Books, task, group_id=i, size=GROUP_SIZE, model=model, rules=rules, seed=0, proxy=ChatProxy()
-                )
+                player.play_group(model, i, task, kind="eval")
                 for i, task in enumerate(tasks(num_episodes // GROUP_SIZE))
             )
         )

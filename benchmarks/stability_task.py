@@ -26,12 +26,14 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from agentrl import config as config_module
+from agentrl.chat.runners import TokenRunners
 from agentrl.config import Config
 from agentrl.data.source import TaskSource, held_out_tasks
 from agentrl.engine import launch as launch_engines
 from agentrl.env import Env, load_env_class, opened
 from agentrl.report.evaluation import evaluate
-from agentrl.rollout.player import Player
+from agentrl.rollout.group import GroupPlayer
+from agentrl.rollout.settings import settings_of
 from agentrl.supervision.secrets import Secrets
 from agentrl.train import launch
 from agentrl.train.training import is_model_folder
@@ -74,7 +76,7 @@ class Stage:
     config: Config
     env_class: type[Env]
     engine: TrainableEngine
-    player: Player
+    player: GroupPlayer[TrainableEngine]
     held_out: Sequence[Task]
     folder: Path
     """In memory, for weights."""
@@ -107,7 +109,7 @@ async def staged(config: Config) -> AsyncIterator[Stage]:
                         config=config,
                         env_class=env_class,
                         engine=engine,
-                        player=Player(config, make_env=make_env, tokenizer=tokenizer),
+                        player=GroupPlayer(make_env, settings_of(config), TokenRunners(tokenizer)),
                         held_out=held_out_tasks(env_class, config.env, num_tasks=config.eval.num_tasks),
                         folder=folder,
                     )

@@ -26,10 +26,6 @@ ALLOWED = {
     "envs": {"agentrl", "sandbox.client", "sandbox.protocol"},
     "trainer": {"agentrl", "sandbox.client", "sandbox.protocol"},
 }
-# Being moved: each line goes with the import that it permits.
-PASSING = {
-    ("agentrl.rollout", "agentrl.chat"),
-}
 
 
 def _modules() -> dict[str, Path]:
@@ -74,7 +70,7 @@ def unit(module: str) -> str:
 
 def is_allowed(importer: str, imported: str) -> bool:
     here, there = unit(importer), unit(imported)
-    if here == there or (here, there) in PASSING:
+    if here == there:
         return True
     if here.split(".")[0] != there.split(".")[0]:
         allowed = ALLOWED[here.split(".")[0]]

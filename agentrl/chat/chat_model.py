@@ -5,28 +5,18 @@ Knows OpenAI's client library and nothing of episodes or rewards.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
 from agentrl.chat.openai_schema import message_body, read_arguments
-from agentrl.config import RolloutConfig
 from agentrl.errors import ConfigError, EngineError, MissingDependencyError
 from agentrl.tokens.tool_calls import OPEN, parse_hermes
 from agentrl.types import FinishReason, Message, ToolCall
 
 MAX_RETRIES = 5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatRules:
-    """What holds for every episode of a measurement."""
-
-    limits: RolloutConfig
-    temperature: float
-    top_p: float
-    max_turns: int | None = None  # None: the environment's own
 
 
 class PromptTooLong(Exception):
@@ -42,6 +32,7 @@ class Reply:
     finish_reason: FinishReason
     num_prompt_tokens: int
     num_completion_tokens: int
+    generate_s: float = 0.0  # time to the answer, the client library's retries included
 
 
 class ChatModel:
@@ -114,10 +105,12 @@ class ChatModel:
             **({"stop": list(stop)} if stop else {}),
         }
         create: Any = self._client.chat.completions.create
+        started = time.monotonic()
         while True:
             fields = {self._names.get(name, name): value for name, value in wished.items() if name not in self._omitted}
             try:
-                return self._read(await create(**fields), has_tools=bool(tools))
+                reply = self._read(await create(**fields), has_tools=bool(tools))
+                return replace(reply, generate_s=time.monotonic() - started)
             except self._openai.OpenAIError as error:
                 if not self._adapted(error, fields):
                     self._refused(error)

@@ -1,47 +1,54 @@
-"""A chat session that hands each call on to any chat endpoint: an agent is measured, and no token is recorded.
+"""A chat session that forwards each call to a chat endpoint: an agent is measured, and no token is recorded.
 
-Knows no HTTP server and no engine.
+Independent of HTTP servers and engines.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from agentrl.chat.chat_model import ChatModel, ChatRules, PromptTooLong
+from agentrl.chat.chat_model import ChatModel, PromptTooLong
 from agentrl.chat.openai_schema import ChatAnswer, ChatRequest, Finish
-from agentrl.chat.session import ChatSession, Record
+from agentrl.chat.session import ChatSession
+from agentrl.config import RolloutConfig
 from agentrl.errors import AgentRLError
+from agentrl.rollout.episode import SegmentRecord
 from agentrl.types import FinishReason, Message, StopReason
 
 
 class ForwardSession(ChatSession):
-    """Its one record is the conversation with the last answer."""
+    """Its one record is the conversation with the last answer.
 
-    def __init__(self, *, model: ChatModel, rules: ChatRules, max_calls: int) -> None:
+    session = ForwardSession(model, config=config, max_calls=64)
+    """
+
+    def __init__(self, model: ChatModel, *, config: RolloutConfig, max_calls: int) -> None:
         super().__init__(max_calls=max_calls)
         self._model = model
-        self._rules = rules
+        self._config = config
         self._latest: tuple[Message, ...] = ()
 
     @property
-    def records(self) -> Sequence[Record]:
+    def records(self) -> Sequence[SegmentRecord]:
         """At most one, without turns."""
-        return [Record(turns=(), messages=self._latest)] if self._latest else []
+        if not self._latest:
+            return []
+        return [SegmentRecord(turns=(), messages=self._latest, counts={"turns": self.num_answers})]
 
     @property
     def messages(self) -> Sequence[Message]:
-        """Of the last call, and its answer."""
+        """The messages of the last call, and its answer."""
         return self._latest
 
     async def _play(self, request: ChatRequest) -> ChatAnswer:
-        allowed = self._rules.limits.max_turn_tokens
+        allowed = self._config.max_turn_tokens
         try:
             reply = await self._model.say(
                 request.messages,
                 request.tools,
                 max_tokens=min(request.max_tokens or allowed, allowed),
-                temperature=self._rules.temperature,
-                top_p=self._rules.top_p,
+                temperature=self._config.temperature,
+                top_p=self._config.top_p,
                 stop=request.stop,
             )
         except PromptTooLong as error:
@@ -55,6 +62,7 @@ class ForwardSession(ChatSession):
         if reply.finish_reason is FinishReason.LENGTH:
             finish = "length"
         self._latest = (*request.messages, message)
+        self.generate_s += reply.generate_s
         return ChatAnswer(
             message=message,
             finish=finish,

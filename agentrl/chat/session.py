@@ -7,22 +7,14 @@ why: an agent that gives up then has come to an end and has not failed. A part t
 from __future__ import annotations
 
 import asyncio
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agentrl.chat.openai_schema import ApiError, ChatAnswer, ChatRequest
 from agentrl.errors import AgentRLError
-from agentrl.types import Message, StopReason, Turn
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
-    """One conversation of the agent's: its tokens, where they are known, and its messages."""
-
-    turns: tuple[Turn, ...]
-    messages: tuple[Message, ...]
+from agentrl.rollout.episode import SegmentRecord
+from agentrl.types import Message, StopReason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,12 +36,13 @@ class ChatSession(ABC):
         self.num_tool_calls = 0
         self.num_completion_tokens = 0
         self.generate_s = 0.0
+        """Time spent waiting for the model, summed over calls."""
         self.refusal: Refusal | None = None
         """The last call that was refused for the run's limits."""
 
     @property
     @abstractmethod
-    def records(self) -> Sequence[Record]:
+    def records(self) -> Sequence[SegmentRecord]:
         """All conversations with at least one answer, oldest first."""
 
     @property
@@ -59,7 +52,7 @@ class ChatSession(ABC):
 
     @abstractmethod
     async def _play(self, request: ChatRequest) -> ChatAnswer:
-        """Answer one call and record it. Raises ApiError, also through `_refuse` and `_fail`."""
+        """Answer one call, record it and add to `generate_s`. Raises ApiError, also through `_refuse` and `_fail`."""
 
     @property
     def has_calls_running(self) -> bool:
@@ -86,12 +79,10 @@ class ChatSession(ABC):
             reason = f"the episode has had its {self._max_calls} calls"
             raise self._refuse(StopReason.MAX_TURNS, reason, code="max_turns_exceeded")
         self._num_running += 1
-        started = time.monotonic()
         try:
             answer = await self._play(request)
         finally:
             self._num_running -= 1
-            self.generate_s += time.monotonic() - started
         self.num_answers += 1
         self.num_tool_calls += len(answer.message.tool_calls)
         self.num_completion_tokens += answer.num_completion_tokens

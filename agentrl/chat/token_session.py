@@ -5,15 +5,15 @@ Knows no HTTP. The engine's tokens are the only record of what the model said.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 
 from agentrl.chat.openai_schema import ApiError, ChatAnswer, ChatRequest, Finish
-from agentrl.chat.session import ChatSession, Record
+from agentrl.chat.session import ChatSession
 from agentrl.config import RolloutConfig
-from agentrl.engine.base import Engine
-from agentrl.errors import ConfigError, EngineError, boundary
+from agentrl.errors import ConfigError, EngineError
+from agentrl.rollout.episode import SegmentRecord
+from agentrl.rollout.generation import TokenGenerator
 from agentrl.tokens.branches import SegmentStore
 from agentrl.tokens.tokenizer import TurnTokenizer
 from agentrl.tokens.tool_calls import THINK_CLOSE, THINK_OPEN, parse_hermes
@@ -23,39 +23,38 @@ from agentrl.types import Completion, FinishReason, Message, Sampling, StopReaso
 class TokenSession(ChatSession):
     """Each call is rendered, generated and recorded; every segment of the record is one conversation.
 
+        session = TokenSession(generator, tokenizer=tokenizer, config=config, sampling=sampling, max_calls=64)
+
     Args:
-        sampling: temperature, top_p and stop tokens of the run, which rule whatever a call asks for.
+        tokenizer: with the hermes tool format, which is that of a chat endpoint.
+        sampling: temperature, top_p and stop tokens of the run, which override those of a call.
         max_calls: answers the agent may have.
-        name: begins the request ids; unique in a run.
-        seed: of the episode, from which each call's is made; None: calls have none.
     """
 
     def __init__(
         self,
+        generator: TokenGenerator,
         *,
-        engine: Engine,
         tokenizer: TurnTokenizer,
-        limits: RolloutConfig,
+        config: RolloutConfig,
         sampling: Sampling,
         max_calls: int,
-        name: str,
-        seed: int | None = None,
     ) -> None:
         super().__init__(max_calls=max_calls)
-        self._engine = engine
-        self._tokenizer = tokenizer.speaking("hermes")  # what a chat endpoint's tools are
-        self._limits = limits
+        self._generator = generator
+        self._tokenizer = tokenizer
+        self._config = config
         self._sampling = sampling
-        self._name = name
-        self._seed = seed
-        self._num_begun = 0
         self.store = SegmentStore(self._tokenizer)
         """What was recorded."""
 
     @property
-    def records(self) -> Sequence[Record]:
-        """One a segment."""
-        return [Record(turns=tuple(s.turns), messages=tuple(s.messages)) for s in self.store.segments]
+    def records(self) -> Sequence[SegmentRecord]:
+        """See ChatSession."""
+        return [
+            SegmentRecord(turns=tuple(s.turns), messages=tuple(s.messages), counts={"turns": len(s.turns)})
+            for s in self.store.segments
+        ]
 
     @property
     def messages(self) -> Sequence[Message]:
@@ -67,12 +66,14 @@ class TokenSession(ChatSession):
             place = self.store.place(request.messages, request.tools)
         except ConfigError as error:
             raise ApiError(400, str(error), param="messages") from error
-        number, self._num_begun = self._num_begun, self._num_begun + 1
         try:
-            prompt = place.prompt_ids
-            sampling = replace(self._fitted(request, len(prompt)), seed=request_seed(self._seed, number))
-            completion = await self._generate(prompt, sampling, request_id=f"{self._name}-{number}")
+            prompt, number = place.prompt_ids, self._generator.num_requests
+            completion = await self._generator.generate(prompt, self._fitted(request, len(prompt)))
+            self.generate_s = self._generator.generate_s
             said, answer = self._read(completion, request, number=number, num_prompt_tokens=len(prompt))
+        except EngineError as error:
+            self.store.release(place)
+            raise self._fail(error) from error
         except BaseException:
             self.store.release(place)
             raise
@@ -81,26 +82,17 @@ class TokenSession(ChatSession):
 
     def _fitted(self, request: ChatRequest, num_prompt_tokens: int) -> Sampling:
         """The run's sampling with the call's own limits. Raises ApiError when the prompt leaves no room."""
-        room = self._limits.max_context - num_prompt_tokens
-        if room < self._limits.min_turn_tokens:
+        room = self._config.max_context - num_prompt_tokens
+        if room < self._config.min_turn_tokens:
             reason = (
-                f"This model's maximum context length is {self._limits.max_context} tokens (rollout.max_context). "
+                f"This model's maximum context length is {self._config.max_context} tokens (rollout.max_context). "
                 f"However, your messages resulted in {num_prompt_tokens} tokens. "
                 "Please reduce the length of the messages."
             )
             raise self._refuse(StopReason.MAX_CONTEXT, reason, code="context_length_exceeded")
-        wished = request.max_tokens or self._limits.max_turn_tokens
-        max_tokens = min(wished, self._limits.max_turn_tokens, room)
+        wished = request.max_tokens or self._config.max_turn_tokens
+        max_tokens = min(wished, self._config.max_turn_tokens, room)
         return replace(self._sampling, max_tokens=max_tokens, stop=request.stop)
-
-    async def _generate(self, prompt: list[int], sampling: Sampling, *, request_id: str) -> Completion:
-        try:
-            with boundary(EngineError, "generate"):
-                completion = await self._engine.generate(prompt, sampling, request_id=request_id, session_id=self._name)
-            check_completion(completion, sampling, self._tokenizer)
-        except EngineError as error:
-            raise self._fail(error) from error
-        return completion
 
     def _read(
         self, completion: Completion, request: ChatRequest, *, number: int, num_prompt_tokens: int
@@ -126,29 +118,6 @@ class TokenSession(ChatSession):
             num_completion_tokens=len(completion.token_ids),
         )
         return Message(role="assistant", content=parsed.content, tool_calls=parsed.tool_calls), answer
-
-
-def request_seed(episode_seed: int | None, number: int) -> int | None:
-    """For the `number`-th request of an episode: the same whenever and wherever the episode is played."""
-    if episode_seed is None:
-        return None
-    digest = hashlib.blake2b(f"{episode_seed}/{number}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest) >> 1  # vLLM takes 63 bits
-
-
-def check_completion(completion: Completion, sampling: Sampling, tokenizer: TurnTokenizer) -> None:
-    """Raises EngineError for an answer that cannot be one to what was asked."""
-    ids = completion.token_ids
-    if completion.finish_reason is FinishReason.ABORT:
-        raise EngineError(f"the engine aborted the request after {len(ids)} tokens")
-    if not ids:
-        raise EngineError("the engine returned no token")
-    if len(ids) > sampling.max_tokens:
-        raise EngineError(f"the engine returned {len(ids)} tokens, {sampling.max_tokens} were allowed")
-    if completion.finish_reason is FinishReason.STOP and ids[-1] not in sampling.stop_token_ids:
-        text = tokenizer.decode(ids)
-        if not any(stop in text for stop in sampling.stop):
-            raise EngineError(f"the engine stopped at token {ids[-1]}, which ends no turn and no stop string")
 
 
 def _split_thought(content: str, *, thinking: bool) -> tuple[str, str]:

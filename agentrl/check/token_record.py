@@ -12,12 +12,14 @@ from pathlib import Path
 from agentrl.check.byte_tokenizer import write_byte_tokenizer
 from agentrl.config import RolloutConfig
 from agentrl.env.base import Env
-from agentrl.rollout.episode import run_episode
+from agentrl.rollout.episode import play_episode
+from agentrl.rollout.settings import Attempt, RolloutSettings
+from agentrl.rollout.token_speaker import token_runner
 from agentrl.testing import ScriptedEngine
 from agentrl.tokens.tokenizer import TurnTokenizer
 from agentrl.types import Message, Task, Trajectory
 
-_LIMITS = RolloutConfig(max_context=2**20, max_turn_tokens=2**18, tool_output_tokens=2**17)
+_CONFIG = RolloutConfig(max_context=2**20, max_turn_tokens=2**18, tool_output_tokens=2**17)
 
 
 def load_tokenizer(path: str | None) -> TurnTokenizer:
@@ -33,16 +35,11 @@ async def find_token_problem(
 ) -> tuple[int, str | None]:
     """Tokens played, and what is wrong with them, if anything. Raises InfraError, ConfigError as a rollout does."""
     said = [*script, Message(role="assistant", content="I am done.")]
-    segments = await run_episode(
-        make_env(),
-        task,
-        engine=(engine := ScriptedEngine(tokenizer=tokenizer, script=said)),
-        tokenizer=tokenizer,
-        limits=_LIMITS,
-        episode_id="check",
-        seed=0,
-        max_turns=len(said),
-    )
+    engine = ScriptedEngine(tokenizer=tokenizer, script=said)
+    env, attempt = make_env(), Attempt(task=task, episode_id="check")
+    settings = RolloutSettings(config=_CONFIG, max_turns=len(said))
+    runner = token_runner(env, attempt, engine, settings, tokenizer)
+    segments = (await play_episode(env, attempt, runner, _CONFIG)).segments
     num_tokens = sum(len(segment.token_ids()) for segment in segments)
     problem = _broken_prefix(segments, engine.prompts.values()) or _broken_record(segments)
     return num_tokens, problem

@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -18,15 +18,15 @@ from rich.text import Text
 
 from agentrl.env.agent_env import AgentEnv
 from agentrl.env.base import Env
-from agentrl.env.driver import add_counts, advance, close, scored, start, uninterrupted_close
-from agentrl.env.episode import Action, Episode
+from agentrl.env.driver import Dialogue, close, scored, uninterrupted_close
+from agentrl.env.episode import Action, Episode, StepResult
 from agentrl.env.registry import load_env_class
 from agentrl.env.shared import opened
 from agentrl.errors import ConfigError
 from agentrl.report.console import EvalConsole
 from agentrl.report.episode_text import call_text, show_message
 from agentrl.tools import ToolSpec
-from agentrl.types import Message, StopReason, Task, ToolCall
+from agentrl.types import Message, Task, ToolCall
 
 PROMPT = "you> "
 MORE = "...> "
@@ -48,7 +48,7 @@ async def play_in_terminal(target: str, *, kwargs: Mapping[str, Any], data: str 
     terminal = EvalConsole()
     async with SandboxClient.embedded() as sandbox, opened(env_class, sandbox=sandbox) as make_env:
         terminal.line(f"{env_class.__name__}, task {task.id}, seed {seed}; /help says how to play")
-        table = Table(Console(highlight=False), Lines())
+        table = TerminalSpeaker(Console(highlight=False), Lines())
         await uninterrupted_close(table.play(make_env(), task, seed))
 
 
@@ -89,49 +89,49 @@ class _Quit(Exception):
     """The player has had enough."""
 
 
-class Table:
-    """A person and an environment at one table."""
+class TerminalSpeaker:
+    """A Speaker whose turns a person types in a terminal.
+
+    episode = await TerminalSpeaker(Console(), Lines()).play(env, task, seed=0)
+    """
 
     def __init__(self, console: Console, lines: Lines) -> None:
         self._console = console
         self._lines = lines
+        self._tools: Mapping[str, ToolSpec] = {}
 
     async def play(self, env: Env, task: Task, seed: int) -> Episode | None:
-        """The scored episode; None when the player left before its end. The environment is closed."""
+        """The scored episode; None when the person left before its end. The environment is closed."""
+        dialogue = Dialogue(env=env, task=task)
         try:
-            dialogue = await start(env, task, seed)
-            self._list_tools(env.tools)
-            self._show(dialogue)
+            await dialogue.begin(seed)
+            self._tools = env.tools
+            self._list_tools(self._tools)
+            self._show(dialogue.messages)
             try:
-                episode = await self._turns(env, task, list(dialogue))
+                stop_reason = await dialogue.play(self, max_turns=env.max_turns)
             except _Quit:
                 self._console.print(Text("\nleft before the end: not scored", style="yellow"))
                 return None
-            episode = await scored(env, episode)
+            episode = await scored(env, dialogue.episode(stop_reason))
         finally:
             await close(env)
         self._console.print(_result(episode))
         return episode
 
-    async def _turns(self, env: Env, task: Task, messages: list[Message]) -> Episode:
-        info: dict[str, float] = {}
-        step_reward, stop_reason = 0.0, StopReason.MAX_TURNS
-        for turn in range(env.max_turns):
-            message = await self._say(env.tools, turn)
-            messages.append(message)
-            for call in message.tool_calls:
-                self._console.print(call_text(call))
-            result = await advance(env, Action(message=message))
-            messages += result.observation
-            add_counts(info, result.info)
-            step_reward += result.reward
-            self._show(result.observation)
-            if result.reward:
-                self._console.print(Text(f"reward of this turn: {result.reward:g}", style="green"))
-            if result.terminated or result.truncated:
-                stop_reason = StopReason.COMPLETED if result.terminated else StopReason.TRUNCATED
-                break
-        return Episode(task=task, messages=tuple(messages), stop_reason=stop_reason, step_reward=step_reward, info=info)
+    async def speak(self, turn: int, *, is_last: bool) -> Action:
+        """See Speaker. Raises _Quit."""
+        message = await self._say(self._tools, turn)
+        for call in message.tool_calls:
+            self._console.print(call_text(call))
+        return Action(message=message)
+
+    def observe(self, result: StepResult) -> Sequence[Message]:
+        """See Speaker."""
+        self._show(result.observation)
+        if result.reward:
+            self._console.print(Text(f"reward of this turn: {result.reward:g}", style="green"))
+        return result.observation
 
     async def _say(self, tools: Mapping[str, ToolSpec], turn: int) -> Message:
         """What the player says next. Raises _Quit."""

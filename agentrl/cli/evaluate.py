@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from agentrl.chat.chat_model import ChatModel, ChatRules
-from agentrl.chat.endpoint_episode import play_chat_group
-from agentrl.chat.proxy import ChatProxy
+from agentrl.chat.chat_model import ChatModel
+from agentrl.chat.runners import EndpointRunners, TokenRunners
 from agentrl.config import Config, parse
 from agentrl.data.source import held_out_tasks
 from agentrl.engine import launch as launch_engines
@@ -22,7 +21,8 @@ from agentrl.env.canary import Canaries
 from agentrl.errors import ConfigError, EngineError, EngineGone
 from agentrl.report.console import EvalConsole
 from agentrl.report.evaluation import Evaluation, MakeGroup, evaluate
-from agentrl.rollout.player import Player
+from agentrl.rollout.group import GroupPlayer
+from agentrl.rollout.settings import settings_of
 from agentrl.supervision.secrets import Secrets
 from agentrl.train import launch
 from agentrl.train.training import check_model
@@ -136,7 +136,7 @@ async def _by_tokens(
     from agentrl.tokens.tokenizer import TurnTokenizer
 
     tokenizer = await asyncio.to_thread(TurnTokenizer.load, request.tokenizer)
-    player = Player(request.config, make_env=make_env, tokenizer=tokenizer)
+    player = GroupPlayer(make_env, settings_of(request.config), TokenRunners(tokenizer))
     async with _engine(request, logs, console) as engine:
         yield lambda index, task: player.play_group(engine, index, task, kind="eval")
 
@@ -148,13 +148,7 @@ async def _by_messages(
     """Through any chat endpoint."""
     config = request.config
     assert request.url is not None and request.served_model is not None
-    rules = ChatRules(
-        limits=config.rollout,
-        temperature=config.eval.temperature,
-        top_p=config.eval.top_p,
-        max_turns=config.env.max_turns,
-    )
-    proxy = ChatProxy()
+    player = GroupPlayer(make_env, settings_of(config), EndpointRunners())
     async with ChatModel(
         request.url,
         model=request.served_model,
@@ -162,16 +156,7 @@ async def _by_messages(
         api_key_name=request.api_key_env,
         request_timeout_s=config.engine.request_timeout_s,
     ) as model:
-        yield lambda index, task: play_chat_group(
-            make_env,
-            task,
-            group_id=index,
-            size=config.eval.samples_per_task,
-            model=model,
-            rules=rules,
-            seed=config.seed,
-            proxy=proxy,
-        )
+        yield lambda index, task: player.play_group(model, index, task, kind="eval")
 
 
 @asynccontextmanager

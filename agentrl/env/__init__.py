@@ -5,6 +5,8 @@ Holds no code of its own: `base_env` and `tool_env` are the classes, `drive` pla
 
 from agentrl.env.base import Env
 from agentrl.env.driver import (
+    Dialogue,
+    Speaker,
     add_counts,
     advance,
     attributed,
@@ -23,9 +25,11 @@ from agentrl.env.tool_env import ToolEnv
 __all__ = [
     "STEP_REWARD",
     "Action",
+    "Dialogue",
     "Env",
     "EnvSpec",
     "Episode",
+    "Speaker",
     "Split",
     "StepResult",
     "ToolEnv",

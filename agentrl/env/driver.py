@@ -11,14 +11,14 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeVar
 
 from agentrl.env.base import Env
 from agentrl.env.episode import STEP_REWARD, Action, Episode, StepResult
 from agentrl.env.providers import Scope
 from agentrl.errors import AgentRLError, EnvError, SandboxError
-from agentrl.types import Message, StopReason, Task
+from agentrl.types import FinishReason, Message, StopReason, Task
 
 log = logging.getLogger(__name__)
 
@@ -49,34 +49,97 @@ def _is_sandbox_failure(error: Exception) -> bool:
     return isinstance(error, SandboxUnavailable)
 
 
+class Speaker(Protocol):
+    """Says the assistant's turns of one episode: a model, a script or a person."""
+
+    async def speak(self, turn: int, *, is_last: bool) -> Action | None:
+        """Turn number `turn`, from 0; None when there is no room left for one. `is_last`: no further turn follows."""
+        ...
+
+    def observe(self, result: StepResult) -> Sequence[Message]:
+        """Receive the environment's answer; returns its messages as the speaker is shown them."""
+        ...
+
+
+@dataclass(kw_only=True)
+class Dialogue:
+    """One episode under way: the turns of a speaker and the answers of an environment.
+
+    dialogue = Dialogue(env=env, task=task)
+    await dialogue.begin(seed=0)
+    stop_reason = await dialogue.play(speaker, max_turns=8)
+    episode = await scored(env, dialogue.episode(stop_reason))
+    """
+
+    env: Env
+    task: Task
+    messages: list[Message] = field(default_factory=list)
+    num_turns: int = 0
+    step_reward: float = 0.0
+    counts: dict[str, float] = field(default_factory=dict)
+    """Sums of the numbers in the steps' infos."""
+
+    async def begin(self, seed: int | None) -> None:
+        """Reset the environment. Raises EnvError, SandboxError."""
+        self.messages = list(await start(self.env, self.task, seed))
+
+    async def play(self, speaker: Speaker, *, max_turns: int) -> StopReason:
+        """Take turns until something ends the episode. Raises InfraError when a part fails."""
+        for turn in range(max_turns):
+            action = await speaker.speak(turn, is_last=turn == max_turns - 1)
+            if action is None:
+                return StopReason.MAX_CONTEXT
+            self.num_turns += 1
+            self.messages.append(action.message)
+            if action.finish_reason is FinishReason.LENGTH:
+                return StopReason.MAX_CONTEXT
+            result = await advance(self.env, action)
+            add_counts(self.counts, result.info)
+            self.step_reward += result.reward
+            self.messages.extend(speaker.observe(result))
+            if result.terminated or result.truncated:
+                return StopReason.COMPLETED if result.terminated else StopReason.TRUNCATED
+        return StopReason.MAX_TURNS
+
+    def episode(self, stop_reason: StopReason) -> Episode:
+        """The finished conversation, not yet scored."""
+        return Episode(
+            task=self.task,
+            messages=tuple(self.messages),
+            stop_reason=stop_reason,
+            step_reward=self.step_reward,
+            info=self.counts,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Script:
+    """A Speaker that says prepared messages."""
+
+    messages: Sequence[Message]
+
+    async def speak(self, turn: int, *, is_last: bool) -> Action | None:
+        return Action(message=self.messages[turn])
+
+    def observe(self, result: StepResult) -> Sequence[Message]:
+        return result.observation
+
+
 async def play_script(env: Env, task: Task, messages: Sequence[Message], seed: int = 0) -> Episode:
     """Drive `env` with scripted assistant messages, score it, and close it, whatever happens.
 
-    Returns the scored Episode: COMPLETED when the environment terminated, TRUNCATED when it said so, MAX_TURNS when
+    Returns the scored Episode: COMPLETED when the environment terminated, TRUNCATED when it truncated, MAX_TURNS when
     the script or the turn budget ran out first. Raises InfraError exactly as a rollout does.
     """
     return await uninterrupted_close(_play_script(env, task, messages, seed))
 
 
 async def _play_script(env: Env, task: Task, messages: Sequence[Message], seed: int) -> Episode:
+    dialogue = Dialogue(env=env, task=task)
     try:
-        observation = await start(env, task, seed)
-        dialogue: list[Message] = list(observation)
-        info: dict[str, float] = {}
-        step_reward, stop_reason = 0.0, StopReason.MAX_TURNS
-        for message in messages[: env.max_turns]:
-            dialogue.append(message)
-            result = await advance(env, Action(message=message))
-            dialogue.extend(result.observation)
-            add_counts(info, result.info)
-            step_reward += result.reward
-            if result.terminated or result.truncated:
-                stop_reason = StopReason.COMPLETED if result.terminated else StopReason.TRUNCATED
-                break
-        episode = Episode(
-            task=task, messages=tuple(dialogue), stop_reason=stop_reason, step_reward=step_reward, info=info
-        )
-        return await scored(env, episode)
+        await dialogue.begin(seed)
+        stop_reason = await dialogue.play(_Script(messages), max_turns=min(env.max_turns, len(messages)))
+        return await scored(env, dialogue.episode(stop_reason))
     finally:
         await close(env)
 

@@ -1,4 +1,11 @@
-"""One episode, one group of episodes, and what they count for in the loss. Knows no learner and no HTTP.
+"""Plays episodes and groups: a task and a model in, trajectories with rewards out. Independent of learners and HTTP.
 
-May import: everything up to `agentrl.engine`. Start reading in `episode.py`.
+    group.py          one task, `group_size` episodes, retries
+    episode.py        one episode: begun, played up to a deadline, scored, closed, recorded
+    env_runner.py     the environment leads it; a speaker has the model
+    token_speaker.py  the model speaks by token ids
+    generation.py     one request to the engine: id, seed, checks
+    outcome.py        what the episode counts for in the loss
+
+May import: everything up to `agentrl.engine`. Start reading in `group.py`.
 """

@@ -13,17 +13,17 @@ OVERLONG = "overlong"
 BOX = "\\boxed{"
 
 
-def judged(segments: Sequence[Trajectory], limits: RolloutConfig) -> tuple[Trajectory, ...]:
+def judged(segments: Sequence[Trajectory], config: RolloutConfig) -> tuple[Trajectory, ...]:
     """The segments of one episode with their weights, and the reward after punishment.
 
     Each of S segments weighs 1/S: an episode counts once, however often it forked. Weight 0 leaves it out of the loss;
     its reward stays in its group's baseline, as where these rules come from.
     """
-    weight = 0.0 if _is_masked(segments, limits) else 1 / len(segments)
+    weight = 0.0 if _is_masked(segments, config) else 1 / len(segments)
     punishment = 0.0
-    if limits.overlong == "penalize":
-        punishment = max((_punishment(segment, limits) for segment in segments if segment.turns), default=0.0)
-    return tuple(_weighed(segment, weight, punishment, is_named=limits.overlong == "penalize") for segment in segments)
+    if config.overlong == "penalize":
+        punishment = max((_punishment(segment, config) for segment in segments if segment.turns), default=0.0)
+    return tuple(_weighed(segment, weight, punishment, is_named=config.overlong == "penalize") for segment in segments)
 
 
 def soft_overlong_punishment(num_tokens: int, *, max_tokens: int, cache_tokens: int) -> float:
@@ -44,23 +44,23 @@ def is_void(message: Message) -> bool:
     return not message.tool_calls and BOX not in message.content
 
 
-def _is_masked(segments: Sequence[Trajectory], limits: RolloutConfig) -> bool:
-    if limits.overlong == "mask" and segments[0].stop_reason is StopReason.MAX_CONTEXT:
+def _is_masked(segments: Sequence[Trajectory], config: RolloutConfig) -> bool:
+    if config.overlong == "mask" and segments[0].stop_reason is StopReason.MAX_CONTEXT:
         return True
-    return limits.mask_void_turns and any(is_void(message) for message in _said(segments, limits))
+    return config.mask_void_turns and any(is_void(message) for message in _said(segments, config))
 
 
-def _said(segments: Sequence[Trajectory], limits: RolloutConfig) -> list[Message]:
+def _said(segments: Sequence[Trajectory], config: RolloutConfig) -> list[Message]:
     """What the model said in the episode, but for the notes with which a segment ends that was summarized."""
     out: list[Message] = []
     for segment in segments:
         spoken = [m for m in segment.messages if m.role == "assistant"][-len(segment.turns) :] if segment.turns else []
-        is_noted = limits.compaction == "summarize" and segment is not segments[-1]
+        is_noted = config.compaction == "summarize" and segment is not segments[-1]
         out += spoken[:-1] if is_noted else spoken
     return out
 
 
-def _punishment(segment: Trajectory, limits: RolloutConfig) -> float:
+def _punishment(segment: Trajectory, config: RolloutConfig) -> float:
     """A generation that was cut at the limit would have gone beyond it."""
     if segment.stop_reason is StopReason.MAX_CONTEXT:
         return 1.0
@@ -68,8 +68,8 @@ def _punishment(segment: Trajectory, limits: RolloutConfig) -> float:
     num_tokens = sum(len(turn.observation_ids) + len(turn.completion.token_ids) for turn in segment.turns)
     return soft_overlong_punishment(
         num_tokens - num_opening,
-        max_tokens=limits.max_context - num_opening,
-        cache_tokens=limits.overlong_cache_tokens,
+        max_tokens=config.max_context - num_opening,
+        cache_tokens=config.overlong_cache_tokens,
     )
 
 

@@ -28,7 +28,7 @@ SUMMARY_HEADER = "\n\nYou have worked on this before. Your notes:\n"
 
 
 @dataclass(kw_only=True)
-class Segment:
+class ContextSegment:
     """Tokens that grew without a break."""
 
     token_ids: list[int] = field(default_factory=list)
@@ -47,21 +47,21 @@ class _Round:
     num_answer_tokens: int = 0
 
 
-class Window:
+class ContextWindow:
     """What the model has before it, and the segments that came of it."""
 
-    def __init__(self, tokenizer: TurnTokenizer, limits: RolloutConfig, tools: Sequence[dict[str, Any]]) -> None:
+    def __init__(self, tokenizer: TurnTokenizer, config: RolloutConfig, tools: Sequence[dict[str, Any]]) -> None:
         self._tokenizer = tokenizer
-        self._limits = limits
+        self._config = config
         self._tools = tools
         self._opening: list[Message] = []
         self._rounds: list[_Round] = []
         self._pending: list[int] = []
         self._num_checked = 0
-        self.segments: list[Segment] = []
+        self.segments: list[ContextSegment] = []
 
     @property
-    def segment(self) -> Segment:
+    def segment(self) -> ContextSegment:
         """The one under way."""
         return self.segments[-1]
 
@@ -106,10 +106,10 @@ class Window:
         It is encoded whole first: mostly it fits, and was then encoded once.
         """
         last = self._rounds[-1]
-        limits, spoken = self._limits, last.completion.token_ids
+        config, spoken = self._config, last.completion.token_ids
         shown = [self._cut_chars(message) for message in messages]
         self._pending = self._tokenizer.observation(shown, previous=spoken)
-        if len(self._pending) > limits.tool_output_tokens // max(_num_answers(shown), 1):
+        if len(self._pending) > config.tool_output_tokens // max(_num_answers(shown), 1):
             shown = self.cut(shown)
             self._pending = self._tokenizer.observation(shown, previous=spoken)
         last.answer, last.num_answer_tokens = shown, len(self._pending)
@@ -118,32 +118,32 @@ class Window:
 
     def cut(self, observation: Sequence[Message]) -> list[Message]:
         """Tool output within `tool_output_chars` and `tool_output_tokens`; answers of one turn share the tokens."""
-        share = self._limits.tool_output_tokens // max(_num_answers(observation), 1)
+        share = self._config.tool_output_tokens // max(_num_answers(observation), 1)
         return [self._cut_tokens(self._cut_chars(message), share) for message in observation]
 
     def _cut_chars(self, message: Message) -> Message:
-        limits = self._limits
-        if message.role != "tool" or limits.tool_output_chars is None:
+        config = self._config
+        if message.role != "tool" or config.tool_output_chars is None:
             return message
-        text = cut_chars(message.content, limits.tool_output_chars, keep=limits.tool_output_keep)
+        text = cut_chars(message.content, config.tool_output_chars, keep=config.tool_output_keep)
         return message if text == message.content else replace(message, content=text)
 
     def _cut_tokens(self, message: Message, max_tokens: int) -> Message:
         if message.role != "tool":
             return message
-        text = self._tokenizer.truncate(message.content, max_tokens, keep=self._limits.tool_output_keep)
+        text = self._tokenizer.truncate(message.content, max_tokens, keep=self._config.tool_output_keep)
         return message if text == message.content else replace(message, content=text)
 
     @property
     def is_nearly_full(self) -> bool:
         """Whether the prompt is beyond `compact_at_tokens`, and a fork would leave out what is worth one."""
-        limits = self._limits
-        if limits.compaction == "none" or self.num_tokens <= limits.compaction_tokens:
+        config = self._config
+        if config.compaction == "none" or self.num_tokens <= config.compaction_tokens:
             return False
-        if limits.compaction == "summarize":
+        if config.compaction == "summarize":
             return bool(self._rounds)
         num_old = sum(round_.num_answer_tokens for round_ in self._rounds[:-1] if _droppable(round_.answer))
-        has_room = self.num_tokens + limits.max_turn_tokens + limits.tool_output_tokens <= limits.max_context
+        has_room = self.num_tokens + config.max_turn_tokens + config.tool_output_tokens <= config.max_context
         return num_old >= MIN_DROPPED_SHARE * self.num_tokens or (num_old > 0 and not has_room)
 
     def drop_old(self) -> None:
@@ -176,7 +176,7 @@ class Window:
         self._begin(opening, self._tokenizer.first_prompt(opening, self._tools))
 
     def _begin(self, messages: Sequence[Message], ids: list[int]) -> None:
-        self.segments.append(Segment(messages=list(messages)))
+        self.segments.append(ContextSegment(messages=list(messages)))
         self._rounds = []
         self._pending = ids
         self._num_checked = 0

@@ -64,7 +64,7 @@ class TurnTokenizer:
         log.info("turns are written by the %s", strategy.name)
         return cls(codec, strategy, eos_token_id=tokenizer.eos_token_id, name=path)
 
-    def speaking(self, tool_format: str) -> TurnTokenizer:
+    def with_tool_format(self, tool_format: str) -> TurnTokenizer:
         """The same with another format of tool calls (`rollout.tool_format`). Raises ConfigError for an unknown one."""
         if tool_format not in self._speaking:
             other = TurnTokenizer(

@@ -27,7 +27,9 @@ log = logging.getLogger(__name__)
 class PlayGroup(Protocol):
     """Plays one task `size` times; raises InfraError when that could not be done."""
 
-    def __call__(self, engine: Engine, group_id: int, task: Task, *, kind: EpisodeKind) -> Awaitable[TrajectoryGroup]:
+    def __call__(
+        self, engine: Engine, group_id: int, task: Task, /, *, kind: EpisodeKind
+    ) -> Awaitable[TrajectoryGroup]:
         """The finished group."""
         ...
 

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from agentrl.chat.runners import TokenRunners
 from agentrl.config import Config
 from agentrl.data.duplicates import refuse_overlap
 from agentrl.data.source import TaskSource, held_out_tasks
@@ -18,8 +19,9 @@ from agentrl.env.canary import Canaries
 from agentrl.errors import ConfigError, DiskError
 from agentrl.report.console import TrainConsole
 from agentrl.report.metrics import MetricsLog
+from agentrl.rollout.group import GroupPlayer
 from agentrl.rollout.monitored_env import noted
-from agentrl.rollout.player import Player
+from agentrl.rollout.settings import settings_of
 from agentrl.run_folder import RunFolder
 from agentrl.supervision.secrets import Secrets
 from agentrl.supervision.serving import serving
@@ -30,7 +32,7 @@ from agentrl.train.orchestrator import Orchestrator, Summary
 from agentrl.wrappers import load_wrappers
 
 if TYPE_CHECKING:
-    from agentrl.engine.base import TrainableEngine
+    from agentrl.engine.base import Engine, TrainableEngine
     from agentrl.supervision.child import Child
     from sandbox.client import SandboxClient
 
@@ -135,14 +137,15 @@ class Training:
                 within_s = self._config.engine.start_timeout_s
                 with self._wait_graph.waiting("run", on="engine", what="its start", within_s=within_s):
                     await launch_engines.engines_ready(servers, self._config.engine)
-            player = Player(self._config, make_env=noted(make_env, self._wait_graph), tokenizer=tokenizer)
+            make_env = noted(make_env, self._wait_graph)
+            player = GroupPlayer(make_env, settings_of(self._config), TokenRunners(tokenizer))
             on_tokens = partial(self._wait_graph.beat, "engine")
             async with launch_engines.engine_client(
                 servers, self._config, token=self._secrets.engine, on_tokens=on_tokens
             ) as engine:
                 return await self._with_learner(engine, player)
 
-    async def _with_learner(self, engine: TrainableEngine, player: Player) -> Summary:
+    async def _with_learner(self, engine: TrainableEngine, player: GroupPlayer[Engine]) -> Summary:
         with MetricsLog(self._run) as metrics:
             orchestrator = Orchestrator(
                 self._config,

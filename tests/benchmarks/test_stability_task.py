@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
+from agentrl.chat.runners import TokenRunners
 from agentrl.config import Config, parse
 from agentrl.data.source import held_out_tasks
 from agentrl.env import Episode, Split, ToolEnv, load_env_class
-from agentrl.rollout.player import Player
+from agentrl.rollout.group import GroupPlayer
+from agentrl.rollout.settings import settings_of
 from agentrl.testing import ScriptedEngine
 from agentrl.tokens.tokenizer import TurnTokenizer
 from agentrl.types import Message, Task, user
@@ -59,7 +61,7 @@ def stage(config: Config, tmp_path: Path) -> Stage:
         config=config,
         env_class=load_env_class(config.env.target, {}),
         engine=engine,
-        player=Player(config, make_env=Seven, tokenizer=tokenizer),
+        player=GroupPlayer(Seven, settings_of(config), TokenRunners(tokenizer)),
         held_out=held_out_tasks(Seven, config.env, num_tasks=2),
         folder=tmp_path,
     )

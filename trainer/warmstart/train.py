@@ -184,7 +184,7 @@ def _fit_tokenizer(
 def _turn_tokenizer(tokenizer: Any, tool_format: str) -> TurnTokenizer:
     with tempfile.TemporaryDirectory(prefix="agentrl-tokenizer-") as folder:
         tokenizer.save_pretrained(folder)
-        return TurnTokenizer.load(folder).speaking(tool_format)
+        return TurnTokenizer.load(folder).with_tool_format(tool_format)
 
 
 def _encode(episode: Episode, turns: TurnTokenizer, tools: list[dict[str, Any]], tool_output_tokens: int) -> Example:

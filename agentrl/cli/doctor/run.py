@@ -210,7 +210,7 @@ def template(config: Config) -> Finding:
     try:
         turns = TurnTokenizer.load(
             settings.path, renderer=settings.renderer, template_args=settings.chat_template_args
-        ).speaking(config.rollout.tool_format)
+        ).with_tool_format(config.rollout.tool_format)
     except ConfigError as error:
         mend = "set model.renderer or model.chat_template_args, or take another model: docs/tokens.md"
         return fail("chat template", shortened(str(error)), mend)

@@ -11,12 +11,12 @@ import pytest
 from agentrl.config import RolloutConfig
 from agentrl.env import load_env_class, make
 from agentrl.env.agent_env import AgentEnv
-from agentrl.rollout.episode import run_group
 from agentrl.testing import ScriptedEngine, call
 from agentrl.tokens.tokenizer import TurnTokenizer
 from agentrl.types import Message
 from envs.modmath import ModMath
 from sandbox.client import SandboxClient
+from tests.agentrl.rollout.playing import play_group
 
 DOCS = Path(__file__).parents[3] / "docs" / "black-box-agents.md"
 
@@ -50,14 +50,14 @@ async def test_the_agent_of_the_docs_solves_a_task(
     engine = ScriptedEngine(tokenizer=tokenizer, script=said)
     limits = RolloutConfig(max_context=2048, max_turn_tokens=200)
     async with SandboxClient.embedded() as sandbox:
-        group = await run_group(
+        group = await play_group(
             lambda: make(solver, sandbox=sandbox),
             task,
             group_id=0,
             size=2,
             engine=engine,
             tokenizer=tokenizer,
-            limits=limits,
+            config=limits,
         )
     assert group.rewards_G == [1.0, 1.0]
     first = group.trajectories[0]

@@ -16,6 +16,7 @@ from agentrl.chat.proxy import ChatProxy
 from agentrl.chat.token_session import TokenSession
 from agentrl.config import RolloutConfig
 from agentrl.engine.vllm_engine import VLLMEngine
+from agentrl.rollout.generation import TokenGenerator
 from agentrl.tokens.tokenizer import TurnTokenizer
 from agentrl.types import Completion, Probe, Sampling, Turn, WeightsRef
 from tests.conftest import VLLMServer
@@ -115,13 +116,13 @@ async def agent(
     engine: Recording, model: Path, *, limits: RolloutConfig = LIMITS
 ) -> AsyncIterator[tuple[AsyncOpenAI, TokenSession]]:
     tokenizer = TurnTokenizer.load(str(model))
+    tokenizer = tokenizer.with_tool_format("hermes")
     session = TokenSession(
-        engine=engine,
+        TokenGenerator(engine, tokenizer, session_id=f"parity-{id(engine)}", seed=None),
         tokenizer=tokenizer,
-        limits=limits,
+        config=limits,
         sampling=Sampling(max_tokens=limits.max_turn_tokens, stop_token_ids=tokenizer.stop_token_ids),
         max_calls=100,
-        name=f"parity-{id(engine)}",
     )
     async with (
         ChatProxy().session(session) as endpoint,

@@ -19,6 +19,7 @@ from agentrl.chat.token_session import TokenSession
 from agentrl.config import RolloutConfig
 from agentrl.env.agent_env import Endpoint
 from agentrl.errors import EngineError
+from agentrl.rollout.generation import TokenGenerator
 from agentrl.testing import ScriptedEngine, call
 from agentrl.tokens.tokenizer import TurnTokenizer
 from agentrl.types import Completion, FinishReason, Sampling, StopReason
@@ -39,13 +40,16 @@ def session(tokenizer: TurnTokenizer) -> Callable[..., TokenSession]:
     def make(
         script: Any = (), *, engine: Any = None, max_calls: int = 20, limits: RolloutConfig = LIMITS
     ) -> TokenSession:
+        engine, hermes = (
+            engine or ScriptedEngine(tokenizer=tokenizer, script=script),
+            tokenizer.with_tool_format("hermes"),
+        )
         return TokenSession(
-            engine=engine or ScriptedEngine(tokenizer=tokenizer, script=script),
-            tokenizer=tokenizer,
-            limits=limits,
+            TokenGenerator(engine, hermes, session_id="e-0", seed=None),
+            tokenizer=hermes,
+            config=limits,
             sampling=Sampling(max_tokens=limits.max_turn_tokens, stop_token_ids=tokenizer.stop_token_ids),
             max_calls=max_calls,
-            name="e-0",
         )
 
     return make

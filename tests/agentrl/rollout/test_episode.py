@@ -11,13 +11,12 @@ from hypothesis import strategies as st
 from agentrl.config import RolloutConfig
 from agentrl.env import Env, Episode, Split, ToolEnv
 from agentrl.errors import ConfigError, EngineError, EnvError, InfraError, SandboxError, WeightSyncError
-from agentrl.rollout import episode as rollout
-from agentrl.rollout.episode import run_episode, run_group
 from agentrl.testing import Script, ScriptedEngine, call
 from agentrl.tokens.tokenizer import TurnTokenizer
 from agentrl.tools import tool
 from agentrl.types import Completion, FinishReason, Message, Sampling, StopReason, Task, Trajectory, WeightsRef, user
 from sandbox.client import SandboxUnavailable
+from tests.agentrl.rollout import playing
 
 TASK = Task(id="t", prompt="What is it?", answer="7")
 LIMITS = RolloutConfig(max_context=2048, max_turn_tokens=200, tool_output_tokens=40, episode_timeout_s=20)
@@ -65,8 +64,8 @@ def play(tokenizer: TurnTokenizer) -> Callable[..., Any]:
         script: Script, env: Env | None = None, *, limits: RolloutConfig = LIMITS, **options: Any
     ) -> Trajectory:
         engine = options.pop("engine", None) or ScriptedEngine(tokenizer=tokenizer, script=script)
-        rules = {"tokenizer": tokenizer, "limits": limits, **options}
-        (episode,) = await run_episode(env or Echo(), TASK, engine=engine, episode_id="e", seed=1, **rules)
+        rules = {"tokenizer": tokenizer, "config": limits, **options}
+        (episode,) = await playing.play_one(env or Echo(), TASK, engine=engine, seed=1, **rules)
         return episode
 
     return run
@@ -120,8 +119,7 @@ async def test_each_prompt_extends_the_last_and_budgets_hold(
 ) -> None:
     limits = RolloutConfig(max_context=max_context, max_turn_tokens=cap, tool_output_tokens=24)
     engine = ScriptedEngine(tokenizer=tokenizer, script=script)
-    parts = {"engine": engine, "tokenizer": tokenizer, "limits": limits}
-    (episode,) = await run_episode(Echo(), TASK, **parts, episode_id="e", seed=0)
+    (episode,) = await playing.play_one(Echo(), TASK, engine=engine, tokenizer=tokenizer, config=limits)
     ids = episode.token_ids()
     assert len(ids) <= max_context
     assert len(ids) == len(episode.action_mask()) == len(episode.behavior_logprobs())
@@ -241,17 +239,16 @@ async def test_cancelling_an_episode_closes_its_environment(play: Callable[..., 
 
 
 @pytest.fixture
-def play_group(tokenizer: TurnTokenizer, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    monkeypatch.setattr(rollout, "RETRY_BACKOFF_S", 0.001)
+def play_group(tokenizer: TurnTokenizer) -> Callable[..., Any]:
     engine = ScriptedEngine(tokenizer=tokenizer, script=[call("echo", text="x"), "7"], policy_version=3)
-    return partial(run_group, task=TASK, group_id=5, engine=engine, tokenizer=tokenizer, limits=LIMITS)
+    return partial(playing.play_group, task=TASK, group_id=5, engine=engine, tokenizer=tokenizer, config=LIMITS)
 
 
 async def test_a_group_is_g_episodes_of_one_task_in_environments_of_their_own(
     play_group: Callable[..., Any],
 ) -> None:
     envs: list[Echo] = []
-    group = await play_group(lambda: envs.append(Echo()) or envs[-1], size=3, name="train-5")
+    group = await play_group(lambda: envs.append(Echo()) or envs[-1], size=3)
     assert [t.id for t in group.trajectories] == ["train-5-0", "train-5-1", "train-5-2"]
     assert (group.rewards_G, group.policy_version, group.group_id) == ([1.0] * 3, 3, 5)
     assert [env.closed for env in envs] == [1, 1, 1]
@@ -279,7 +276,8 @@ class Seeds(ScriptedEngine):
 async def seeds_of(tokenizer: TurnTokenizer, make_env: Callable[[], Echo] = Echo, **options: Any) -> dict[str, Any]:
     engine = Seeds(tokenizer=tokenizer, script=[call("echo", text="x"), "7"])
     engine.seen = {}
-    await run_group(make_env, TASK, group_id=5, size=3, engine=engine, tokenizer=tokenizer, limits=LIMITS, **options)
+    parts: dict[str, Any] = {"engine": engine, "tokenizer": tokenizer, "config": LIMITS, **options}
+    await playing.play_group(make_env, TASK, group_id=5, size=3, **parts)
     return engine.seen
 
 

@@ -7,13 +7,13 @@ from agentrl.config import RolloutConfig
 from agentrl.env import Action, Env, Episode, StepResult
 from agentrl.report.metrics import MetricsLog, rollout_metrics
 from agentrl.report.page import write_report
-from agentrl.rollout.episode import run_group
 from agentrl.run_folder import RunFolder
 from agentrl.testing import ScriptedEngine
 from agentrl.tokens.tokenizer import TurnTokenizer
 from agentrl.train import learner_api as api
 from agentrl.types import Batch, Message, Task, TrajectoryGroup, user
 from tests.agentrl.report.synthetic_run import make_config
+from tests.agentrl.rollout.playing import play_group
 
 
 class Counter(Env):
@@ -36,7 +36,7 @@ async def play(tokenizer: TurnTokenizer) -> TrajectoryGroup:
     engine = ScriptedEngine(tokenizer=tokenizer, script=["one", "two", "three"])
     task = Task(id="t", prompt="Count.")
     limits = RolloutConfig(max_context=400, max_turn_tokens=64, tool_output_tokens=16)
-    return await run_group(Counter, task, group_id=0, size=2, engine=engine, tokenizer=tokenizer, limits=limits)
+    return await play_group(Counter, task, group_id=0, size=2, engine=engine, tokenizer=tokenizer, config=limits)
 
 
 async def test_they_are_weighted_into_what_the_learner_is_sent(tokenizer: TurnTokenizer) -> None:

@@ -12,12 +12,12 @@ import pytest
 
 from agentrl.config import RolloutConfig
 from agentrl.env import Env, Episode, ToolEnv
-from agentrl.rollout.episode import run_episode
 from agentrl.testing import ScriptedEngine, call
-from agentrl.tokens.context_window import DROPPED, SUMMARY_HEADER, SUMMARY_REQUEST, Window
+from agentrl.tokens.context_window import DROPPED, SUMMARY_HEADER, SUMMARY_REQUEST, ContextWindow
 from agentrl.tokens.tokenizer import TurnTokenizer
 from agentrl.tools import tool
 from agentrl.types import Completion, Message, Sampling, StopReason, Task, Trajectory, system, user
+from tests.agentrl.rollout.playing import play_one
 
 TASK = Task(id="t", prompt="What is it?", answer="7")
 LIMITS = RolloutConfig(max_context=1200, max_turn_tokens=100, tool_output_tokens=120)
@@ -58,9 +58,8 @@ def reader(num_pages: int) -> Callable[[str], Message | str]:
 
 
 async def play(engine: Any, tokenizer: TurnTokenizer, env: Env | None = None, **changes: Any) -> tuple[Trajectory, ...]:
-    limits = LIMITS.model_copy(update=changes)
-    parts: dict[str, Any] = {"engine": engine, "tokenizer": tokenizer, "limits": limits}
-    return await run_episode(env or Library(), TASK, **parts, episode_id="e", seed=0)
+    config = LIMITS.model_copy(update=changes)
+    return await play_one(env or Library(), TASK, engine=engine, tokenizer=tokenizer, config=config)
 
 
 @dataclass(kw_only=True)
@@ -94,7 +93,7 @@ def turns_of(segments: Sequence[Trajectory]) -> list[tuple[list[int], Completion
 async def test_dropping_old_observations_forks_and_every_turn_keeps_the_prompt_it_had(
     tokenizer: TurnTokenizer, tool_format: str
 ) -> None:
-    turns = tokenizer.speaking(tool_format)
+    turns = tokenizer.with_tool_format(tool_format)
     witness = Witness(engine=ScriptedEngine(tokenizer=turns, script=reader(8)))
     segments = await play(witness, tokenizer, compaction="drop", compact_at_tokens=500, tool_format=tool_format)
 
@@ -205,7 +204,7 @@ async def test_tool_output_is_cut_in_characters_where_asked(tokenizer: TurnToken
 
 
 def test_a_prompt_that_does_not_extend_the_record_is_never_sent(tokenizer: TurnTokenizer) -> None:
-    window, engine = Window(tokenizer, LIMITS, ()), ScriptedEngine(tokenizer=tokenizer, script=["a"])
+    window, engine = ContextWindow(tokenizer, LIMITS, ()), ScriptedEngine(tokenizer=tokenizer, script=["a"])
     window.open([user("q")])
     window.record(engine.completion("a"), Message(role="assistant", content="a"))
     window.observe([user("more")])
@@ -218,7 +217,7 @@ def test_a_prompt_that_does_not_extend_the_record_is_never_sent(tokenizer: TurnT
 def episode_of(tokenizer: TurnTokenizer, num_turns: int, *, turn_tokens: int = 40) -> tuple[float, Trajectory]:
     """CPU seconds of the token path alone for an episode of that many turns, and its record."""
     limits = RolloutConfig(max_context=10**9, max_turn_tokens=512, tool_output_tokens=256)
-    window, engine = Window(tokenizer, limits, ()), ScriptedEngine(tokenizer=tokenizer, script=[])
+    window, engine = ContextWindow(tokenizer, limits, ()), ScriptedEngine(tokenizer=tokenizer, script=[])
     completion = engine.completion("ab" * (turn_tokens // 2))
     answer = [Message(role="tool", content="0123456789 " * 8)]
     started = time.process_time()

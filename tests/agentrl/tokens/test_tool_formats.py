@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from agentrl.config import RolloutConfig
 from agentrl.env import Env, Episode, ToolEnv
 from agentrl.errors import ConfigError
-from agentrl.rollout.episode import run_episode
 from agentrl.testing import ScriptedEngine, call
 from agentrl.tokens.tokenizer import TurnTokenizer
 from agentrl.tokens.tool_calls import FENCE, RETOOL, CodeBlock, format_code, parse_code
 from agentrl.tools import tool
 from agentrl.types import FinishReason, Message, StopReason, Task, ToolCall, Trajectory, user
+from tests.agentrl.rollout.playing import play_one
 from tests.agentrl.tokens.families import QWEN25, write_family
 
 TOOLS = [{"type": "function", "function": {"name": "python", "description": "Run it.",
@@ -45,9 +45,9 @@ class Calculator(ToolEnv):
 def play(tokenizer: TurnTokenizer) -> Callable[..., Any]:
     async def run(script: list[str], env: Env | None = None, **changes: Any) -> Trajectory:
         engine = ScriptedEngine(tokenizer=tokenizer, script=script)
-        parts: dict[str, Any] = {"engine": engine, "tokenizer": tokenizer, "limits": LIMITS.model_copy(update=changes)}
+        parts: dict[str, Any] = {"engine": engine, "tokenizer": tokenizer, "config": LIMITS.model_copy(update=changes)}
         task = Task(id="t", prompt="What?")
-        (episode,) = await run_episode(env or Calculator(), task, **parts, episode_id="e", seed=0)
+        (episode,) = await play_one(env or Calculator(), task, **parts)
         return episode
 
     return run
@@ -169,7 +169,7 @@ def test_a_marker_that_is_no_token_is_read_as_text(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tool_format", ["hermes", "fences", "retool"])
 def test_a_demonstration_is_read_back_as_it_was_written(tokenizer: TurnTokenizer, tool_format: str) -> None:
-    turns = tokenizer.speaking(tool_format)
+    turns = tokenizer.with_tool_format(tool_format)
     asked, done = call("python", code="print(1)\n"), Message(role="assistant", content="Done.")
     ids, mask = turns.demonstration([user("q"), asked, Message(role="tool", content="1"), done], TOOLS)
     first, second = turns.turn(asked), turns.turn(done)
@@ -180,9 +180,9 @@ def test_a_demonstration_is_read_back_as_it_was_written(tokenizer: TurnTokenizer
 @pytest.mark.parametrize("tools", [TOOLS * 2, [{"type": "function", "function": {"name": "f", "parameters": {}}}]])
 def test_code_formats_refuse_tools_that_are_no_interpreter(tokenizer: TurnTokenizer, tools: list[Any]) -> None:
     with pytest.raises(ConfigError, match="takes one tool with one argument"):
-        tokenizer.speaking("fences").first_prompt([user("q")], tools)
+        tokenizer.with_tool_format("fences").first_prompt([user("q")], tools)
 
 
 def test_an_unknown_format_is_refused(tokenizer: TurnTokenizer) -> None:
     with pytest.raises(ConfigError, match="known: auto, hermes"):
-        tokenizer.speaking("xml")
+        tokenizer.with_tool_format("xml")

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 
+from agentrl.chat.runners import TokenRunners
 from agentrl.config import Config, parse
 from agentrl.data.source import TaskSource, held_out_tasks
 from agentrl.engine.base import TrainableEngine
@@ -17,7 +18,8 @@ from agentrl.env import Action, Env, Episode, StepResult
 from agentrl.env.canary import Canaries
 from agentrl.report.metrics import MetricsLog
 from agentrl.report.statistics import EvalResult
-from agentrl.rollout.player import Player
+from agentrl.rollout.group import GroupPlayer
+from agentrl.rollout.settings import settings_of
 from agentrl.run_folder import RunFolder
 from agentrl.supervision.serving import serving
 from agentrl.supervision.wait_graph import WaitGraph
@@ -107,7 +109,7 @@ async def orchestrating(
 ) -> AsyncIterator[tuple[Orchestrator, str]]:
     """An orchestrator whose learner's side is served at the URL. `make_env`: default `env_class`; `run`: goes on."""
     run = run or RunFolder.create(config.out_dir, config.name, config=config)
-    player = Player(config, make_env=make_env or env_class, tokenizer=tokenizer)
+    player = GroupPlayer(make_env or env_class, settings_of(config), TokenRunners(tokenizer))
     with MetricsLog(run) as metrics:
         orchestrator = Orchestrator(
             config,

@@ -17,12 +17,12 @@ from agentrl.check import check_env
 from agentrl.config import RolloutConfig
 from agentrl.env import Action, Env, load_env_class, play_script
 from agentrl.errors import ConfigError, EnvError
-from agentrl.rollout.episode import run_group
 from agentrl.testing import ScriptedEngine, call
 from agentrl.tokens.tokenizer import TurnTokenizer
 from agentrl.tools import ToolError
 from agentrl.types import Message, StopReason, Task
 from envs.adapters.from_openenv import OpenEnv, from_openenv
+from tests.agentrl.rollout.playing import play_group
 from tests.envs.adapters.side_venv import python_of
 
 SERVER = Path(__file__).with_name("openenv_server.py")
@@ -151,14 +151,14 @@ async def test_a_group_is_rolled_out_token_by_token(url: str, tokenizer: TurnTok
     guess = from_openenv(f"{url}/guess", instructions="A game.")
     row = next(iter(guess.tasks("train")))
     digit = str(row.metadata["seed"] % 10)
-    group = await run_group(
+    group = await play_group(
         guess,
         row,
         group_id=0,
         size=2,
         engine=ScriptedEngine(tokenizer=tokenizer, script=["x", digit]),
         tokenizer=tokenizer,
-        limits=RolloutConfig(max_context=600, max_turn_tokens=50),
+        config=RolloutConfig(max_context=600, max_turn_tokens=50),
     )
     assert group.rewards_G == [0.75, 0.75]
     assert all(len(t.turns) == 2 for t in group.trajectories)

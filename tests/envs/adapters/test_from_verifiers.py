@@ -14,10 +14,10 @@ from agentrl import env as environments
 from agentrl.config import RolloutConfig
 from agentrl.env import Env, load_env_class
 from agentrl.errors import ConfigError, EnvError
-from agentrl.rollout.episode import run_group
 from agentrl.testing import Script, ScriptedEngine, call
 from agentrl.tokens.tokenizer import TurnTokenizer
 from agentrl.types import Trajectory, TrajectoryGroup
+from tests.agentrl.rollout.playing import play_group
 from tests.envs.adapters.side_venv import python_of
 
 HERE = Path(__file__).parent
@@ -51,14 +51,14 @@ async def play(
 ) -> tuple[TrajectoryGroup, ScriptedEngine]:
     engine = ScriptedEngine(tokenizer=tokenizer, script=script, policy_version=5)
     task = list(make().tasks("train"))[index]
-    group = await run_group(
+    group = await play_group(
         make,
         task,
         group_id=0,
         size=size,
         engine=engine,
         tokenizer=tokenizer,
-        limits=LIMITS.model_copy(update=limits),
+        config=LIMITS.model_copy(update=limits),
     )
     return group, engine
 

@@ -125,7 +125,7 @@ def test_too_small_vocabulary_is_refused() -> None:
 
 
 def test_the_template_teaches_how_to_call_so_that_no_longer_instructions_are_added(tiny_model_dir: Path) -> None:
-    turns = TurnTokenizer.load(str(tiny_model_dir)).speaking("auto")
+    turns = TurnTokenizer.load(str(tiny_model_dir)).with_tool_format("auto")
     text = turns.decode(turns.first_prompt([system("Solve."), user("2?")], ModMath.tool_schemas()))
     assert text == (
         "<|im_start|>system\nSolve.\nTools, called by <tool_call>:\npython(code): Run Python code. Variables persist "

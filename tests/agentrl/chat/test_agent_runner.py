@@ -12,16 +12,15 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI, BadRequestError, OpenAI
 
-from agentrl.chat import agent_episode as agent_rollout
+from agentrl.chat import agent_runner
 from agentrl.config import RolloutConfig
 from agentrl.env import Env, Episode, Split, load_env_class
 from agentrl.env.agent_env import AgentEnv, Endpoint, run_command
 from agentrl.errors import ConfigError, EngineError, EnvError
-from agentrl.rollout import episode as rollout
-from agentrl.rollout.episode import run_group
 from agentrl.testing import ScriptedEngine
 from agentrl.tokens.tokenizer import TurnTokenizer
 from agentrl.types import Completion, Sampling, StopReason, Task, TrajectoryGroup
+from tests.agentrl.rollout.playing import play_group
 
 TASK = Task(id="t", prompt="What is it?", answer="7")
 LIMITS = RolloutConfig(max_context=600, max_turn_tokens=100, episode_timeout_s=20, max_retries=1)
@@ -55,9 +54,7 @@ class Asking(AgentEnv):
 
 
 @pytest.fixture
-def play(tokenizer: TurnTokenizer, monkeypatch: pytest.MonkeyPatch) -> Play:
-    monkeypatch.setattr(rollout, "RETRY_BACKOFF_S", 0.001)
-
+def play(tokenizer: TurnTokenizer) -> Play:
     async def run(
         make_env: Callable[[], Env],
         script: Any = ("5", "7"),
@@ -67,9 +64,8 @@ def play(tokenizer: TurnTokenizer, monkeypatch: pytest.MonkeyPatch) -> Play:
         **options: Any,
     ) -> TrajectoryGroup:
         engine = options.pop("engine", None) or ScriptedEngine(tokenizer=tokenizer, script=script)
-        return await run_group(
-            make_env, TASK, group_id=3, size=size, engine=engine, tokenizer=tokenizer, limits=limits, **options
-        )
+        parts = {"engine": engine, "tokenizer": tokenizer, "config": limits, **options}
+        return await play_group(make_env, TASK, group_id=3, size=size, **parts)
 
     return run
 
@@ -77,7 +73,7 @@ def play(tokenizer: TurnTokenizer, monkeypatch: pytest.MonkeyPatch) -> Play:
 async def test_an_agents_episode_is_a_trajectory(play: Play) -> None:
     envs: list[Asking] = []
     group = await play(lambda: envs.append(Asking()) or envs[-1], size=3)
-    assert [t.id for t in group.trajectories] == ["3-0.0", "3-1.0", "3-2.0"]
+    assert [t.id for t in group.trajectories] == ["train-3-0.0", "train-3-1.0", "train-3-2.0"]
     assert group.rewards_G == [1.0] * 3
     assert [env.closed for env in envs] == [1] * 3
     first = group.trajectories[0]
@@ -116,7 +112,7 @@ class Forking(Asking):
 
 async def test_each_segment_is_a_trajectory_with_the_reward_of_the_whole(play: Play) -> None:
     group = await play(Forking)
-    assert [t.id for t in group.trajectories] == ["3-0.0", "3-0.1"]
+    assert [t.id for t in group.trajectories] == ["train-3-0.0", "train-3-0.1"]
     assert group.rewards_G == [1.0, 1.0]
     assert [t.messages[0].content for t in group.trajectories] == ["plan", "act"]
     assert all(t.info["segments"] == 2 and t.info["calls"] == 2 for t in group.trajectories)
@@ -270,14 +266,14 @@ async def test_an_episode_without_an_answer_in_time_is_whoevers_fault_it_was(
 
     with pytest.raises(EnvError, match="asked for none"):
         await play(Idle, limits=limits)
-    with pytest.raises(EngineError, match="no call was answered"):
+    with pytest.raises(EngineError, match="no turn was generated"):
         await play(Asking, engine=ScriptedEngine(tokenizer=tokenizer, script=["x"], latency_s=60), limits=limits)
 
 
 async def test_an_agent_that_swallows_its_cancellation_is_left_behind(
     play: Play, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(agent_rollout, "AGENT_END_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(agent_runner, "AGENT_END_TIMEOUT_S", 0.2)
     released = asyncio.Event()
 
     class Stubborn(Asking):
@@ -319,7 +315,7 @@ async def test_cancelling_a_group_ends_its_agents_and_their_calls(play: Play, to
     group.cancel()
     with pytest.raises(asyncio.CancelledError):
         await group
-    assert sorted(stopped) == ["3-0-0-0", "3-1-0-0"]
+    assert sorted(stopped) == ["train-3-0-0-0", "train-3-1-0-0"]
     assert [env.closed for env in envs] == [1, 1]
 
 

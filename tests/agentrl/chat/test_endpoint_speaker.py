@@ -12,16 +12,19 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from openai import AsyncOpenAI
 
-from agentrl.chat import endpoint_episode as chat_player
-from agentrl.chat.chat_model import ChatModel, ChatRules, PromptTooLong
-from agentrl.chat.endpoint_episode import play_chat_group
+from agentrl.chat import endpoint_speaker
+from agentrl.chat.chat_model import ChatModel, PromptTooLong
 from agentrl.chat.proxy import ChatProxy
+from agentrl.chat.runners import EndpointRunners
 from agentrl.chat.token_session import TokenSession
 from agentrl.config import RolloutConfig
 from agentrl.env import Action, Env, Episode, Split, StepResult, ToolEnv
 from agentrl.env.agent_env import AgentEnv, Endpoint
 from agentrl.errors import ConfigError, EngineError, EnvError, SandboxError
 from agentrl.report.statistics import summarize
+from agentrl.rollout.generation import TokenGenerator
+from agentrl.rollout.group import GroupPlayer
+from agentrl.rollout.settings import RolloutSettings
 from agentrl.supervision.serving import serving
 from agentrl.testing import ScriptedEngine, call
 from agentrl.tokens.tokenizer import TurnTokenizer
@@ -34,7 +37,6 @@ if TYPE_CHECKING:
 
 TASK = Task(id="t", prompt="What is it?", answer="7")
 LIMITS = RolloutConfig(max_context=800, max_turn_tokens=100, tool_output_tokens=50, episode_timeout_s=20, max_retries=1)
-RULES = ChatRules(limits=LIMITS, temperature=1.0, top_p=1.0)
 
 Connect = Callable[..., AbstractAsyncContextManager[ChatModel]]
 
@@ -76,19 +78,19 @@ class Looking(ToolEnv):
 
 
 @pytest.fixture
-def scripted(tokenizer: TurnTokenizer, monkeypatch: pytest.MonkeyPatch) -> Connect:
+def scripted(tokenizer: TurnTokenizer) -> Connect:
     """A model that follows a script, behind real HTTP in OpenAI's format."""
-    monkeypatch.setattr(chat_player, "RETRY_BACKOFF_S", 0.001)
 
     @asynccontextmanager
     async def connected(script: Any, **limits: Any) -> AsyncIterator[ChatModel]:
+        engine = ScriptedEngine(tokenizer=tokenizer, script=script)
+        hermes = tokenizer.with_tool_format("hermes")
         session = TokenSession(
-            engine=ScriptedEngine(tokenizer=tokenizer, script=script),
-            tokenizer=tokenizer,
-            limits=LIMITS.model_copy(update=limits),
+            TokenGenerator(engine, hermes, session_id="x", seed=None),
+            tokenizer=hermes,
+            config=LIMITS.model_copy(update=limits),
             sampling=Sampling(max_tokens=100, stop_token_ids=tokenizer.stop_token_ids),
             max_calls=1000,
-            name="x",
         )
         async with (
             ChatProxy().session(session) as endpoint,
@@ -100,11 +102,16 @@ def scripted(tokenizer: TurnTokenizer, monkeypatch: pytest.MonkeyPatch) -> Conne
 
 
 async def play(
-    model: ChatModel, make_env: Callable[[], Env] = Looking, *, size: int = 1, rules: ChatRules = RULES
+    model: ChatModel,
+    make_env: Callable[[], Env] = Looking,
+    *,
+    size: int = 1,
+    max_turns: int | None = None,
+    **limits: Any,
 ) -> TrajectoryGroup:
-    return await play_chat_group(
-        make_env, TASK, group_id=0, size=size, model=model, rules=rules, seed=0, proxy=ChatProxy()
-    )
+    config = LIMITS.model_copy(update={"group_size": size, **limits})
+    settings = RolloutSettings(config=config, max_turns=max_turns, backoff_s=0.001)
+    return await GroupPlayer(make_env, {"eval": settings}, EndpointRunners()).play_group(model, 0, TASK, kind="eval")
 
 
 async def test_an_environment_is_played_in_message_space(scripted: Connect) -> None:
@@ -180,31 +187,24 @@ async def test_malformed_calls_are_observations(scripted: Connect) -> None:
 
 
 async def test_long_tool_output_is_cut(scripted: Connect) -> None:
-    rules = ChatRules(limits=LIMITS.model_copy(update={"tool_output_tokens": 12}), temperature=1.0, top_p=1.0)
     async with scripted([call("look", at="x" * 60), "7"]) as model:
-        (episode,) = (await play(model, rules=rules)).trajectories
+        (episode,) = (await play(model, tool_output_tokens=12)).trajectories
     shown = next(m.content for m in episode.messages if m.role == "tool")
-    assert len(shown) <= 12 * chat_player.CHARACTERS_PER_TOKEN
+    assert len(shown) <= 12 * endpoint_speaker.CHARACTERS_PER_TOKEN
     assert "cut" in shown
 
 
 @pytest.mark.parametrize(
-    ("rules", "reason"),
+    ("limits", "reason"),
     [
-        (ChatRules(limits=LIMITS, temperature=1.0, top_p=1.0, max_turns=2), StopReason.MAX_TURNS),
-        (
-            ChatRules(limits=LIMITS.model_copy(update={"max_turn_tokens": 5}), temperature=1.0, top_p=1.0),
-            StopReason.MAX_CONTEXT,
-        ),
-        (
-            ChatRules(limits=LIMITS.model_copy(update={"max_context": 450}), temperature=1.0, top_p=1.0),
-            StopReason.MAX_CONTEXT,
-        ),
+        ({"max_turns": 2}, StopReason.MAX_TURNS),
+        ({"max_turn_tokens": 5}, StopReason.MAX_CONTEXT),
+        ({"max_context": 450}, StopReason.MAX_CONTEXT),
     ],
 )
-async def test_the_runs_limits_hold(scripted: Connect, rules: ChatRules, reason: StopReason) -> None:
+async def test_the_runs_limits_hold(scripted: Connect, limits: dict[str, int], reason: StopReason) -> None:
     async with scripted(lambda prompt: call("look", at="once more with feeling")) as model:
-        (episode,) = (await play(model, rules=rules)).trajectories
+        (episode,) = (await play(model, **limits)).trajectories
     assert (episode.stop_reason, episode.reward) == (reason, 0.0)
 
 
@@ -233,8 +233,6 @@ async def test_what_fails_is_tried_again_and_never_scored(scripted: Connect) -> 
 
 
 async def test_an_environment_that_hangs_ends_by_the_clock(scripted: Connect) -> None:
-    rules = ChatRules(limits=LIMITS.model_copy(update={"episode_timeout_s": 0.5}), temperature=1.0, top_p=1.0)
-
     class Stuck(Looking):
         async def step(self, action: Any) -> StepResult:
             await asyncio.sleep(60)
@@ -246,9 +244,9 @@ async def test_an_environment_that_hangs_ends_by_the_clock(scripted: Connect) ->
             raise AssertionError
 
     async with scripted(lambda prompt: "7") as model:
-        assert (await play(model, Stuck, rules=rules)).trajectories[0].stop_reason is StopReason.TIMEOUT
-        with pytest.raises(EnvError, match="reset did not end"):
-            await play(model, NoStart, rules=rules)
+        assert (await play(model, Stuck, episode_timeout_s=0.5)).trajectories[0].stop_reason is StopReason.TIMEOUT
+        with pytest.raises(EnvError, match="reset of task t took more than"):
+            await play(model, NoStart, episode_timeout_s=0.5)
 
 
 @asynccontextmanager

@@ -1,18 +1,21 @@
-"""`agentrl env ...`: find, write, judge and play environments."""
+"""`agentrl env ...`: list, write, check and play environments."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from agentrl.cli.options import Debug, guarded, run
 from agentrl.errors import ConfigError
 
+if TYPE_CHECKING:
+    from agentrl.check.check_env import CheckReport
+
 CLOSED = "the episode was closed"
 
-env_app = typer.Typer(help="Environments: list them, write one, judge it, play it.", no_args_is_help=True)
+env_app = typer.Typer(help="Environments: list them, write one, check it, play it.", no_args_is_help=True)
 
 Target = Annotated[
     str, typer.Argument(help="module:Class, path/to/file.py:Class, or a registered id.", show_default=False)
@@ -25,7 +28,7 @@ Arguments = Annotated[
 
 
 def _kwargs(arguments: list[str] | None) -> dict[str, Any]:
-    """Values are YAML, as in a config's overrides. Raises ConfigError."""
+    """The arguments by name; values are YAML, as in a config's overrides. Raises ConfigError."""
     import yaml
 
     found: dict[str, Any] = {}
@@ -43,9 +46,29 @@ def _kwargs(arguments: list[str] | None) -> dict[str, Any]:
 @env_app.command(name="list")
 def env_list() -> None:
     """All registered environments: id, class, what it is."""
-    from agentrl.cli.env_list import show_environments
+    guarded(_show_environments, debug=False)
 
-    guarded(show_environments, debug=False)
+
+def _show_environments() -> None:
+    """A table in a terminal; elsewhere one line for each, for programs that read them."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from agentrl.env import specs
+    from agentrl.wrappers import summary
+
+    console = Console(highlight=False)
+    table = Table("id", "class", "what it is", box=None, pad_edge=False)
+    for spec in specs():
+        cells = (spec.id, spec.entry_point, summary(spec.load()))
+        if console.is_terminal:
+            table.add_row(*map(Text, cells))
+        else:
+            console.print(Text("  ".join(cells)), soft_wrap=True)
+    if console.is_terminal:
+        console.print(table)
+    console.print("Your own: module:Class or path/to/file.py:Class; `agentrl env new NAME` writes one.", soft_wrap=True)
 
 
 @env_app.command(name="new")
@@ -59,7 +82,7 @@ def env_new(
     from agentrl.cli.env_new import write_environment
 
     path, class_name = guarded(lambda: write_environment(name, folder, tool=tool), debug=debug)
-    typer.echo(f"{path}: an environment that works; make it yours. Next:")
+    typer.echo(f"{path} is an environment that works: change what you like. Next:")
     typer.echo(f"  agentrl env check {path}:{class_name}")
     typer.echo(f"  agentrl env play {path}:{class_name}")
     typer.echo(f"  agentrl train configs/quickstart.yaml env.target={path}:{class_name} model.path=models/{path.stem}")
@@ -76,12 +99,35 @@ def env_check(
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Judge an environment: contract, tools, seeds, clean-up, tokens; a gold answer scores 1.0 and a wrong one 0.0."""
-    from agentrl.cli.env_check import check_environment
-
+    """Check an environment: contract, tools, seeds, clean-up, tokens; a gold answer scores 1.0, a wrong one 0.0."""
     kwargs = guarded(lambda: _kwargs(arguments), debug=debug)
-    if not run(check_environment(target, kwargs=kwargs, data=data, limit=limit, tokenizer=tokenizer), debug=debug):
+    report = run(_check(target, kwargs=kwargs, data=data, limit=limit, tokenizer=tokenizer), debug=debug)
+    if not report.ok:
         raise typer.Exit(1)
+
+
+async def _check(
+    target: str, *, kwargs: dict[str, Any], data: str | None, limit: int | None, tokenizer: str | None
+) -> CheckReport:
+    """Run the checks with a real sandbox and print them. Raises ConfigError for a target or data file that is wrong."""
+    from rich.text import Text
+
+    from agentrl.check import check_env
+    from agentrl.env import load_env_class
+    from agentrl.report.console import EvalConsole
+    from sandbox.client import SandboxClient
+
+    env_class = load_env_class(target, kwargs)
+    console = EvalConsole()
+    async with SandboxClient.embedded() as sandbox:
+        with console.progress("checking") as advance:
+            report = await check_env(
+                env_class, data=data, sandbox=sandbox, limit=limit, tokenizer=tokenizer, progress=advance
+            )
+    for check in report.checks:
+        mark = ("ok   ", "green") if check.ok else ("FAIL ", "bold red")
+        console.line(Text.assemble(mark, f"{check.name}: {check.detail}"))
+    return report
 
 
 @env_app.command(name="play")
@@ -93,7 +139,7 @@ def env_play(
     seed: Annotated[int, typer.Option(help="Seed of the episode.")] = 0,
     debug: Debug = False,
 ) -> None:
-    """Play the agent yourself: what you write is what a model would say; tools are called as tool(arg=...) or JSON."""
+    """Play the agent yourself: what you type stands for the model's message; call tools as tool(arg=...) or JSON."""
     from agentrl.cli.env_play import play_in_terminal
 
     kwargs = guarded(lambda: _kwargs(arguments), debug=debug)

@@ -1,4 +1,4 @@
-"""`agentrl env play`: a person says in the terminal what a model would say. Knows text, and drives one episode."""
+"""`agentrl env play`: a person types the model's messages in a terminal. Drives one episode; independent of tokens."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from agentrl.types import Message, Task, ToolCall
 
 PROMPT = "you> "
 MORE = "...> "
-HELP = """Write what the model would say. A line that is a call is run: python(code="print(1)") or
-{"name": "python", "arguments": {"code": "print(1)"}}. A call may go over several lines, until its bracket closes;
-an empty line ends one that never does. /tools lists the tools, /quit ends the episode (so do Ctrl-C and Ctrl-D)."""
+HELP = """Type the message of the model. A line that is a call is run: python(code="print(1)") or
+{"name": "python", "arguments": {"code": "print(1)"}}. A call may have several lines, until its bracket closes;
+an empty line ends one that does not. /tools lists the tools, /quit ends the episode (so do Ctrl-C and Ctrl-D)."""
 
 
 async def play_in_terminal(target: str, *, kwargs: Mapping[str, Any], data: str | None, index: int, seed: int) -> None:
-    """One episode of test task number `index`. Raises AgentRLError; ConfigError for what cannot be played."""
+    """Play one episode of test task number `index`. Raises AgentRLError; ConfigError for what cannot be played."""
     env_class = load_env_class(target, kwargs)
     if issubclass(env_class, AgentEnv):
         raise ConfigError(f"{env_class.__name__} brings its own loop: there are no turns to play")
@@ -48,19 +48,24 @@ async def play_in_terminal(target: str, *, kwargs: Mapping[str, Any], data: str 
     terminal = EvalConsole()
     async with SandboxClient.embedded() as sandbox, opened(env_class, sandbox=sandbox) as make_env:
         terminal.line(f"{env_class.__name__}, task {task.id}, seed {seed}; /help says how to play")
-        table = TerminalSpeaker(Console(highlight=False), Lines())
-        await uninterrupted_close(table.play(make_env(), task, seed))
+        speaker = TerminalSpeaker(Console(highlight=False), InputLines())
+        await uninterrupted_close(speaker.play(make_env(), task, seed))
 
 
-class Lines:
-    """Lines of standard input, whatever it is: a terminal, a pipe, a file."""
+class InputLines:
+    """Lines of standard input, or of a file descriptor: a terminal, a pipe, a file.
+
+    Example:
+        lines = InputLines()
+        while (line := await lines.next()) is not None: ...
+    """
 
     def __init__(self, fd: int | None = None) -> None:
         self._fd = sys.stdin.fileno() if fd is None else fd
         self._queue: asyncio.Queue[bytes] = asyncio.Queue()
         self._rest = b""
         self._is_at_end = False
-        # Not sys.stdin: a thread that waits in it would keep this process from ending.
+        # Not sys.stdin: a thread that waits in it would keep this process alive.
         threading.Thread(target=self._read, args=(asyncio.get_running_loop(),), name="input", daemon=True).start()
 
     def _read(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -70,11 +75,11 @@ class Lines:
                 data = os.read(self._fd, 65536)
             except OSError:
                 data = b""
-            with suppress(RuntimeError):  # the loop has ended, and nobody waits any more
+            with suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(self._queue.put_nowait, data)
 
     async def next(self) -> str | None:
-        """The next line, without its end; None at the end of the input."""
+        """The next line without its newline; None at the end of the input."""
         while b"\n" not in self._rest and not self._is_at_end:
             data = await self._queue.get()
             self._rest += data
@@ -86,16 +91,17 @@ class Lines:
 
 
 class _Quit(Exception):
-    """The player has had enough."""
+    """The player leaves."""
 
 
 class TerminalSpeaker:
     """A Speaker whose turns a person types in a terminal.
 
-    episode = await TerminalSpeaker(Console(), Lines()).play(env, task, seed=0)
+    Example:
+        episode = await TerminalSpeaker(Console(), InputLines()).play(make("ModMath-v0"), task, seed=0)
     """
 
-    def __init__(self, console: Console, lines: Lines) -> None:
+    def __init__(self, console: Console, lines: InputLines) -> None:
         self._console = console
         self._lines = lines
         self._tools: Mapping[str, ToolSpec] = {}
@@ -121,7 +127,7 @@ class TerminalSpeaker:
 
     async def speak(self, turn: int, *, is_last: bool) -> Action:
         """See Speaker. Raises _Quit."""
-        message = await self._say(self._tools, turn)
+        message = await self._read_turn(self._tools, turn)
         for call in message.tool_calls:
             self._console.print(call_text(call))
         return Action(message=message)
@@ -133,8 +139,8 @@ class TerminalSpeaker:
             self._console.print(Text(f"reward of this turn: {result.reward:g}", style="green"))
         return result.observation
 
-    async def _say(self, tools: Mapping[str, ToolSpec], turn: int) -> Message:
-        """What the player says next. Raises _Quit."""
+    async def _read_turn(self, tools: Mapping[str, ToolSpec], turn: int) -> Message:
+        """The next message; commands on the way are carried out. Raises _Quit."""
         while True:
             line = await self._line(PROMPT)
             if line == "/quit":
@@ -149,7 +155,7 @@ class TerminalSpeaker:
                 return await self._read_message(line, tools, turn)
 
     async def _read_message(self, text: str, tools: Mapping[str, ToolSpec], turn: int) -> Message:
-        """A call, which may need more lines, or plain text."""
+        """The message in `text`: a call, which may need more lines, or plain text. Raises _Quit."""
         while (call := parse_call(text, tools)) == "incomplete":
             line = await self._line(MORE)
             if not line:

@@ -1,4 +1,4 @@
-"""`agentrl eval`: any model folder, hub name or running server, on held-out rows, with the rollout's own code."""
+"""`agentrl eval`: measures a model folder, hub name or running server on held-out rows, with the code of training."""
 
 from __future__ import annotations
 
@@ -33,7 +33,12 @@ EVERYTHING = 10**9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What to measure."""
+    """What to measure.
+
+    Example:
+        request = Request.from_options(config, model="models/tiny", data=None, target=None, tokenizer=None,
+                                       samples=4, limit=64)
+    """
 
     config: Config
     url: str | None  # of a running server; else one is started for config.model.path
@@ -59,10 +64,10 @@ class Request:
         api_key_env: str | None = None,
         environ: Mapping[str, str] | None = None,
     ) -> Request:
-        """The command line's options laid over the config. Raises ConfigError."""
+        """The config, overridden by the options of the command line. Raises ConfigError."""
         is_url = model is not None and model.startswith(("http://", "https://"))
         if served_model is not None and not is_url:
-            raise ConfigError("--served-model is what a running server serves: give its URL with --model https://...")
+            raise ConfigError("--served-model names a model of a running server: give its URL with --model https://...")
         if served_model is not None and tokenizer is not None:
             raise ConfigError("a chat endpoint takes messages: leave out --tokenizer, or --served-model")
         if served_model is None and api_key_env is not None:
@@ -77,24 +82,24 @@ class Request:
             tree["env"] |= {"target": target, "kwargs": {}}
         if samples is not None:
             tree["eval"]["samples_per_task"] = samples
-        laid_over = parse(tree, source="eval options")
+        merged = parse(tree, source="eval options")
         if not is_url:
             check_model(parse(tree | {"model": tree["model"] | {"warmstart": None}}, source="eval options"))
         default_tasks = EVERYTHING if data is not None else config.eval.num_tasks
         return cls(
-            config=laid_over,
+            config=merged,
             url=model if is_url else None,
             served_model=served_model,
             api_key=(environ or {}).get(key_name),
             api_key_env=key_name,
-            tokenizer=tokenizer or laid_over.model.path,
+            tokenizer=tokenizer or merged.model.path,
             num_tasks=limit or default_tasks,
             secrets=Secrets.from_environment(environ or {}),
         )
 
 
 async def measure(request: Request) -> Evaluation:
-    """Play every task and show the numbers. Raises AgentRLError."""
+    """Play every task and print the results. Raises AgentRLError."""
     config = request.config
     env_class = load_env_class(config.env.target, config.env.kwargs)
     tasks = held_out_tasks(env_class, config.env, num_tasks=request.num_tasks)
@@ -114,7 +119,7 @@ async def measure(request: Request) -> Evaluation:
 
 @asynccontextmanager
 async def playing(request: Request, env_class: type[Env], console: EvalConsole) -> AsyncIterator[MakeGroup]:
-    """All started that it takes, and stopped again: yields (index, task) -> its group. Raises AgentRLError."""
+    """Start everything that playing needs, then stop it. Yields (index, task) -> group. Raises AgentRLError."""
     config = request.config
     wrappers = load_wrappers(config.env.wrappers)
     through = _by_tokens if request.served_model is None else _by_messages
@@ -132,7 +137,7 @@ async def playing(request: Request, env_class: type[Env], console: EvalConsole) 
 async def _by_tokens(
     request: Request, make_env: Callable[[], Env], logs: Path, console: EvalConsole
 ) -> AsyncIterator[MakeGroup]:
-    """Through an engine that takes and tells token ids: the code path of training."""
+    """Play through an engine that exchanges token ids: the code path of training."""
     from agentrl.tokens.tokenizer import TurnTokenizer
 
     tokenizer = await asyncio.to_thread(TurnTokenizer.load, request.tokenizer)
@@ -145,7 +150,7 @@ async def _by_tokens(
 async def _by_messages(
     request: Request, make_env: Callable[[], Env], logs: Path, console: EvalConsole
 ) -> AsyncIterator[MakeGroup]:
-    """Through any chat endpoint."""
+    """Play through any chat endpoint."""
     config = request.config
     assert request.url is not None and request.served_model is not None
     player = GroupPlayer(make_env, settings_of(config), EndpointRunners())
@@ -161,7 +166,7 @@ async def _by_messages(
 
 @asynccontextmanager
 async def _engine(request: Request, logs: Path, console: EvalConsole) -> AsyncIterator[Engine]:
-    """A server started for the model folder, or the running one."""
+    """A server started for the model folder, or the running server."""
     config = request.config
     if request.url is not None:
         async with AsyncExitStack() as stack:

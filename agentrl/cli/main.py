@@ -1,7 +1,7 @@
-"""The `agentrl` command. Parses, calls one function of the library, shows errors on one screen, sets the exit code.
+"""The `agentrl` command: parses options, calls one function of the library, shows errors on one screen.
 
-Exit codes: 0 done, 1 a part failed, 2 the settings or files are wrong, 130 interrupted. Heavy modules are imported by
-the command that needs them, so that `--help` is instant.
+Exit codes: 0 done, 1 a part failed, 2 the settings or files are wrong, 130 interrupted. Each command imports the heavy
+modules that it needs, so that `--help` is fast.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from agentrl.cli.options import ApiKeyEnv, ConfigPath, Data, Debug, Model, Overr
 from agentrl.cli.options import fail as _fail
 from agentrl.cli.options import guarded as _guarded
 from agentrl.cli.options import run as _run
-from agentrl.cli.rollout import rollout
 from agentrl.cli.services import learner, orchestrator
 from agentrl.cli.status import status
 from agentrl.errors import ConfigError
@@ -38,7 +37,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(env_app, name="env")
-app.command(name="rollout")(rollout)
 app.command(name="status")(status)
 app.command(name="orchestrator")(orchestrator)
 app.command(name="learner")(learner)
@@ -55,11 +53,14 @@ def train(
     overrides: Overrides = None,
     resume: Annotated[
         Path | None,
-        typer.Option(metavar="RUN", help="Go on with this run's folder, after a crash, Ctrl-C or its last step."),
+        typer.Option(metavar="RUN", help="Continue the run in this folder, after a crash, Ctrl-C or its last step."),
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Start sandbox, engine and learner on this machine, train, write the run folder with report.html, stop them."""
+    """Start sandbox, engine and learner on this machine, train, write the run folder with report.html, stop them.
+
+    `agentrl explain` documents the keys of a config.
+    """
     _guarded(lambda: _run(_train(*_new_or_resumed(config, overrides or [], resume)), debug=debug), debug=debug)
 
 
@@ -71,7 +72,7 @@ def _new_or_resumed(config: str | None, overrides: list[str], resume: Path | Non
         run, resumed = reopen(resume, [*filter(None, [config]), *overrides])
         return resumed, run
     if config is None:
-        raise ConfigError("give a config, e.g. agentrl train configs/quickstart.yaml, or --resume and a run's folder")
+        raise ConfigError("give a config, e.g. agentrl train configs/quickstart.yaml, or --resume with a run's folder")
     return configs.load(config, overrides), None
 
 
@@ -96,7 +97,7 @@ def evaluate(
     data: Data = None,
     target: Target = None,
     tokenizer: Tokenizer = None,
-    samples: Annotated[int | None, typer.Option("-n", min=1, help="Samples a task.")] = None,
+    samples: Annotated[int | None, typer.Option("-n", min=1, help="Samples of each task.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first rows.")] = None,
     debug: Debug = False,
 ) -> None:
@@ -118,6 +119,48 @@ def evaluate(
         environ=os.environ,
     )
     _run(measure(request), debug=debug)
+
+
+@app.command()
+def rollout(
+    config_path: ConfigPath,
+    overrides: Overrides = None,
+    model: Model = None,
+    served_model: ServedModel = None,
+    api_key_env: ApiKeyEnv = None,
+    data: Data = None,
+    target: Target = None,
+    tokenizer: Tokenizer = None,
+    samples: Annotated[int, typer.Option("-n", "--n", min=1, help="Episodes of each task.")] = 4,
+    task: Annotated[str | None, typer.Option(help="Id of the test task; default: the first.")] = None,
+    limit: Annotated[int, typer.Option("--tasks", min=1, help="Play this many tasks.")] = 1,
+    show: Annotated[bool, typer.Option("--show", help="Print the episodes, not only one line for each.")] = False,
+    tokens: Annotated[
+        bool, typer.Option("--tokens", help="Print token by token: logprob, policy version, whether it is trained on.")
+    ] = False,
+    save: Annotated[Path | None, typer.Option(help="Write the episodes as JSONL; nothing is overwritten.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Play episodes with a model, and read them."""
+    from agentrl import config as configs
+    from agentrl.cli.evaluate import Request
+    from agentrl.cli.rollout import Sample, sample_episodes
+
+    config = configs.load(config_path, overrides or [])
+    request = Request.from_options(
+        config,
+        model=model,
+        data=data,
+        target=target,
+        tokenizer=tokenizer,
+        samples=samples,
+        limit=limit,
+        served_model=served_model,
+        api_key_env=api_key_env,
+        environ=os.environ,
+    )
+    wanted = Sample(request=request, task_id=task, show=show, tokens=tokens, save=save)
+    _run(sample_episodes(wanted), debug=debug, interrupted="every part was stopped")
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
@@ -153,10 +196,10 @@ def engine(config_path: ConfigPath, overrides: Overrides = None, debug: Debug = 
 
 @app.command()
 def report(
-    run: Annotated[Path, typer.Argument(help="Run folder, e.g. runs/quickstart; the run may still be going on.")],
+    run: Annotated[Path, typer.Argument(help="Run folder, e.g. runs/quickstart; the run may still be running.")],
     debug: Debug = False,
 ) -> None:
-    """Draw report.html again from what a run folder holds now."""
+    """Write report.html again from the current files of a run folder."""
     from agentrl.report.page import write_report
     from agentrl.run_folder import RunFolder
 

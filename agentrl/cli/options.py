@@ -1,4 +1,4 @@
-"""What every command of the command line shares: its common options, Ctrl-C, errors on one screen, exit codes."""
+"""What all commands share: common options, Ctrl-C, errors on one screen, exit codes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Overrides = Annotated[
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")]
 
-# What `agentrl eval` and `agentrl rollout` have in common: agentrl.cli.evaluate.Request.
+# Options of both `agentrl eval` and `agentrl rollout`: agentrl.cli.evaluate.Request.
 Model = Annotated[str | None, typer.Option(help="Folder, hub name, or URL of a running server.")]
 ServedModel = Annotated[
     str | None, typer.Option(help="MODEL is any OpenAI-compatible chat endpoint (.../v1), and serves this name.")
@@ -38,18 +38,18 @@ Tokenizer = Annotated[str | None, typer.Option(help="Tokenizer folder, where MOD
 
 
 def run(work: Coroutine[Any, Any, T], *, debug: bool, interrupted: str = RUN_INTERRUPTED) -> T:
-    """The result of asynchronous work. `interrupted` is what Ctrl-C says once the work has cleaned up."""
+    """The result of asynchronous work. Prints `interrupted` after Ctrl-C, when the work has cleaned up."""
     return guarded(lambda: asyncio.run(_interruptible(work)), debug=debug, interrupted=interrupted)
 
 
 class _Interrupted(Exception):
-    """A signal to end arrived, and the work has cleaned up."""
+    """A signal to stop arrived, and the work has cleaned up."""
 
 
 async def _interruptible(work: Coroutine[Any, Any, T]) -> T:
-    """Ctrl-C, SIGTERM (a container being stopped) and SIGHUP (a terminal closed) cancel the work: all is cleaned up.
+    """Cancel the work on Ctrl-C, SIGTERM (a container stops) and SIGHUP (a terminal closes), so that it cleans up.
 
-    Handled here and not by Python's default, which is missing where a shell started us in the background.
+    Python's own handler for Ctrl-C is missing where a shell started the process in the background.
     """
     task = asyncio.ensure_future(work)
     interrupted = False
@@ -71,7 +71,7 @@ async def _interruptible(work: Coroutine[Any, Any, T]) -> T:
 
 
 def guarded(work: Callable[[], T], *, debug: bool, interrupted: str = RUN_INTERRUPTED) -> T:
-    """Run it; show what went wrong on one screen and exit with the code that belongs to it."""
+    """Run the work. Show an error on one screen and exit with its code."""
     try:
         return work()
     except (KeyboardInterrupt, _Interrupted):
@@ -84,7 +84,7 @@ def guarded(work: Callable[[], T], *, debug: bool, interrupted: str = RUN_INTERR
 
 
 def fail(error: AgentRLError, *, code: int, debug: bool) -> NoReturn:
-    """Show an error on one screen, and exit with `code`; with `debug` raise it."""
+    """Show an error on one screen and exit with `code`. With `debug`, raise the error."""
     from agentrl.report.console import show_error
 
     if debug:

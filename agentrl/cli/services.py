@@ -1,6 +1,6 @@
-"""`agentrl orchestrator` and `agentrl learner`: parts of a run that others start and watch, such as Docker.
+"""`agentrl orchestrator` and `agentrl learner`: parts of a run that another program starts and watches, such as Docker.
 
-Beside them go `agentrl sandbox` and `agentrl engine`. The only place of these two that reads the environment.
+The other parts are `agentrl sandbox` and `agentrl engine`. Reads the secrets from the environment; nothing below does.
 """
 
 from __future__ import annotations
@@ -24,32 +24,34 @@ if TYPE_CHECKING:
 def orchestrator(
     config_path: ConfigPath,
     overrides: Overrides = None,
-    host: Annotated[str, typer.Option(help="Where the learner finds it.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address that the learner connects to.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8400,
     latest: Annotated[
         Path | None,
         typer.Option(
             metavar="LINK",
-            help="Keep a link to the run's folder here. Where it leads to a run that is not over, that one goes on.",
+            help="Keep a link to the run's folder here. If it leads to a run that is not over, that run continues.",
         ),
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Play episodes and hand batches to a learner that is started apart. Both need AGENTRL_TOKEN, the same secret."""
+    """Play episodes and serve batches to a learner that is started separately. Both need the same AGENTRL_TOKEN."""
     cli_run.guarded(
         lambda: _orchestrate(config_path, overrides or [], at=(host, port), latest=latest, debug=debug), debug=debug
     )
 
 
 def learner(
-    config_path: Annotated[Path, typer.Argument(metavar="RUN/config.json", help="Of the orchestrator's run.")],
+    config_path: Annotated[
+        Path, typer.Argument(metavar="RUN/config.json", help="The config of the orchestrator's run.")
+    ],
     orchestrator_url: Annotated[str, typer.Option("--orchestrator", metavar="URL")] = "http://127.0.0.1:8400",
     weights_dir: Annotated[
         Path | None, typer.Option(help="Folder that the engines see under the same name; default RUN/weights.")
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Train for an orchestrator, from the run's newest checkpoint where it has one, on all ranks of the config."""
+    """Train for an orchestrator on all ranks of the config, from the run's newest checkpoint if any."""
     cli_run.guarded(lambda: _learn(config_path, orchestrator_url, weights_dir), debug=debug)
 
 
@@ -73,7 +75,7 @@ def _orchestrate(
 
 
 def _unfinished(latest: Path | None, config: Config) -> RunFolder | None:
-    """The run that `latest` leads to, where it is this config's and something is left to do; it says why where not."""
+    """The run that `latest` leads to, if it has this config and is not over. Prints why not otherwise."""
     from agentrl.run_folder import RunFolder
     from agentrl.train import resume
 
@@ -83,14 +85,14 @@ def _unfinished(latest: Path | None, config: Config) -> RunFolder | None:
     try:
         resume.go_on(run, config)
     except resume.CannotGoOn as error:
-        typer.echo(f"a new run begins, since the last one does not go on: {error}")
+        typer.echo(f"starting a new run, since the last one cannot continue: {error}")
         return None
-    typer.echo(f"{run.path.name} goes on")
+    typer.echo(f"{run.path.name} continues")
     return run
 
 
 def _point(link: Path, folder: Path) -> None:
-    """Make `link` lead to `folder`, at once; relative, so that it holds where both are seen under another path."""
+    """Point `link` to `folder` in one step. It is relative, so that it works where both are mounted elsewhere."""
     fresh = link.with_name(f".{link.name}.{os.getpid()}")
     fresh.unlink(missing_ok=True)
     try:

@@ -1,4 +1,4 @@
-"""`agentrl status`: a run from another terminal, once or live. Knows how a status looks, and not how it is judged."""
+"""`agentrl status`: shows a run from another terminal, once or live. supervision/status.py assesses it."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ if TYPE_CHECKING:
 
 REFRESH_S = 1.0
 SECOND_LOOK_S = 2.0
-"""A run that was silent is looked at again after so long: it may just have been woken, with the machine."""
+"""A silent run is read again after this time: the machine, and with it the run, may just have woken up."""
 COLORS = {"running": "green", "done": "green", "stalled": "yellow", "stopped": "yellow", "dead": "red", "failed": "red"}
 
 
 def status(
     run: Annotated[Path | None, typer.Argument(help="Run folder; default: the newest in runs/.")] = None,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Stay, and follow the run until it is over.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Follow the run until it is over.")] = False,
     json: Annotated[bool, typer.Option("--json", help="One JSON object, for programs.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Show how a run fares: who waits for whom, lag, ledger. Exit code 1 when it failed, is dead or stalled."""
+    """Show how a run is doing: what waits for what, lag, ledger. Exit code 1 when it failed, is dead or stalled."""
     from agentrl.supervision.status import newest_run
 
     def show() -> str:
         folder = newest_run() if run is None else run
         return _follow(folder, json=json) if watch else _once(folder, json=json)
 
-    state = guarded(show, debug=debug, interrupted="the run is not touched")
+    state = guarded(show, debug=debug, interrupted="the run continues")
     raise typer.Exit(1 if state in ("failed", "dead", "stalled") else 0)
 
 
@@ -50,7 +50,7 @@ def _once(folder: Path, *, json: bool) -> str:
 
 
 def _follow(folder: Path, *, json: bool) -> str:
-    """Until the run is over. A run that stalls may recover, one that died may be resumed: these are followed on."""
+    """Show the run until it is over. A stalled run may recover and a dead one may be resumed, so neither ends this."""
     from rich.console import Console
     from rich.live import Live
 

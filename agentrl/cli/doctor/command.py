@@ -1,4 +1,4 @@
-"""`agentrl doctor`: what is right and wrong with this machine, and with a config on it, one line each."""
+"""`agentrl doctor`: reports what works and what does not, of this machine and of a config on it, one line each."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
 WITHOUT_CONFIG = "model, template, ports, weight sync and logprob parity: give a CONFIG, e.g. configs/quickstart.yaml"
 WITHOUT_DEEP = "weight sync and logprob parity of engine and learner: --deep starts both (half a minute, or more)"
-AFTER_A_FAIL = "weight sync and logprob parity of engine and learner: mend what failed first"
+AFTER_A_FAIL = "weight sync and logprob parity of engine and learner: fix what failed first"
 INTERRUPTED = "nothing was left running"
-NAME_WIDTH = 15  # so that what --deep finds stands under the rest
+NAME_WIDTH = 15  # so that the findings of --deep are aligned with the others
 STYLES = {"OK": "green", "WARN": "yellow", "FAIL": "bold red"}
 
 
 def doctor(
     config_path: Annotated[
-        Path | None, typer.Argument(metavar="[CONFIG]", help="YAML file; without it only the machine is looked at.")
+        Path | None, typer.Argument(metavar="[CONFIG]", help="YAML file; without it only the machine is checked.")
     ] = None,
     overrides: Overrides = None,
     deep: Annotated[
@@ -43,7 +43,7 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for programs.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Say what would keep a run from working here, and the mend. Exit code 1 where anything is a FAIL."""
+    """Report what would prevent a run here, and how to fix it. Exit code 1 where anything is a FAIL."""
     from rich.console import Console
 
     if deep and config_path is None:
@@ -66,12 +66,12 @@ def doctor(
         report = {"ok": not failed, "findings": [asdict(one) for one in findings], "not_checked": left_out}
         typer.echo(json.dumps(report, indent=2, ensure_ascii=False))
     else:
-        _print_sums(console, findings, left_out)
+        _print_totals(console, findings, left_out)
     raise typer.Exit(int(failed))
 
 
 def _left_out(config: Config | None, findings: Sequence[Finding], *, deep: bool) -> list[str]:
-    """What is not checked, and why; nothing where engine and learner are to be tried now."""
+    """What is not checked, and why; empty where engine and learner are tested next."""
     if config is None:
         return [WITHOUT_CONFIG]
     if not deep:
@@ -81,7 +81,7 @@ def _left_out(config: Config | None, findings: Sequence[Finding], *, deep: bool)
 
 @contextmanager
 def _quiet(debug: bool) -> Iterator[None]:
-    """What a part warns of is in its line."""
+    """Suppress the warnings of parts: their findings contain them."""
     log = logging.getLogger("agentrl")
     level = log.level
     log.setLevel(level if debug else logging.CRITICAL)
@@ -92,7 +92,7 @@ def _quiet(debug: bool) -> Iterator[None]:
 
 
 def _config(path: Path | None, overrides: Sequence[str]) -> tuple[Config | None, list[Finding]]:
-    """One that cannot be read is a finding: the machine is looked at all the same."""
+    """The config. One that cannot be read is a finding, and the machine is checked anyway."""
     from agentrl import config as configs
     from agentrl.cli.doctor.findings import fail, ok, shortened
 
@@ -101,7 +101,7 @@ def _config(path: Path | None, overrides: Sequence[str]) -> tuple[Config | None,
     try:
         return configs.load(path, overrides), [ok("config", f"{path} is valid")]
     except ConfigError as error:
-        return None, [fail("config", shortened(str(error)), "correct it; the machine alone is looked at")]
+        return None, [fail("config", shortened(str(error)), "correct it; only the machine was checked")]
 
 
 def _has_failed(findings: Sequence[Finding]) -> bool:
@@ -109,7 +109,7 @@ def _has_failed(findings: Sequence[Finding]) -> bool:
 
 
 class _Waiting:
-    """In a terminal, one line that says what is waited for."""
+    """In a terminal, shows in one line what doctor waits for."""
 
     def __init__(self, console: Console, *, quiet: bool) -> None:
         self._width = console.width
@@ -125,7 +125,7 @@ class _Waiting:
             self._status.stop()
 
     def say(self, text: str) -> None:
-        """Now for this."""
+        """Replace the line."""
         from rich.text import Text
 
         if self._status:
@@ -149,7 +149,7 @@ async def _examined(config: Config | None, waiting: _Waiting) -> list[Finding]:
 
     def on_done(name: str) -> None:
         left.remove(name)
-        waiting.say(f"looking at {', '.join(left)}")
+        waiting.say(f"checking {', '.join(left)}")
 
     with waiting:
         return found + await examine(checks, on_done=on_done)
@@ -163,13 +163,13 @@ async def _tried(config: Config, waiting: _Waiting) -> list[Finding]:
 
 
 def _print_findings(console: Console, findings: Sequence[Finding]) -> None:
-    """A table in a terminal; elsewhere one line a finding."""
+    """A table in a terminal; elsewhere one line for each finding."""
     from rich.table import Table
     from rich.text import Text
 
     if not console.is_terminal:
         for one in findings:
-            console.print(Text(f"{one.status:<5}{one.name}: {one.found}" + (f" -> {one.mend}" if one.mend else "")))
+            console.print(Text(f"{one.status:<5}{one.name}: {one.found}" + (f" -> {one.fix}" if one.fix else "")))
         return
     table = Table(show_header=False, box=None, padding=(0, 1, 0, 0))
     table.add_column(no_wrap=True)
@@ -177,13 +177,13 @@ def _print_findings(console: Console, findings: Sequence[Finding]) -> None:
     table.add_column(overflow="fold")
     for one in findings:
         said = Text(one.found)
-        if one.mend:
-            said.append(f"\n→ {one.mend}", style=STYLES[one.status])
+        if one.fix:
+            said.append(f"\n→ {one.fix}", style=STYLES[one.status])
         table.add_row(Text(one.status, style=STYLES[one.status]), Text(one.name), said)
     console.print(table, soft_wrap=False)
 
 
-def _print_sums(console: Console, findings: Sequence[Finding], left_out: Sequence[str]) -> None:
+def _print_totals(console: Console, findings: Sequence[Finding], left_out: Sequence[str]) -> None:
     from rich.text import Text
 
     from agentrl.cli.doctor.findings import FindingStatus

@@ -1,6 +1,6 @@
 """Doctor's checks of the machine: GPUs, memory, disks, loopback, clock, file descriptors.
 
-Each gets what it needs as plain numbers and paths. Knows no config: cli/doctor/run.py turns one into these numbers.
+Each check receives plain numbers and paths; cli/doctor/config_checks.py computes them from a config.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MIN_DESCRIPTORS = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """One line of nvidia-smi."""
+    """One GPU, as nvidia-smi describes it. Example: `[gpu] = read_gpus()`."""
 
     name: str
     driver: str
@@ -49,20 +49,20 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchCuda:
-    """What torch says of GPUs, asked in a process of its own."""
+    """What torch reports about GPUs. Example: `ask_torch().num_gpus`."""
 
     version: str
     cuda: str | None  # None: a CPU build
-    num_gpus: int  # that it can use
+    num_gpus: int  # GPUs that torch can use
 
 
 def read_gpus(command: Sequence[str] = NVIDIA_SMI, *, timeout_s: float = 20.0) -> list[Gpu]:
-    """What the driver says of its GPUs; none where there is no driver. Raises OSError where it fails."""
+    """The GPUs that the driver reports; none where there is no driver. Raises OSError when the command fails."""
     if shutil.which(command[0]) is None:
         return []
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
     if done.returncode:
-        raise OSError(f"{command[0]} says: {(done.stdout + done.stderr).strip()}")
+        raise OSError(f"{command[0]} failed: {(done.stdout + done.stderr).strip()}")
     rows = csv.reader(done.stdout.splitlines(), skipinitialspace=True)
     return [
         Gpu(name=name, driver=driver, total_bytes=int(total_mib) * MIB, free_bytes=int(free_mib) * MIB)
@@ -71,7 +71,7 @@ def read_gpus(command: Sequence[str] = NVIDIA_SMI, *, timeout_s: float = 20.0) -
 
 
 def ask_torch(*, timeout_s: float = 90.0) -> TorchCuda:
-    """In a process of its own: a driver that does not fit may crash it. Raises OSError with what it said."""
+    """Ask torch in a separate process, which a mismatched driver may crash. Raises OSError with its error output."""
     done = subprocess.run(
         [sys.executable, "-c", ASK_TORCH], capture_output=True, text=True, timeout=timeout_s, check=False
     )
@@ -82,57 +82,57 @@ def ask_torch(*, timeout_s: float = 90.0) -> TorchCuda:
 
 
 def gpus(found: Sequence[Gpu], torch: TorchCuda | None, *, has_device: bool, wanted: int | None) -> Finding:
-    """Driver and GPUs beside what torch can use.
+    """Compare the driver's GPUs with those that torch can use.
 
     Args:
         torch: None where torch is not installed.
         has_device: the kernel shows an NVIDIA device.
-        wanted: how many GPUs a run needs; None where it may do without.
+        wanted: how many GPUs a run needs; None where it needs none.
     """
     if not found:
         if has_device:
-            return fail("GPU", "an NVIDIA device is here, and nvidia-smi shows no GPU", DRIVER)
+            return fail("GPU", "there is an NVIDIA device, but nvidia-smi shows no GPU", DRIVER)
         if wanted:
-            return fail("GPU", f"none; the run wants {wanted}", f"{DRIVER}; or set engine.device=cpu")
+            return fail("GPU", f"none; the run needs {wanted}", f"{DRIVER}; or set engine.device=cpu")
         return ok("GPU", "none: engine and learner run on the CPU")
     what = f"{len(found)} x {found[0].name}, driver {found[0].driver}"
     if torch is not None and torch.cuda is None:
         return warn("GPU", f"{what}; torch {torch.version} is a CPU build and uses none of it", CUDA_BUILD)
     if torch is not None and torch.num_gpus == 0:
-        mend = f"update the driver to one for CUDA {torch.cuda}, or unset CUDA_VISIBLE_DEVICES if it is empty"
-        return fail("GPU", f"{what}; torch {torch.version} (CUDA {torch.cuda}) can use none", mend)
+        fix = f"update the driver to one for CUDA {torch.cuda}, or unset CUDA_VISIBLE_DEVICES if it is empty"
+        return fail("GPU", f"{what}; torch {torch.version} (CUDA {torch.cuda}) can use none", fix)
     usable = len(found) if torch is None else torch.num_gpus
     if wanted is not None and wanted > usable:
-        mend = "lower engine.replicas, engine.tensor_parallel or learner.num_ranks, or name other engine.gpus"
-        return fail("GPU", f"{what}; the run wants {wanted}, and {usable} can be used", mend)
+        fix = "lower engine.replicas, engine.tensor_parallel or learner.num_ranks, or name other engine.gpus"
+        return fail("GPU", f"{what}; the run needs {wanted}, and {usable} can be used", fix)
     return ok("GPU", what if torch is None else f"{what}, torch {torch.version} uses {usable}")
 
 
 def gpu_memory(found: Sequence[Gpu], *, fraction: float) -> Finding:
-    """Whether others left the engine's share of each GPU free."""
+    """Whether the engine's share of each GPU is free."""
     short = [
         f"GPU {at}: {_size(gpu.free_bytes)} of {_size(gpu.total_bytes)} free"
         for at, gpu in enumerate(found)
         if gpu.free_bytes < fraction * gpu.total_bytes
     ]
     if short:
-        mend = "`nvidia-smi` shows who has it: end that, or lower engine.gpu_memory_fraction"
-        return warn("GPU memory", f"{', '.join(short)}; the engine takes {fraction:.0%}", mend)
+        fix = "`nvidia-smi` shows which program uses it: end that, or lower engine.gpu_memory_fraction"
+        return warn("GPU memory", f"{', '.join(short)}; the engine takes {fraction:.0%}", fix)
     return ok("GPU memory", f"{fraction:.0%} of each GPU is free for the engine")
 
 
 def memory(*, needed_bytes: int, available_bytes: int | None = None) -> Finding:
-    """What programs can still take, here and in this control group. `needed_bytes` is an estimate."""
+    """Whether enough memory is available, in the machine and in this control group. `needed_bytes` is an estimate."""
     available = available_memory_bytes() if available_bytes is None else available_bytes
     found = f"{_size(available)} available; about {_size(needed_bytes)} are needed"
     if available < needed_bytes:
-        mend = "end other programs, give the container more, or take a smaller model or engine.kv_cache_bytes"
-        return (fail if available < needed_bytes / 2 else warn)("memory", found, mend)
+        fix = "end other programs, give the container more, or take a smaller model or engine.kv_cache_bytes"
+        return (fail if available < needed_bytes / 2 else warn)("memory", found, fix)
     return ok("memory", found)
 
 
 def available_memory_bytes(proc: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """The machine's, or what is left of the control group's limit where that is less."""
+    """Available memory of the machine, or what is left of the control group's limit where that is less."""
     lines = dict(line.split(":", 1) for line in proc.read_text().splitlines())
     available = int(lines["MemAvailable"].split()[0]) * 1024
     try:
@@ -142,8 +142,8 @@ def available_memory_bytes(proc: Path = Path("/proc/meminfo"), cgroup: Path = Pa
     return available if limit == "max" else min(available, int(limit) - int(used))
 
 
-def disk(name: str, path: Path, *, needed_bytes: int, mend: str, enough_bytes: int = 0) -> Finding:
-    """Whether a folder, or the nearest that exists, can be written and has room: WARN below `enough_bytes` too."""
+def disk(name: str, path: Path, *, needed_bytes: int, fix: str, enough_bytes: int = 0) -> Finding:
+    """Whether a folder (or its nearest existing parent) is writable and has room. Below `enough_bytes` it is a WARN."""
     folder = next(one for one in (path, *path.absolute().parents) if one.exists())
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -151,22 +151,22 @@ def disk(name: str, path: Path, *, needed_bytes: int, mend: str, enough_bytes: i
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        mend = mend if error.errno in (errno.ENOSPC, errno.EDQUOT) else "choose a folder that you may write"
-        return fail(name, f"cannot write in {folder}: {error.strerror}", mend)
+        fix = fix if error.errno in (errno.ENOSPC, errno.EDQUOT) else "choose a folder that you may write"
+        return fail(name, f"cannot write in {folder}: {error.strerror}", fix)
     state = os.statvfs(folder)
     free = state.f_bavail * state.f_frsize
     found = f"{_size(free)} free in {folder}"
     if state.f_files and not state.f_favail:
         return fail(name, f"{found}, and no file can be added (no inodes)", "delete files there")
     if free < needed_bytes:
-        return fail(name, f"{found}; at least {_size(needed_bytes)} are needed", mend)
+        return fail(name, f"{found}; at least {_size(needed_bytes)} are needed", fix)
     if free < enough_bytes:
-        return warn(name, f"{found}; a whole run may write {_size(enough_bytes)}", mend)
+        return warn(name, f"{found}; a whole run may write {_size(enough_bytes)}", fix)
     return ok(name, found)
 
 
 def loopback(host: str = "127.0.0.1") -> Finding:
-    """Whether programs here can speak to each other: all of a run's parts do."""
+    """Whether programs on this machine can connect to each other, as the parts of a run do."""
     try:
         with socket.create_server((host, 0)) as server:
             server.settimeout(5)
@@ -179,7 +179,7 @@ def loopback(host: str = "127.0.0.1") -> Finding:
     except OSError as error:
         return fail("loopback", f"{host} does not answer: {error}", "bring it up: `ip link set lo up`")
     if heard != b"x":
-        return fail("loopback", f"{host} loses what is sent", "see the firewall's rules for lo")
+        return fail("loopback", f"{host} loses data", "check the firewall's rules for lo")
     return ok("loopback", f"free ports on {host} answer")
 
 
@@ -189,19 +189,19 @@ def read_clocks(*, seconds: float = CLOCK_S, every_s: float = 0.02) -> list[tupl
     end = time.monotonic() + seconds
     while time.monotonic() < end or len(pairs) < 2:
         before, wall, after = time.monotonic(), time.time(), time.monotonic()
-        if after - before < MAX_READING_S:  # else somebody else had the core in between
+        if after - before < MAX_READING_S:  # else another process ran in between
             pairs.append((before, wall))
         time.sleep(every_s)
     return pairs
 
 
 def clock(pairs: Sequence[tuple[float, float]], *, max_drift_s: float = MAX_CLOCK_DRIFT_S) -> Finding:
-    """Whether the wall clock goes as the monotonic one does. Deadlines use the latter, so a jump spoils times only."""
+    """Whether the wall clock agrees with the monotonic clock. Deadlines use the latter: a jump affects only times."""
     offsets = [wall - monotonic for monotonic, wall in pairs]
     drift_s, seconds = max(offsets) - min(offsets), pairs[-1][0] - pairs[0][0]
     monotonic = [one for one, _ in pairs]
     if monotonic != sorted(monotonic):
-        return fail("clock", "the monotonic clock goes backwards", "every deadline depends on it: mend the machine")
+        return fail("clock", "the monotonic clock goes backwards", "every deadline depends on it: repair the machine")
     if pairs[-1][1] < EARLIEST_TIME_S:
         year = time.gmtime(pairs[-1][1]).tm_year
         return fail("clock", f"it is set to {year}: nothing that uses TLS works", "set it, e.g. with chrony or ntpd")
@@ -212,14 +212,14 @@ def clock(pairs: Sequence[tuple[float, float]], *, max_drift_s: float = MAX_CLOC
 
 
 def descriptors(*, needed: int, limits: tuple[int, int] | None = None) -> Finding:
-    """Open files and connections a process may have. `limits`: (soft, hard), by default this process's."""
+    """Whether the process may open enough files and connections. `limits`: (soft, hard); default: this process's."""
     soft, hard = (_endless(limit) for limit in limits or resource.getrlimit(resource.RLIMIT_NOFILE))
     found = f"{soft} may be open (ulimit -n); about {needed} are needed"
     if soft >= needed:
         return ok("open files", found)
     target = max(needed, 65_536)
-    mend = f"`ulimit -n {min(target, hard)}`" if hard >= needed else f"raise the hard limit of {hard} to {target}"
-    return (fail if soft < MIN_DESCRIPTORS else warn)("open files", found, mend)
+    fix = f"`ulimit -n {min(target, hard)}`" if hard >= needed else f"raise the hard limit of {hard} to {target}"
+    return (fail if soft < MIN_DESCRIPTORS else warn)("open files", found, fix)
 
 
 def _endless(limit: int) -> int:

@@ -1,6 +1,6 @@
-"""Doctor's checks of Python and the installed packages, against what the project asks for and was tested with.
+"""Doctor's checks of Python and the installed packages: against pyproject.toml, and against the tested versions.
 
-Nothing is imported: what is installed says its version by itself. Knows no config.
+Reads metadata and imports no package. Independent of any config.
 """
 
 from __future__ import annotations
@@ -23,29 +23,33 @@ from agentrl.errors import ConfigError
 ROOT = Path(__file__).resolve().parents[3]
 INSTALL = "`make setup` installs what was tested"
 SINGLE = ("torch", "transformers", "deepspeed")
-"""Packages with a line of their own; so has vLLM."""
+"""Packages that have a line of their own, as vLLM does."""
 MAX_NAMED = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pins:
-    """What pyproject.toml asks for, and the versions of requirements/lock.txt, by normalised name."""
+    """The requirements of pyproject.toml, and the versions of requirements/lock.txt, by normalised name.
+
+    Example:
+        read_pins().allowed("torch").contains("2.13.0")
+    """
 
     python: SpecifierSet
     always: Mapping[str, SpecifierSet]
-    """What `agentrl` needs wherever it runs."""
+    """Requirements of `agentrl` itself."""
     optional: Mapping[str, SpecifierSet]
-    """What one part needs: the learner, the engine, a tool."""
+    """Requirements of one part: the learner, the engine, a tool."""
     tested: Mapping[str, str]
-    """Empty where only the installed package is there, without its checkout."""
+    """Empty where the package is installed without its checkout."""
 
     def allowed(self, name: str) -> SpecifierSet:
-        """Versions that are supported."""
+        """The supported versions of a package."""
         return self.always.get(name) or self.optional.get(name) or SpecifierSet()
 
 
 def read_pins(root: Path = ROOT) -> Pins:
-    """Of the checkout in `root`, else of the installed package. Raises PackageNotFoundError where there is neither."""
+    """The pins of the checkout in `root`, else of the installed package. Raises PackageNotFoundError without either."""
     project, lock = root / "pyproject.toml", root / "requirements" / "lock.txt"
     if project.is_file():
         table = tomllib.loads(project.read_text())["project"]
@@ -66,7 +70,7 @@ def read_pins(root: Path = ROOT) -> Pins:
 
 
 def read_lock(text: str) -> dict[str, str]:
-    """`name==version` lines, by normalised name."""
+    """The versions of `name==version` lines, by normalised name."""
     pairs = [line.partition("==") for line in text.splitlines() if "==" in line and not line.startswith("#")]
     return {canonicalize_name(name): version.strip() for name, _, version in pairs}
 
@@ -77,16 +81,16 @@ def installed_packages() -> dict[str, str]:
 
 
 def python(pins: Pins, *, version: str | None = None) -> Finding:
-    """This interpreter, or one of `version`."""
+    """Whether this interpreter, or one of `version`, is supported."""
     version = version or platform.python_version()
     found = f"{version} on {platform.system()} {platform.machine()}"
     if not pins.python.contains(version, prereleases=True):
-        return fail("Python", f"{found}; needed is {pins.python}", "make the virtual environment anew with that Python")
+        return fail("Python", f"{found}; needed is {pins.python}", "make a virtual environment with that Python")
     return ok("Python", found)
 
 
 def package(name: str, installed: str | None, pins: Pins, *, needed: bool, part: str) -> Finding:
-    """One package that a part of the run needs. `needed`: this machine is to run that part."""
+    """Whether a package of one part is there and supported. `needed`: this machine runs that part."""
     if installed is None:
         return (fail if needed else warn)(name, f"not installed: {part} cannot run here", INSTALL)
     allowed = pins.allowed(name)
@@ -96,7 +100,7 @@ def package(name: str, installed: str | None, pins: Pins, *, needed: bool, part:
 
 
 def engine(installed: Mapping[str, str], pins: Pins, *, needed: bool) -> Finding:
-    """vLLM, in either of its builds."""
+    """Whether vLLM is there and supported, in either of its builds."""
     try:
         name, version = engine_server.check_version()
     except ConfigError as error:
@@ -106,7 +110,7 @@ def engine(installed: Mapping[str, str], pins: Pins, *, needed: bool) -> Finding
 
 
 def others(installed: Mapping[str, str], pins: Pins) -> Finding:
-    """Everything else that is installed."""
+    """Whether all other packages are supported and at the tested versions."""
     name = "other packages"
     wrong = [
         f"{one} {installed.get(one, 'missing')} (needed{allowed or ' any'})"
@@ -125,14 +129,14 @@ def others(installed: Mapping[str, str], pins: Pins) -> Finding:
     if differing:
         return warn(name, f"{len(differing)} of {len(common)} differ from those tested: {_few(differing)}", INSTALL)
     if not common:
-        return ok(name, "as pyproject.toml asks; there is no lock file here to compare with")
-    return ok(name, f"{len(common)}, all at the version that was tested")
+        return ok(name, "as pyproject.toml requires; there is no lock file to compare with")
+    return ok(name, f"{len(common)}, all at the tested version")
 
 
 def _compared(title: str, name: str, version: str, tested: str | None) -> Finding:
     found = version if title == name else f"{name} {version}"
     if tested is not None and _public(version) != tested:
-        return warn(title, f"{found}; tested was {tested}", INSTALL)
+        return warn(title, f"{found}; tested with {tested}", INSTALL)
     return ok(title, found)
 
 
@@ -142,12 +146,12 @@ def _few(texts: list[str]) -> str:
 
 
 def _public(version: str) -> str:
-    """Without the local label of a build, `+cpu`."""
+    """The version without the local label of a build, such as `+cpu`."""
     return version.partition("+")[0]
 
 
 def _by_name(requirements: Iterable[Requirement]) -> dict[str, SpecifierSet]:
-    """A name that several extras ask for must suit all of them."""
+    """Specifiers by name; those of several extras are combined."""
     found: dict[str, SpecifierSet] = {}
     for one in requirements:
         name = canonicalize_name(one.name)

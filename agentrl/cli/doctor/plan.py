@@ -1,4 +1,4 @@
-"""Which checks are made, of a machine alone or of a machine for one config. Knows no answers."""
+"""Chooses the checks: of the machine alone, or of the machine for one config. Independent of their results."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from threading import Lock
 from typing import TypeVar
 
-from agentrl.cli.doctor import machine, packages, run
+from agentrl.cli.doctor import config_checks, machine, packages
 from agentrl.cli.doctor.findings import Check, Finding, ok
 from agentrl.config import Config, SandboxConfig
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 SANDBOX_DEADLINE_S = 120.0
 TORCH_DEADLINE_S = 120.0  # a first import from a cold disk
-MODEL_DEADLINE_S = 120.0  # of the hub, perhaps
+MODEL_DEADLINE_S = 120.0  # it may be on the hub
 NEEDED_BY = {"torch": "the learner", "transformers": "a chat template", "deepspeed": "the learner"}
 SHARED = Path("/dev/shm")
 FREE_SHARED = "enlarge it: `mount -o remount,size=SIZE /dev/shm`, in a container docker's `--shm-size`"
@@ -26,12 +26,12 @@ MIN_TEMP_BYTES = machine.GIB // 4  # the sandbox's folders, sockets, logs of a s
 
 
 def checks(config: Config | None, *, engine_token: str | None = None, sandbox_token: str | None = None) -> list[Check]:
-    """Everything that can be told without starting the engine. Without a config: of the machine alone.
+    """All checks that do not need a running engine. Without a config: those of the machine alone.
 
-    The tokens are for servers that run already.
+    The tokens are for servers that are already running.
     """
     settings = config.sandbox if config else SandboxConfig()
-    ask_sandbox = partial(run.sandbox, settings, token=sandbox_token)
+    ask_sandbox = partial(config_checks.sandbox, settings, token=sandbox_token)
     return [
         *_packages(config),
         *_machine(config),
@@ -48,7 +48,7 @@ def _packages(config: Config | None) -> list[Check]:
 
 
 def _installed(config: Config | None) -> list[Finding]:
-    """One check and not one a package: all of them read the same folders."""
+    """One check for all packages, since all read the same folders."""
     pins, installed = packages.read_pins(), packages.installed_packages()
     starts_engine = config is not None and not config.engine.urls
     return [
@@ -62,7 +62,7 @@ def _installed(config: Config | None) -> list[Finding]:
 
 
 def _machine(config: Config | None) -> list[Check]:
-    needs = _once(lambda: run.needs(config, _size(config)) if config else run.Needs())
+    needs = _once(lambda: config_checks.needs(config, _size(config)) if config else config_checks.Needs())
     return [
         Check(name="GPU", ask=lambda: _gpus(config, needs), deadline_s=TORCH_DEADLINE_S),
         Check(name="memory", ask=lambda: machine.memory(needed_bytes=needs().memory_bytes)),
@@ -77,18 +77,18 @@ def _machine(config: Config | None) -> list[Check]:
 
 def _of(config: Config, engine_token: str | None) -> list[Check]:
     return [
-        Check(name="environment", ask=lambda: run.environment(config)),
-        Check(name="model", ask=lambda: run.model(config), deadline_s=MODEL_DEADLINE_S),
-        Check(name="chat template", ask=lambda: run.template(config), deadline_s=MODEL_DEADLINE_S),
-        Check(name="engine", ask=lambda: run.engine_settings(config.engine)),
-        Check(name="learner", ask=lambda: run.learner_settings(config.learner)),
-        Check(name="engine.url", ask=partial(run.engine_urls, config.engine, token=engine_token)),
-        Check(name="ports", ask=lambda: run.ports(config.engine, config.sandbox)),
+        Check(name="environment", ask=lambda: config_checks.environment(config)),
+        Check(name="model", ask=lambda: config_checks.model(config), deadline_s=MODEL_DEADLINE_S),
+        Check(name="chat template", ask=lambda: config_checks.template(config), deadline_s=MODEL_DEADLINE_S),
+        Check(name="engine", ask=lambda: config_checks.engine_settings(config.engine)),
+        Check(name="learner", ask=lambda: config_checks.learner_settings(config.learner)),
+        Check(name="engine.url", ask=partial(config_checks.engine_urls, config.engine, token=engine_token)),
+        Check(name="ports", ask=lambda: config_checks.ports(config.engine, config.sandbox)),
     ]
 
 
 def _once(work: Callable[[], T]) -> Callable[[], T]:
-    """`work`, done by whichever thread asks first; the others wait for it."""
+    """`work`, done once, by the first thread that calls; others wait for its result."""
     lock, kept = Lock(), cache(work)
 
     def ask() -> T:
@@ -98,14 +98,14 @@ def _once(work: Callable[[], T]) -> Callable[[], T]:
     return ask
 
 
-def _size(config: Config) -> run.ModelSize | None:
+def _size(config: Config) -> config_checks.ModelSize | None:
     try:
-        return run.model_size(config.model.path)
-    except Exception:  # the check of the model says it
+        return config_checks.model_size(config.model.path)
+    except Exception:  # the check of the model reports it
         return None
 
 
-def _gpus(config: Config | None, needs: Callable[[], run.Needs]) -> list[Finding]:
+def _gpus(config: Config | None, needs: Callable[[], config_checks.Needs]) -> list[Finding]:
     found, has_device = machine.read_gpus(), Path("/dev/nvidiactl").exists()
     torch = machine.ask_torch() if found and "torch" in packages.installed_packages() else None
     findings = [machine.gpus(found, torch, has_device=has_device, wanted=needs().gpus)]
@@ -114,21 +114,21 @@ def _gpus(config: Config | None, needs: Callable[[], run.Needs]) -> list[Finding
     return findings
 
 
-def _run_folder(config: Config | None, needs: run.Needs) -> Finding:
+def _run_folder(config: Config | None, needs: config_checks.Needs) -> Finding:
     folder = Path(config.out_dir if config else ".")
     return machine.disk(
-        "run folder", folder, needed_bytes=needs.run_bytes, enough_bytes=needs.whole_run_bytes, mend=FREE_DISK
+        "run folder", folder, needed_bytes=needs.run_bytes, enough_bytes=needs.whole_run_bytes, fix=FREE_DISK
     )
 
 
-def _shared(needs: run.Needs) -> Finding:
+def _shared(needs: config_checks.Needs) -> Finding:
     if not SHARED.is_dir():
-        return ok("/dev/shm", "not here: weights travel through the run folder")
-    return machine.disk("/dev/shm", SHARED, needed_bytes=needs.shared_bytes, mend=FREE_SHARED)
+        return ok("/dev/shm", "does not exist: weights travel through the run folder")
+    return machine.disk("/dev/shm", SHARED, needed_bytes=needs.shared_bytes, fix=FREE_SHARED)
 
 
 def _temporary() -> Finding:
     import tempfile
 
     folder = Path(tempfile.gettempdir())
-    return machine.disk("temporary files", folder, needed_bytes=MIN_TEMP_BYTES, mend=FREE_TEMP)
+    return machine.disk("temporary files", folder, needed_bytes=MIN_TEMP_BYTES, fix=FREE_TEMP)

@@ -1,13 +1,31 @@
-"""What `agentrl env new` writes works as it stands."""
+"""What `agentrl env new` writes works as it stands, and so do the examples that it copies."""
 
+import inspect
 from pathlib import Path
 
 import pytest
 
 from agentrl.check import check_env
 from agentrl.cli.env_new import write_environment
-from agentrl.env import load_env_class, make, play_script
+from agentrl.cli.templates.dialogue_environment import GuessNumber
+from agentrl.cli.templates.tool_environment import PriceShop
+from agentrl.env import Env, load_env_class, make, play_script
 from agentrl.errors import ConfigError
+
+
+@pytest.mark.parametrize("example", [PriceShop, GuessNumber])
+async def test_the_examples_pass_their_check(example: type[Env]) -> None:
+    report = await check_env(example, data=None, sandbox=None, limit=8)
+    assert report.ok, report
+
+
+def test_a_copy_differs_from_its_example_in_the_names_alone(tmp_path: Path) -> None:
+    path, _ = write_environment("RiverCrossing", tmp_path, tool=True)
+    copy = path.read_text()
+    assert "PriceShop" not in copy and "price_shop" not in copy
+    assert f"agentrl env check {path}:RiverCrossing" in copy and '@register("RiverCrossing-v0")' in copy
+    renamed = copy.replace(str(path), "price_shop.py").replace("RiverCrossing", "PriceShop")
+    assert renamed == Path(inspect.getfile(PriceShop)).read_text()
 
 
 @pytest.mark.parametrize("tool", [True, False])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from agentrl.cli.env_play import Lines, TerminalSpeaker, parse_call
+from agentrl.cli.env_play import InputLines, TerminalSpeaker, parse_call
 from agentrl.env import Env, Episode, StepResult, ToolEnv
 from agentrl.env.episode import Action
 from agentrl.errors import EnvError
@@ -51,9 +51,9 @@ async def play(typed: str, env: Env | None = None) -> tuple[Episode | None, str]
     os.write(write_fd, typed.encode())
     os.close(write_fd)
     shown = io.StringIO()
-    table = TerminalSpeaker(Console(file=shown, width=100), Lines(read_fd))
+    speaker = TerminalSpeaker(Console(file=shown, width=100), InputLines(read_fd))
     try:
-        return await table.play(env or Cave(), TASK, 0), shown.getvalue()
+        return await speaker.play(env or Cave(), TASK, 0), shown.getvalue()
     finally:
         os.close(read_fd)
 

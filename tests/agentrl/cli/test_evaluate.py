@@ -32,7 +32,7 @@ def test_the_key_is_read_from_the_variable_that_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "mend"),
+    ("options", "fix"),
     [
         ({"served_model": "m"}, "--model https://"),
         ({"model": "folder", "served_model": "m"}, "--model https://"),
@@ -40,8 +40,8 @@ def test_the_key_is_read_from_the_variable_that_is_named() -> None:
         ({"model": URL, "api_key_env": "MINE"}, "--served-model"),
     ],
 )
-def test_options_that_contradict_each_other_are_refused(options: dict[str, Any], mend: str) -> None:
-    with pytest.raises(ConfigError, match=mend):
+def test_options_that_contradict_each_other_are_refused(options: dict[str, Any], fix: str) -> None:
+    with pytest.raises(ConfigError, match=fix):
         request(**options)
 
 

@@ -61,7 +61,7 @@ def test_a_run_that_never_began_or_would_become_another_does_not_go_on(
 ) -> None:
     settings, run = make_run(tmp_path)
     assert services._unfinished(run.path, settings) is None
-    assert "a new run begins" in capsys.readouterr().out
+    assert "starting a new run" in capsys.readouterr().out
     other = settings.model_copy(update={"seed": 1})
     assert services._unfinished(run.path, other) is None
     assert "seed cannot change" in capsys.readouterr().out

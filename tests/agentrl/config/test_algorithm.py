@@ -1,4 +1,4 @@
-"""Presets, what wins over them, and combinations that are refused with the mend."""
+"""Presets, what wins over them, and combinations that are refused, saying how to fix them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_what_is_written_out_wins_over_the_preset() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "mend"),
+    ("given", "fix"),
     [
         ({"ratio": "token"}, "set ratio: sequence or geometric_mean, or baseline: mean"),
         ({"treatment": "clip"}, "set treatment: truncate, mask or clip_weight, or baseline: mean"),
@@ -75,8 +75,8 @@ def test_what_is_written_out_wins_over_the_preset() -> None:
         ({"clip_lo": 0.1}, "did you mean 'clip_low'"),
     ],
 )
-def test_what_makes_no_sense_is_refused_with_the_mend(given: dict[str, Any], mend: str) -> None:
-    with pytest.raises(ConfigError, match=mend):
+def test_what_makes_no_sense_is_refused_with_how_to_fix_it(given: dict[str, Any], fix: str) -> None:
+    with pytest.raises(ConfigError, match=fix):
         settings(**given)
 
 

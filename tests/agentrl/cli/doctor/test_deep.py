@@ -48,7 +48,7 @@ def test_an_update_without_a_probe_proves_nothing() -> None:
 async def test_servers_that_others_may_use_are_left_alone(tmp_path: Path) -> None:
     (found,) = await engine_and_learner(config(tmp_path, url="http://127.0.0.1:9"))
     assert (found.name, found.status) == ("weight sync", FindingStatus.WARN)
-    assert "engine.url=null --deep" in found.mend
+    assert "engine.url=null --deep" in found.fix
 
 
 async def test_a_part_that_does_not_start_is_named_and_its_logs_stay(
@@ -59,7 +59,7 @@ async def test_a_part_that_does_not_start_is_named_and_its_logs_stay(
         (found,) = await engine_and_learner(config(tmp_path, device="cpu", port=taken.getsockname()[1]))
     assert (found.name, found.status) == ("engine start", FindingStatus.FAIL)
     assert "engine.port: cannot listen" in found.found
-    (logs,) = re.findall(r"the logs are in (\S+)", found.mend)
+    (logs,) = re.findall(r"the logs are in (\S+)", found.fix)
     assert Path(logs).parent.is_dir()
 
 

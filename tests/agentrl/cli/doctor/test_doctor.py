@@ -28,7 +28,7 @@ def test_a_complaint_comes_with_its_mend_and_praise_without() -> None:
     with pytest.raises(ValueError, match="do not go together"):
         fail("disk", "full", "")
     with pytest.raises(ValueError, match="do not go together"):
-        Finding(name="disk", status=FindingStatus.OK, found="empty", mend="fill it")
+        Finding(name="disk", status=FindingStatus.OK, found="empty", fix="fill it")
 
 
 async def test_a_check_that_crashes_is_a_line_with_its_reason() -> None:
@@ -66,7 +66,7 @@ async def test_a_timeout_within_a_check_is_not_taken_for_its_deadline() -> None:
 async def test_findings_come_in_the_order_of_the_checks() -> None:
     async def late() -> list[Finding]:
         await asyncio.sleep(0.05)
-        return [ok("a", "1"), warn("a", "2", "mend")]
+        return [ok("a", "1"), warn("a", "2", "fix")]
 
     done: list[str] = []
     found = await examine([Check(name="a", ask=late), Check(name="b", ask=lambda: ok("b", "3"))], on_done=done.append)
@@ -129,7 +129,7 @@ def test_a_model_without_template_is_a_fail_and_exit_code_1_in_json(tmp_path: Pa
     assert report["ok"] is False
     assert [one["name"] for one in failed] == ["chat template"]
     assert "no chat template" in failed[0]["found"]
-    assert "model.renderer" in failed[0]["mend"]
+    assert "model.renderer" in failed[0]["fix"]
     assert "logprob parity" in report["not_checked"][0]
 
 
@@ -163,7 +163,7 @@ def test_deep_waits_until_what_failed_is_mended(only: Callable[..., None], taken
     done = doctor(QUICKSTART, f"engine.port={taken_port}", "--deep")
     assert done.exit_code == 1
     assert "FAIL engine.port" in done.stdout
-    assert "mend what failed first" in done.stdout
+    assert "fix what failed first" in done.stdout
     assert "engine start" not in done.stdout
 
 
@@ -181,7 +181,7 @@ def test_a_terminal_gets_a_table_no_wider_than_itself() -> None:
     findings = [ok("Python", "3.11.7"), fail("run folder", "0.1 GiB free " + "in a folder " * 10, "delete " * 20)]
     console = Console(force_terminal=True, width=80, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
     cli_doctor._print_findings(console, findings)
-    cli_doctor._print_sums(console, findings, ["weight sync"])
+    cli_doctor._print_totals(console, findings, ["weight sync"])
     shown = console.export_text()
     assert max(map(len, shown.splitlines())) <= 80
     assert "→ delete" in shown

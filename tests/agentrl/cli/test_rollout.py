@@ -10,7 +10,7 @@ import pytest
 from fastapi import FastAPI
 
 from agentrl.cli.evaluate import Request
-from agentrl.cli.sample import Sample, sample_episodes
+from agentrl.cli.rollout import Sample, sample_episodes
 from agentrl.config import Config
 from agentrl.errors import ConfigError
 from agentrl.supervision.serving import serving
@@ -101,7 +101,7 @@ async def test_what_cannot_be_done_is_refused_before_anything_starts(config: Con
     (tmp_path / "old.jsonl").touch()
     request = asked(config, model="http://127.0.0.1:9/v1", served_model="m")
     for wanted, reason in (
-        ({"tokens": True}, "does not tell its tokens"),
+        ({"tokens": True}, "does not return token ids"),
         ({"save": tmp_path / "old.jsonl"}, "nothing is overwritten"),
         ({"task_id": "row-9"}, "no test task with id 'row-9'"),
     ):

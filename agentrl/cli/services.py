@@ -83,8 +83,8 @@ def _unfinished(latest: Path | None, config: Config) -> RunFolder | None:
         return None
     run = RunFolder.open(latest.resolve())
     try:
-        resume.go_on(run, config)
-    except resume.CannotGoOn as error:
+        resume.apply_config(run, config)
+    except resume.CannotResume as error:
         typer.echo(f"starting a new run, since the last one cannot continue: {error}")
         return None
     typer.echo(f"{run.path.name} continues")

@@ -1,4 +1,5 @@
-"""One training run, wired: orchestrator, training loop, the learner's API, launch, resume.
+"""One training run: its processes, the orchestrator, the rollout and training loops, the learner API, resume.
 
-May import: everything below. Start reading in `training.py` (processes) or `orchestrator.py` (the run).
+May import: all other packages of agentrl except `agentrl.cli`; never `trainer`, which runs as a process of its own.
+Start reading in `training.py` (which processes a run has) or `orchestrator.py` (the run itself).
 """

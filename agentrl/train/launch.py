@@ -1,6 +1,6 @@
-"""Starts sandbox, learner and warm start as processes of their own, or joins what a URL names. Knows no training loop.
+"""Starts the sandbox, the learner and the warm start as processes, or connects to a sandbox that a URL names.
 
-Engines are launch_engines.py's.
+Engines are started by agentrl/engine/launch.py. Independent of the training loop.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WEIGHTS_PREFIX = "agentrl-weights-"
 
 @asynccontextmanager
 async def watching(*parts: Child) -> AsyncIterator[None]:
-    """Cancel the block, and raise ChildDied, when one of the parts ends while the block runs."""
+    """Cancel the block and raise ChildDied when one of the parts ends while the block runs."""
     try:
         async with asyncio.TaskGroup() as watchers:
             tasks = [watchers.create_task(part.watch(), name=f"watch {part.name}") for part in parts]
@@ -52,7 +52,7 @@ async def watching(*parts: Child) -> AsyncIterator[None]:
 async def sandbox_service(
     config: Config, *, logs: Path, token: str
 ) -> AsyncIterator[tuple[SandboxClient, list[Child]]]:
-    """The sandbox of `config.sandbox`: started here, or joined where `url` is set. Raises SandboxError, ConfigError."""
+    """The sandbox service of `config.sandbox`, started here unless `url` is set. Raises SandboxError, ConfigError."""
     from sandbox.client import SandboxClient
 
     settings = config.sandbox
@@ -76,10 +76,10 @@ async def sandbox_service(
 
 
 async def sandbox_ready(client: SandboxClient, parts: Sequence[Child], *, max_restarts: int) -> None:
-    """Wait until it answers; from then on one that was started here is started again when it dies.
+    """Wait until the sandbox answers; from then on a sandbox that was started here is restarted when it dies.
 
-    Its port and token stay; its sessions are lost, and the episodes that held them are played again. Raises ChildDied
-    or SandboxError with the end of its log.
+    A restarted one keeps its port and token but not its sessions; their episodes are played again. Raises ChildDied or
+    SandboxError with the end of its log.
     """
     from sandbox.client import SandboxUnavailable
 
@@ -136,9 +136,10 @@ def learner_command(
     run_dir: Path,
     token_file: Path | None = None,
 ) -> list[str]:
-    """What starts the learner; it finds the token in the environment, or in the file, which ranks of ssh need.
+    """The command that starts the learner, which resumes from its newest checkpoint.
 
-    Whenever it is started, it goes on from its newest checkpoint. Raises ConfigError, MissingDependencyError.
+    The learner reads its token from the environment, or from `token_file`, which ranks started by ssh need. Raises
+    ConfigError, MissingDependencyError.
     """
     run = RunFolder(path=run_dir)
     return [
@@ -165,7 +166,7 @@ async def warmstart_process(
 
 
 def _progress_or_log(on_progress: Callable[[int, int], None], log_path: Path) -> Callable[[str], None]:
-    """Reads `[done, total]` lines; libraries write to standard output too, and that is kept in the log."""
+    """Reads `[done, total]` lines; other lines, which libraries print, go to the log."""
 
     def on_line(line: str) -> None:
         try:
@@ -181,14 +182,15 @@ def _progress_or_log(on_progress: Callable[[int, int], None], log_path: Path) ->
 
 @contextmanager
 def weights_folder(run_dir: Path, *, urls: Sequence[str] = ()) -> Iterator[Path]:
-    """Where weights lie between learner and engine: in memory where the system has /dev/shm, else in the run folder.
+    """A folder for the weights between learner and engine: in memory where the system has /dev/shm, else on disk.
 
-    And in the run folder, which all must see then, where one of the `urls` of engines is on another machine.
+    On disk means in the run folder. Where one of the engines' `urls` is on another machine, the folder is on disk too,
+    and all machines must share it.
     """
     memory = Path("/dev/shm")
     is_near = all(urlsplit(url).hostname in engine_server.LOOPBACK for url in urls)
     parent = memory if memory.is_dir() and is_near else run_dir.resolve()
-    _sweep(parent)
+    _remove_orphans(parent)
     path = Path(tempfile.mkdtemp(prefix=f"{WEIGHTS_PREFIX}{os.getpid()}-", dir=parent))
     try:
         yield path
@@ -196,8 +198,8 @@ def weights_folder(run_dir: Path, *, urls: Sequence[str] = ()) -> Iterator[Path]
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _sweep(parent: Path) -> None:
-    """Remove what runs that were killed could not: memory that nobody owns any more."""
+def _remove_orphans(parent: Path) -> None:
+    """Remove the folders of runs that were killed: they hold memory that no process owns any more."""
     for folder in parent.glob(f"{WEIGHTS_PREFIX}*"):
         owner = folder.name.removeprefix(WEIGHTS_PREFIX).partition("-")[0]
         if owner.isdigit() and not Path("/proc", owner).exists():

@@ -1,6 +1,6 @@
-"""The command that starts the learner's ranks: one process, torchrun on this machine, DeepSpeed's launcher on several.
+"""The command that starts the learner's ranks: one process, torchrun on one machine, DeepSpeed's launcher on several.
 
-Knows nothing of what the ranks do. Neither torch nor DeepSpeed is imported.
+Independent of what the ranks do. Imports neither torch nor DeepSpeed.
 """
 
 from __future__ import annotations
@@ -25,25 +25,30 @@ _LINE = re.compile(r"(\S+)\s+slots=(\d+)\s*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """A line of the hostfile."""
+    """One line of the hostfile."""
 
     name: str
     num_ranks: int
 
 
 def launcher(learner: LearnerConfig, *, token_file: Path | None) -> list[str]:
-    """The command up to the learner's own arguments; with its own port at every call.
+    """The command up to the learner's own arguments, with a free port of its own at every call.
 
     Args:
-        token_file: holds the run's token, for ranks that ssh starts: they have nothing of this process's environment,
-            and what DeepSpeed's launcher could take along of it stands in command lines.
+        token_file: holds the run's token, for ranks that ssh starts: they do not get this process's environment, and
+            the variables that DeepSpeed's launcher could pass on would be visible in command lines.
 
     Raises ConfigError, MissingDependencyError.
+
+    Example:
+        launcher(LearnerConfig(num_ranks=2), token_file=None)  # [python, "-m", "torch.distributed.run", ...]
     """
     if learner.hostfile is not None:
         hosts = check_hosts(learner)
         if len(hosts) > 1 and token_file is None:
-            raise ConfigError(f"{secrets.RUN}_FILE: ssh passes no token on: name a file that holds it on all machines")
+            raise ConfigError(
+                f"{secrets.RUN}_FILE: ssh does not pass the token on: name a file that holds it on all machines"
+            )
         start = [*_deepspeed(learner.hostfile, hosts), "trainer"]
         return start if token_file is None else [*start, "--token-file", str(token_file)]
     if learner.num_ranks == 1:
@@ -63,24 +68,26 @@ def check_hosts(learner: LearnerConfig) -> list[Host]:
     first = hosts[0].name
     if not _is_this_machine(first):
         raise ConfigError(
-            f"{where} begins with {first}, which is not this machine: the first rank speaks to the orchestrator over "
+            f"{where} begins with {first}, which is not this machine: the first rank talks to the orchestrator over "
             "loopback. Put this machine first, or start the run there"
         )
     if len(hosts) == 1:
         return hosts
     if first == "localhost" or first.startswith("127."):
-        raise ConfigError(f"{where} begins with {first}, where the others would look for themselves: give its address")
+        raise ConfigError(
+            f"{where} begins with {first}, which the other machines would resolve to themselves: give an address"
+        )
     for program in ("pdsh", "ssh"):
         if shutil.which(program) is None:
             raise MissingDependencyError(
-                f"{where} names {len(hosts)} machines, and DeepSpeed's launcher reaches them with {program}, which is "
-                "not installed here: apt-get install pdsh openssh-client"
+                f"{where} names {len(hosts)} machines; DeepSpeed's launcher reaches them with {program}, which is not "
+                "installed here: apt-get install pdsh openssh-client"
             )
     return hosts
 
 
 def read_hostfile(path: str | Path) -> list[Host]:
-    """Lines `name slots=ranks`; empty ones and those that begin with # count for nothing. Raises ConfigError."""
+    """The lines `name slots=ranks`; empty lines and comments (#) are skipped. Raises ConfigError."""
     try:
         lines = Path(path).read_text().splitlines()
     except OSError as error:
@@ -91,8 +98,8 @@ def read_hostfile(path: str | Path) -> list[Host]:
             continue
         if not (match := _LINE.fullmatch(line)) or (name := match[1]) in hosts or not (num_ranks := int(match[2])):
             raise ConfigError(
-                f"learner.hostfile: {path}:{number}: {line!r}: write each machine once, as `name slots=8`, with a rank "
-                "or more"
+                f"learner.hostfile: {path}:{number}: {line!r}: write each machine once, as `name slots=8`, with at "
+                "least one slot"
             )
         hosts[name] = Host(name=name, num_ranks=num_ranks)
     if not hosts:
@@ -103,7 +110,7 @@ def read_hostfile(path: str | Path) -> list[Host]:
 def _deepspeed(hostfile: str, hosts: list[Host]) -> list[str]:
     first = hosts[0].name
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", hostfile]
-    # One machine, this one, has not to be reached. Of several, all find the first under the name that it has here.
+    # A single machine is this one: ssh is not checked. Of several, all must find the first under its name here.
     launcher += ["--no_ssh_check"] if len(hosts) == 1 else []
     return [*launcher, "--master_addr", first, "--master_port", str(free_port(first)), "--module"]
 
@@ -116,9 +123,9 @@ def _is_this_machine(name: str) -> bool:
 
 @contextmanager
 def token_file(run_dir: Path, token: str) -> Iterator[Path]:
-    """One that its owner alone can read, and that is gone with the block."""
+    """A file with the token that only its owner can read; removed at the end of the block."""
     path = (run_dir / TOKEN_FILE).resolve()
-    path.unlink(missing_ok=True)  # of a run that was killed, and is resumed
+    path.unlink(missing_ok=True)  # left over from a run that was killed
     try:
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(token)

@@ -1,13 +1,13 @@
-"""Wires rollouts, buffer, learner and weight updates together, and says when the run is over.
+"""The orchestrator: connects rollouts, buffer, learner and weight updates, and decides when the run is over.
 
-Three activities share one TaskGroup; none holds another:
+Three activities share one TaskGroup; none owns another:
 
-    rollouts   consume tasks; wait for a slot; produce finished groups into the buffer
-    loop  takes a batch from the buffer, offers it, waits for the step and then for the weights, and begins again
-    HTTP       hands the learner what the training loop offers, and the training loop what the learner reports
+    rollout loop    draws tasks, waits for a slot, puts finished groups into the buffer
+    training loop   takes a batch from the buffer, offers it, waits for the step and then for the weights, repeats
+    learner API     hands the offered batch to the learner, and the learner's reports to the training loop
 
-There is one way to begin, whether a run is new, goes on after a crash, or has lost its learner: where the learner
-stands, the journal says what is left to do.
+A run that is new, one that resumes after a crash, and one that has lost its learner all begin in the same way: from the
+version of the learner, with the work that the journal says is left.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ EXPORT_TIMEOUT_S = 600.0
 
 
 class Observer(Protocol):
-    """Whoever shows the run to a person."""
+    """Shows the run to a person."""
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
         """A step was made and its weights are in the engines."""
 
     def evaluated(self, result: EvalResult) -> None:
-        """A held-out measurement is there."""
+        """A held-out measurement is finished."""
 
     def evaluating(self, done: int, total: int) -> None:
         """A held-out measurement is under way."""
@@ -58,26 +58,30 @@ class Observer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """What a run came to."""
+    """The result of a run."""
 
     num_steps: int
     before: EvalResult
     after: EvalResult
     train_s: float
     overlap: float  # share of the learner's working time during which the engine generated, since its last start
-    note: str = ""  # why it ended early, if it did
+    note: str = ""  # why it ended early; empty if it did not
 
 
 class Orchestrator:
-    """One run.
+    """One run, from its first evaluation to its last.
 
     Args:
-        engine: where tokens come from.
-        play_group: how a task becomes a group of trajectories.
-        source: tasks from the beginning; a run that goes on skips what it has asked.
+        engine: generates tokens.
+        play_group: turns a task into a group of trajectories.
+        source: tasks from the beginning; a run that resumes skips those it has drawn.
         held_out: tasks of the evaluations, the same every time.
-        canaries: checked every `rollout.canary_every` steps; the start is the caller's.
-        progress: hears what moves and who waits for whom. Whoever gives it watches it: supervision/watchdog.py.
+        canaries: checked every `rollout.canary_every` steps; the caller checks them at the start.
+        wait_graph: records movements and waits; the caller has it watched (supervision/watchdog.py).
+
+    Example:
+        app = create_app(orchestrator.sessions, token=token)  # serve it to the learner, then:
+        summary = await orchestrator.run()
     """
 
     def __init__(
@@ -107,20 +111,20 @@ class Orchestrator:
         self._tasks = VersionedTaskSource(source, self._journal.source_history())
         self._breaker = ErrorBreaker(config.rollout.max_infra_error_rate)
         self._sessions = LearnerSessions(self._engine)
-        self._learner_came = asyncio.Event()
-        self._recorded = 0  # the last step whose numbers are written down
+        self._learner_connected = asyncio.Event()
+        self._recorded = 0  # the last step whose metrics are stored
 
-    async def learner_came(self) -> None:
-        """Wait for the learner's first weights: it can start, and may be started again."""
-        await self._learner_came.wait()
+    async def learner_connected(self) -> None:
+        """Wait for the learner's first weights: they show that it can start, so a restart can help."""
+        await self._learner_connected.wait()
 
     @property
     def sessions(self) -> LearnerSessions:
-        """The learner's side, to be served over HTTP."""
+        """The sessions of the learner, to be served over HTTP (learner_api.create_app)."""
         return self._sessions
 
     async def run(self) -> Summary:
-        """Train until the steps, or the minutes, are used up. Raises what ended it otherwise."""
+        """Train until the steps, or the minutes, are used up. Raises the error that ended the run otherwise."""
         try:
             while True:
                 session = await self._sessions.open()
@@ -133,18 +137,18 @@ class Orchestrator:
                 except BaseExceptionGroup as errors:
                     if not isinstance(errors.exceptions[0], LearnerReplaced):
                         raise_first(errors)
-                    log.warning("the learner was restarted: the run goes on from the journal")
+                    log.warning("the learner was restarted: the run continues from the journal")
         finally:
             await self._sessions.close()
             self._journal.close()
 
     async def _train(self, session: LearnerSession) -> Summary:
-        """From where the learner stands to the end of the run."""
+        """Train from the version of the learner to the end of the run."""
         within_s = self._config.learner.start_timeout_s
         starting = self._wait_graph.waiting("training loop", on="learner", what="its first weights", within_s=within_s)
         with self._wait_graph.phase("starting the learner"), starting:
             first = await session.weights(within_s=within_s)
-        self._learner_came.set()
+        self._learner_connected.set()
         self._wait_graph.measure(lambda: self._gauges_at(first.policy_version))
         resumed = self._journal.resume_at(first.policy_version)
         self._recorded = self._journal.last_step()
@@ -163,7 +167,7 @@ class Orchestrator:
         )
         self._wait_graph.measure(loop.gauges)
         with self._wait_graph.phase("training"):
-            note = await _beside(parts.rollouts, loop)
+            note = await _run_both(parts.rollouts, loop)
         version, train_s = parts.buffer.version, loop.train_s
         await session.finish()
         await self._evaluate(version)
@@ -180,7 +184,7 @@ class Orchestrator:
         )
 
     def _gauges_at(self, version: int) -> Gauges:
-        """Where the run stands before its first step of this attempt."""
+        """How far the run is before the first step of this attempt."""
         return Gauges(
             step=version,
             num_steps=self._config.train.steps,
@@ -236,7 +240,7 @@ class Orchestrator:
         )
 
     async def _record_lost_step(self, resumed: Resumption) -> None:
-        """The step that the learner made, and kept, while everything else died before it could be written down."""
+        """Record the step that the learner made and saved while everything else died before it was recorded."""
         if not resumed.unrecorded:
             return
         self._metrics.log("step", resumed.version, rollout_metrics(resumed.unrecorded))
@@ -247,13 +251,14 @@ class Orchestrator:
     async def _record(self, step: int, batch: Batch, values: Mapping[str, float]) -> None:
         self._observer.step(step, values)
         if step <= self._recorded:
-            return  # made again from the journal; what was played and thrown away for it only the first record knows
+            return  # made again from the journal; only the first record counts the groups that were dropped for it
         self._metrics.log("step", step, values)
         with self._wait_graph.waiting("training loop", on="disk", what="a step's episodes"):
             await asyncio.to_thread(self._run.write_trajectories, step, batch.groups)
 
     async def _evaluate(self, policy_version: int, *, only_if_none: bool = False) -> None:
-        """Measure the weights the engines hold now, once; the learner waits meanwhile, so that they are one version."""
+        """Measure the weights in the engines, once per version; the learner waits meanwhile, so the version is
+        fixed."""
         known = self._journal.evaluations()
         if policy_version in known or (only_if_none and known):
             return
@@ -273,8 +278,8 @@ class Orchestrator:
         self._observer.evaluated(evaluation.result)
 
 
-async def _beside(rollouts: RolloutLoop, loop: TrainingLoop) -> str:
-    """What the training loop returns; the rollouts run as long as it does. Raises what ended either."""
+async def _run_both(rollouts: RolloutLoop, loop: TrainingLoop) -> str:
+    """Run the rollouts as long as the training loop; returns its result. Raises the error that ended either."""
     try:
         async with asyncio.TaskGroup() as group:
             playing = group.create_task(rollouts.run(), name="rollouts")

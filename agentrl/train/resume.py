@@ -1,6 +1,6 @@
-"""A run that goes on: its config, what of that may change, and whether there is anything left to do.
+"""Resuming a run: its config, which keys may change, and whether any work is left.
 
-Knows no processes; what is left to do is the journal's to say.
+Independent of processes; the journal says which work is left.
 """
 
 from __future__ import annotations
@@ -16,36 +16,39 @@ from agentrl.config import Config
 from agentrl.errors import ConfigError
 from agentrl.run_folder import RunFolder, write_atomically
 
-# What changes neither the weights nor what the journal holds.
+# Keys that affect neither the weights nor the content of the journal.
 CHANGEABLE = (
     *("train.", "eval.", "engine.", "sandbox.", "learner.checkpoint_every", "learner.keep_checkpoints"),
     *("learner.save_every", "learner.start_timeout_s", "learner.step_timeout_s", "learner.max_restarts"),
 )
 
 
-class CannotGoOn(ConfigError):
-    """There is nothing left to do in the run, or it would become another run."""
+class CannotResume(ConfigError):
+    """The run has no work left, or the new config would make it another run."""
 
 
 def reopen(path: Path, overrides: Sequence[str]) -> tuple[RunFolder, Config]:
-    """The run's folder, and its config with `overrides`, which is saved in it.
+    """The run's folder, and its config with `overrides`, which is saved in the folder.
 
-    Raises ConfigError where there is no run, CannotGoOn where an override changes what must stay or the run is over.
+    Raises ConfigError where there is no run, CannotResume where an override changes a fixed key or the run is over.
+
+    Example:
+        folder, config = reopen(Path("runs/quickstart"), ["train.steps=400"])
     """
     folder = RunFolder.open(path)
     config = configs.load(folder.config, overrides)
-    go_on(folder, config)
+    apply_config(folder, config)
     return folder, config
 
 
-def go_on(folder: RunFolder, config: Config) -> None:
-    """Let the run have this config from now on. Raises CannotGoOn as `reopen` does."""
+def apply_config(folder: RunFolder, config: Config) -> None:
+    """Give the run this config from now on. Raises CannotResume as `reopen` does."""
     before = configs.load(folder.config)
     changed = sorted(_changed(before.model_dump(), config.model_dump()))
     if refused := [key for key in changed if not key.startswith(CHANGEABLE)]:
-        raise CannotGoOn(
-            f"{refused[0]} cannot change in a run that goes on: what it has trained and what it has still to train "
-            f"would not belong together. Leave it, or begin a new run from these weights "
+        raise CannotResume(
+            f"{refused[0]} cannot change in a run that is resumed: the steps it has made and those that are left would "
+            f"not belong to one run. Leave it as it is, or start a new run from these weights "
             f"(model.path={folder.checkpoints}/final)"
         )
     _check_work_is_left(folder, config)
@@ -54,7 +57,7 @@ def go_on(folder: RunFolder, config: Config) -> None:
 
 def _check_work_is_left(folder: RunFolder, config: Config) -> None:
     if not folder.journal.exists():
-        raise CannotGoOn(f"{folder.path} has no journal.sqlite: the run never began; start it anew")
+        raise CannotResume(f"{folder.path} has no journal.sqlite: the run never began; start a new one")
     with closing(Journal(folder.journal)) as journal:
         step, train_s = journal.last_step(), journal.train_s()
         is_measured = step in journal.evaluations()
@@ -62,11 +65,11 @@ def _check_work_is_left(folder: RunFolder, config: Config) -> None:
         return
     limits = config.train
     if step >= limits.steps:
-        raise CannotGoOn(f"{folder.path} is over: {step} of {limits.steps} steps. To go on, give train.steps=N")
+        raise CannotResume(f"{folder.path} is over: {step} of {limits.steps} steps. To continue, give train.steps=N")
     if limits.max_minutes is not None and train_s >= 60 * limits.max_minutes:
-        raise CannotGoOn(
-            f"{folder.path} is over: the {limits.max_minutes:g} minutes of train.max_minutes were used up. To go on, "
-            "give train.max_minutes=N, counted from the beginning of the run"
+        raise CannotResume(
+            f"{folder.path} is over: the {limits.max_minutes:g} minutes of train.max_minutes were used up. To "
+            "continue, give train.max_minutes=N, counted from the beginning of the run"
         )
 
 

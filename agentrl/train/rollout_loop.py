@@ -1,6 +1,7 @@
-"""Keeps every slot of the buffer busy with episodes. Knows no learner, no steps and no weights.
+"""The rollout loop: keeps every slot of the buffer busy with a group of episodes.
 
-Generation never waits for the learner's step: it only stops when every slot is taken.
+Generation never waits for the learner's step; it stops only while every slot is taken. Independent of the learner, of
+steps and of weights.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class PlayGroup(Protocol):
-    """Plays one task `size` times; raises InfraError when that could not be done."""
+    """Plays one task as a group of episodes. Raises InfraError when a part failed."""
 
     def __call__(
         self, engine: Engine, group_id: int, task: Task, /, *, kind: EpisodeKind
@@ -35,10 +36,13 @@ class PlayGroup(Protocol):
 
 
 class VersionedTaskSource:
-    """The source, told of outcomes only when the version changes: what is asked depends on no order of finishing."""
+    """The task source, which gets the outcomes of finished groups only when the policy version changes.
+
+    So the task that comes next never depends on the order in which groups finish.
+    """
 
     def __init__(self, source: TaskSource, history: SourceHistory) -> None:
-        """`history`: of the run before, if this one goes on."""
+        """`history`: the tasks that the run has already drawn, and their outcomes."""
         self.source = source
         self._outcomes = list(history.outcomes)
         source.skip(history.cursor)
@@ -46,19 +50,19 @@ class VersionedTaskSource:
             source.give_back(task)
 
     def draw(self) -> tuple[Task, int]:
-        """The next task, and the rows drawn by then."""
+        """The next task, and the number of rows drawn by then."""
         task = self.source.next()
         return task, self.source.cursor
 
     def finished(self, group: TrajectoryGroup, *, admitted: int) -> None:
-        """A group is done that was admitted at this version."""
+        """A group that was admitted at version `admitted` is finished."""
         rewards = tuple(group.episode_rewards)
         self._outcomes.append(
             Outcome(group_id=group.group_id, task_id=group.task.id, admitted=admitted, rewards=rewards)
         )
 
     def committed(self, version: int) -> None:
-        """The engines hold `version`: the groups admitted before it count from now on."""
+        """The engines hold `version`: pass on the outcomes of the groups that were admitted before it."""
         counts = [outcome for outcome in self._outcomes if outcome.admitted < version]
         self._outcomes = [outcome for outcome in self._outcomes if outcome.admitted >= version]
         for outcome in sorted(counts, key=lambda outcome: outcome.group_id):
@@ -66,25 +70,29 @@ class VersionedTaskSource:
 
 
 class ErrorBreaker:
-    """Watches the outcome of the last `window` groups.
+    """Ends a run whose parts fail too often, instead of letting it train on the few groups that still finish.
 
     Args:
-        max_rate: share of them that may fail for infrastructure.
-        min_failures: failures that are always forgiven, so that one early failure ends nothing.
+        max_rate: share of the last `window` groups that may fail for infrastructure reasons.
+        min_failures: failures that never end the run, so that one early failure does not.
+
+    Example:
+        breaker.success()
+        breaker.failure(EngineError("connection refused"))  # raises ErrorRateExceeded once there are too many
     """
 
     def __init__(self, max_rate: float, *, window: int = 100, min_failures: int = 5) -> None:
         self._max_rate = max_rate
         self._min_failures = min_failures
-        self._outcomes: deque[str] = deque(maxlen=window)  # the kind of failure; "" for none
+        self._outcomes: deque[str] = deque(maxlen=window)  # class name of the failure; "" for none
         self._first_error: InfraError | None = None
 
     def success(self) -> None:
-        """A group was finished."""
+        """A group finished."""
         self._outcomes.append("")
 
     def failure(self, error: InfraError) -> None:
-        """A group failed for good. Raises ErrorRateExceeded, caused by the first failure, when there are too many."""
+        """A group failed finally. Raises ErrorRateExceeded, caused by the first failure, when there are too many."""
         self._outcomes.append(type(error).__name__)
         self._first_error = self._first_error or error
         kinds = Counter(kind for kind in self._outcomes if kind)
@@ -99,7 +107,12 @@ class ErrorBreaker:
 
 
 class RolloutLoop:
-    """`run` until cancelled."""
+    """Plays groups, one per free slot, until cancelled.
+
+    Example:
+        async with asyncio.TaskGroup() as tasks:
+            playing = tasks.create_task(rollouts.run(), name="rollouts")
+    """
 
     def __init__(
         self,
@@ -121,7 +134,7 @@ class RolloutLoop:
         self._slot_wait_s = 0.0
 
     async def run(self) -> None:
-        """Play what a crash cut short, then new tasks, for ever. Raises what ended it."""
+        """Play the groups that a crash interrupted, then new tasks, without end. Raises the error that ended it."""
         try:
             async with asyncio.TaskGroup() as groups:
                 for group_id, task in (await self._buffer.caught_up()).items():
@@ -136,7 +149,7 @@ class RolloutLoop:
             raise_first(errors)
 
     def pop_finished(self) -> Sequence[TrajectoryGroup]:
-        """Groups finished since the last call."""
+        """The groups finished since the last call."""
         finished, self._finished = self._finished, []
         return finished
 

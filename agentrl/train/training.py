@@ -1,4 +1,7 @@
-"""`agentrl train`: every part started on this machine, one run made, everything stopped again, whatever happens."""
+"""One run of `agentrl train`: starts every process of the run, trains, and stops everything again, also after errors.
+
+Independent of the command line (agentrl/cli) and of the trainer, which it starts as a command.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +46,14 @@ class Training:
     """One run on this machine. Each method starts one part and runs the rest inside it: all stop in reverse order.
 
     Args:
-        tokens: of the parts that are joined, and for those that are started here.
-        learner_at: (host, port) where a learner that others start finds the run; None starts one here.
+        secrets: of parts that already run, and for those that are started here.
+        learner_at: (host, port) on which to wait for a learner that is started elsewhere; None starts one here.
+
+    Raises ConfigError, DataError, EnvError at construction, before any process is started.
+
+    Example:
+        training = Training(config, console)
+        summary = await training.run(RunFolder.create(config.out_dir, config.name, config=config))
     """
 
     def __init__(
@@ -64,13 +73,13 @@ class Training:
         self._learner_at = learner_at
         self._env_class = load_env_class(config.env.target, config.env.kwargs)
         self._wrappers = load_wrappers(config.env.wrappers)
-        # Read before anything is made or started: a broken row should cost a second, not a minute.
+        # Read before anything is started: a broken row should cost a second, not a minute.
         self._held_out = held_out_tasks(self._env_class, config.env, num_tasks=config.eval.num_tasks)
         self._source = TaskSource(self._env_class, config.env, seed=config.seed, choice=config.rollout.task_choice)
         refuse_overlap(self._env_class, config.env)
 
     async def run(self, folder: RunFolder) -> Summary:
-        """Raises AgentRLError for whatever ended it; the folder keeps what was there by then."""
+        """Train in `folder`, which keeps everything written by then after an error. Raises AgentRLError."""
         self._run = folder
         async with supervised(self._config.train, folder) as self._wait_graph:
             return await self._with_sandbox()
@@ -98,7 +107,7 @@ class Training:
                 return await self._with_engine(make_env, model_path)
 
     async def _model(self, sandbox: SandboxClient) -> str:
-        """Path of the model, made by the warm start where it is missing and the config says how."""
+        """The path of the model. The warm start makes it first where it is missing and the config has that section."""
         model = self._config.model
         if model.warmstart is None or is_model_folder(Path(model.path)):
             return model.path
@@ -184,19 +193,19 @@ class Training:
                 summary = await orchestrator.run()
             finally:
                 restarts.cancel()
-            with suppress(TimeoutError):  # it has said that it is done; the block that it lives in ends it
+            with suppress(TimeoutError):  # it reported that it is done; leaving its block ends it
                 async with asyncio.timeout(LEARNER_EXIT_TIMEOUT_S):
                     await learner.wait()
             return summary
 
     async def _restartable(self, orchestrator: Orchestrator, learner: Child) -> None:
-        """One that cannot even start is not started again: its first error is the one to read."""
-        await orchestrator.learner_came()
+        """Allow restarts once the learner has started: of a learner that cannot start, the first error matters."""
+        await orchestrator.learner_connected()
         learner.allow_restarts(self._config.learner.max_restarts)
 
 
 async def train(training: Training, run: RunFolder, console: TrainConsole) -> None:
-    """The run, alone in its folder; the report, also of a run that was cut off; and the last word."""
+    """Run `training` with the folder locked, then write the report, also after an error, and show the summary."""
     from agentrl.report.page import write_report
 
     with run.locked():
@@ -204,19 +213,19 @@ async def train(training: Training, run: RunFolder, console: TrainConsole) -> No
             with console:
                 summary = await training.run(run)
         except BaseException:
-            with suppress(DiskError):  # what ended the run says more
+            with suppress(DiskError):  # the error that ended the run matters more
                 write_report(run)
             raise
         console.summary(summary, run.path, write_report(run))
 
 
 def is_model_folder(path: Path) -> bool:
-    """Whether a complete model in Hugging Face layout lies there."""
+    """Whether `path` is a model folder in Hugging Face layout."""
     return (path / "config.json").is_file()
 
 
 def check_model(config: Config) -> None:
-    """Raises ConfigError when there is no such model, locally or on the hub, and nothing says how to make it."""
+    """Raises ConfigError when the model is neither local nor on the hub, and no warm start is configured to make it."""
     name = config.model.path
     if config.model.warmstart is not None or is_model_folder(Path(name)):
         return
@@ -233,7 +242,7 @@ def _on_hub(name: str) -> bool:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
     from huggingface_hub.utils import logging as hub_logging
 
-    # Each of its retries is a line; our own error says it once.
+    # It would log a line for each retry; the error below is enough.
     hub_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:
         hf_hub_download(name, "config.json")

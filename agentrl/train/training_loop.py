@@ -1,4 +1,7 @@
-"""One step after the other: take a batch, offer it, wait for the step and then for the weights. Plays no episodes."""
+"""The training loop: take a batch, offer it to the learner, wait for the step and then for the new weights, repeat.
+
+Independent of how episodes are played (rollout_loop.py) and of how a step is computed (the learner's process).
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopParts:
-    """What the steps of one attempt work on."""
+    """The parts that the steps of one attempt work with. A run that resumes begins a new attempt with new parts."""
 
     session: LearnerSession
     buffer: TrajectoryBuffer
@@ -38,13 +41,17 @@ class LoopParts:
 
 
 class TrainingLoop:
-    """The steps of a run, from where the buffer stands to the last.
+    """Makes the steps of a run, from the buffer's version to the last.
 
     Args:
-        record: keeps a step's numbers and its batch.
+        record: stores a step's metrics and its batch.
         evaluate: measures the version that the engines hold.
-        trained_s: time spent training before, in a run that goes on.
-        progress: hears who waits for whom. Waits without a deadline are its owner's to end.
+        trained_s: seconds spent training before this attempt, in a run that was resumed.
+        wait_graph: records the waits. The watchdog that reads it ends waits without a deadline of their own.
+
+    Example:
+        loop = TrainingLoop(config, parts, record=record, evaluate=evaluate, trained_s=0.0, wait_graph=wait_graph)
+        note = await loop.run()
     """
 
     def __init__(
@@ -66,7 +73,7 @@ class TrainingLoop:
         self._lag = 0
 
     def gauges(self) -> Gauges:
-        """Where the steps stand."""
+        """How far the loop is."""
         parts, ledger = self._parts, self._parts.buffer.ledger()
         return Gauges(
             step=parts.buffer.version,
@@ -86,15 +93,15 @@ class TrainingLoop:
 
     @property
     def train_s(self) -> float:
-        """Time spent training, that of before a resume included."""
+        """Seconds spent training, including those before a resume."""
         return time.monotonic() - self._started
 
     async def run(self) -> str:
-        """Make every step; returns why it ended before its time, or nothing. Raises what ended it otherwise."""
-        limits = self._config.train
-        for step in range(self._parts.buffer.version + 1, limits.steps + 1):
-            if limits.max_minutes is not None and self.train_s > 60 * limits.max_minutes:
-                return f"the {limits.max_minutes:g} minutes of train.max_minutes were used up"
+        """Make every step. Returns why it ended early, or an empty text. Raises the error that ended it otherwise."""
+        settings = self._config.train
+        for step in range(self._parts.buffer.version + 1, settings.steps + 1):
+            if settings.max_minutes is not None and self.train_s > 60 * settings.max_minutes:
+                return f"the {settings.max_minutes:g} minutes of train.max_minutes were used up"
             try:
                 await self._step(step)
             except NoLearningSignal as error:
@@ -102,7 +109,7 @@ class TrainingLoop:
                     raise
                 return str(error)
             await self._check_canaries(step)
-            if self._config.eval.every and step % self._config.eval.every == 0 and step < limits.steps:
+            if self._config.eval.every and step % self._config.eval.every == 0 and step < settings.steps:
                 await self._evaluate(step)
         return ""
 
@@ -128,7 +135,7 @@ class TrainingLoop:
             "run/overlap": parts.session.overlap,
         }
         await self._record(step, batch, self._metrics(batch, output, timing))
-        # Last: what a crash leaves without this mark is written down again.
+        # Last: a step that a crash leaves without this mark is recorded again.
         state = StepState(ess_guard=parts.ess_guard.state_dict(), train_s=self.train_s)
         parts.journal.step_made(step, state, resumable_from=output.resumable_from)
 
@@ -139,13 +146,13 @@ class TrainingLoop:
                 await canaries.check(when=f"after step {step}")
 
     async def _act_on_ess(self, output: StepOutput) -> None:
-        """Admit with less lag while the effective sample size is low, with more when it has recovered."""
+        """Admit groups with less lag while the effective sample size is low, with more when it has recovered."""
         guard = self._parts.ess_guard
         before, lag = guard.lag, guard.observe(output.ess_ratio)
         if lag == before:
             return
         floor = self._config.algorithm.ess_floor
-        log.warning("ESS ratio %s, ess_floor %s: admission works with lag %d now", output.ess_ratio, floor, lag)
+        log.warning("ESS ratio %s, ess_floor %s: groups are now admitted with lag %d", output.ess_ratio, floor, lag)
         await self._parts.buffer.set_lag(lag)
 
     def _metrics(self, batch: Batch, output: StepOutput, timing: Mapping[str, float]) -> dict[str, float]:

@@ -70,7 +70,10 @@ def test_a_hostfile_has_comments_and_empty_lines(tmp_path: Path) -> None:
         ("localhost slots=8", r"has 8 slots and learner\.num_ranks=2: make them equal"),
         ("192.0.2.7 slots=2", "begins with 192.0.2.7, which is not this machine"),
         ("no-such-node.invalid slots=2", "begins with no-such-node.invalid, which is not this machine"),
-        ("localhost slots=1\nnode-2 slots=1", "begins with localhost, where the others would look for themselves"),
+        (
+            "localhost slots=1\nnode-2 slots=1",
+            "begins with localhost, which the other machines would resolve to themselves",
+        ),
     ],
 )
 def test_what_cannot_work_is_named(tmp_path: Path, text: str, message: str) -> None:
@@ -93,7 +96,7 @@ def test_several_machines_need_the_token_in_a_file(tmp_path: Path, monkeypatch: 
     for name in ("pdsh", "ssh"):
         (tmp_path / name).touch(mode=0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigError, match="AGENTRL_TOKEN_FILE: ssh passes no token on"):
+    with pytest.raises(ConfigError, match="AGENTRL_TOKEN_FILE: ssh does not pass the token on"):
         launcher(settings(tmp_path, f"{HERE} slots=1\nnode-2 slots=1"), token_file=None)
 
 

@@ -231,7 +231,7 @@ async def finished_run(tmp_path: Path, tokenizer: TurnTokenizer) -> RunFolder:
 
 async def test_a_run_that_is_over_says_so_and_goes_on_with_more_steps(tmp_path: Path, tokenizer: TurnTokenizer) -> None:
     folder = await finished_run(tmp_path, tokenizer)
-    with pytest.raises(ConfigError, match=r"is over: 4 of 4 steps. To go on, give train.steps=N"):
+    with pytest.raises(ConfigError, match=r"is over: 4 of 4 steps. To continue, give train.steps=N"):
         reopen(folder.path, [])
     _, config = reopen(folder.path, ["train.steps=5"])
     async with running(config, tokenizer, run=folder) as (run, url, _):
@@ -246,7 +246,7 @@ async def test_a_run_that_is_over_says_so_and_goes_on_with_more_steps(tmp_path: 
 async def test_what_must_stay_cannot_change(tmp_path: Path, override: str) -> None:
     config = make_config(tmp_path)
     run = RunFolder.create(config.out_dir, config.name, config=config)
-    with pytest.raises(ConfigError, match=f"{override.partition('=')[0]} cannot change in a run that goes on"):
+    with pytest.raises(ConfigError, match=f"{override.partition('=')[0]} cannot change in a run that is resumed"):
         reopen(run.path, [override])
 
 

@@ -34,7 +34,7 @@ NO_MODEL = Trouble("model.path: ... is neither a folder with a config.json nor a
 LEARNER_TOKEN = Trouble("wrong or missing token: learner and orchestrator need the same AGENTRL_TOKEN")
 SANDBOX_TOKEN = Trouble("the sandbox service at ... refused the token")
 SANDBOX_SILENT = Trouble("the sandbox did not answer within ... s.")
-LEARNER_AGAIN = Trouble("the learner was restarted: the run goes on from the journal")
+LEARNER_AGAIN = Trouble("the learner was restarted: the run continues from the journal")
 
 PROVOKED_ELSEWHERE = {
     "... can be reached by others": "supervision/test_secrets.py::test_an_engine_that_others_reach_demands_a_token",

@@ -1,7 +1,7 @@
-"""One number for a set of named tensors, the same on CPU and GPU, however the tensors are ordered or sent.
+"""One checksum of a set of named tensors, the same on CPU and GPU, however the tensors are ordered or sent.
 
-Knows nothing of models, files or transports: the learner and the engine's worker each feed it what they hold. Imports
-torch, so only they may import it.
+The learner and the engine's worker each compute it over the weights they hold. Independent of models, files and
+transports. Imports torch, so only those two may import it.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 
 WORD_BYTES = 8
-CHUNK_WORDS = 32_768  # 256 KiB: what is made of it stays in a core's own cache
-ROWS_ON_GPU = 128  # chunks a kernel: 32 MiB of scratch
+CHUNK_WORDS = 32_768  # 256 KiB: a chunk and its products stay in a core's own cache
+ROWS_ON_GPU = 128  # chunks per kernel: 32 MiB of scratch
 
 
 class Checksum:
-    """Order-independent over tensors; within a tensor every value counts, and its place. Names count, dtypes, shapes.
+    """A checksum that does not depend on the order of tensors; within a tensor each value counts, and its position.
+
+    Names, dtypes and shapes count too.
 
     A tensor's bytes are read as 64-bit words w_i in chunks of `CHUNK_WORDS`. Of each chunk two sums are kept, modulo
     2^64:  sum w_i k_i  and  sum (w_i >> 32) k'_i  with fixed odd random k and k' (multilinear hashing, Carter & Wegman
@@ -29,6 +31,11 @@ class Checksum:
     Integer sums have no rounding, so the order in which a device adds does not matter.
 
     Scratch memory is one chunk on a CPU and `ROWS_ON_GPU` chunks on a GPU; nothing waits for a GPU before `hexdigest`.
+
+    Example:
+        checksum = Checksum()
+        checksum.add("lm_head.weight", tensor)
+        checksum.hexdigest()  # 64 hexadecimal digits
     """
 
     def __init__(self) -> None:
@@ -38,7 +45,7 @@ class Checksum:
         self._keys: dict[torch.device, Tensor] = {}
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Count `tensor` under `name`. A tensor that is not contiguous is copied for the while."""
+        """Add `tensor` under `name`. A tensor that is not contiguous is copied temporarily."""
         header = json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode()
         with torch.inference_mode():
             self._pending.append((header, self._sums(tensor.detach().contiguous())))
@@ -47,7 +54,7 @@ class Checksum:
             self._settle()
 
     def through(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The same pairs, each counted as it passes."""
+        """Yield the same pairs, and add each as it passes."""
         for name, tensor in tensors:
             self.add(name, tensor)
             yield name, tensor
@@ -85,7 +92,7 @@ class Checksum:
         keys, high_keys = self._keys_on(words.device)
         scratch = scratch[: len(words)]
         sums[0] = _weighted(words, keys, scratch)
-        # In the products above the top bits of a word reach only the top bits of the sum, where pairs of them cancel.
+        # In the products above the top bits of a word affect only the top bits of the sum, where pairs of them cancel.
         torch.bitwise_right_shift(words, 32, out=scratch)
         sums[1] = _weighted(scratch, high_keys, scratch)
 
@@ -113,12 +120,13 @@ def _weighted(words: Tensor, keys: Tensor, scratch: Tensor) -> Tensor:
 def _words(data: Tensor) -> Tensor:
     """Bytes, a whole number of chunks, as 64-bit words. [chunks, CHUNK_WORDS]"""
     if data.storage_offset() % WORD_BYTES or data.data_ptr() % WORD_BYTES:
-        data = data.clone()  # a slice of something larger; at most one pass's worth is copied
+        data = data.clone()  # a slice of a larger tensor; at most the chunks of one pass are copied
     return data.view(torch.int64).view(-1, CHUNK_WORDS)
 
 
 def _odd_numbers(num: int) -> Tensor:
-    """SplitMix64 (Steele, Lea & Flood 2014), lowest bit set: fixed for ever, unlike torch's own generator."""
+    """SplitMix64 (Steele, Lea & Flood 2014), lowest bit set: the same in every version, unlike torch's own
+    generator."""
     x = np.arange(1, num + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

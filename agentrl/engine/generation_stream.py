@@ -1,7 +1,7 @@
-"""One generation as it arrives, and what of it is certain should the engine die. Knows no network.
+"""One generation as it arrives, and the part of it that is certain if the engine dies. Independent of the network.
 
-vLLM says which weights made which tokens in the last event only. Where that never comes, what is known is known from
-this side: tokens that had arrived before a weight update began were made by the weights of before.
+vLLM reports only in the last event which weights sampled which tokens. If that event never comes, the client knows from
+its own side: tokens that had arrived before a weight update began were sampled by the weights before that update.
 """
 
 from __future__ import annotations
@@ -11,12 +11,18 @@ from collections.abc import Sequence
 from agentrl.engine.vllm_schema import Delta
 from agentrl.types import Completion, FinishReason, Sampling, VersionSpan
 
-INITIAL_LABEL = "default"  # vLLM's version label until somebody sets one
+INITIAL_LABEL = "default"  # vLLM's version label until a client sets one
 LOGPROB_UNKNOWN = -9999.0  # what vLLM sends for NaN, -inf, or a token it has no entry for
 
 
 class GenerationStream:
-    """The answer to one request under way, begun under the weights of `version`."""
+    """The answer to one request, as it arrives; the request began under the weights of `version`.
+
+    Example:
+        stream = GenerationStream(version=3)
+        stream.extend(delta)  # for each event
+        completion = stream.completion()  # or stream.certain_part(sampling) after a failure
+    """
 
     def __init__(self, version: int) -> None:
         self._version = version
@@ -26,12 +32,13 @@ class GenerationStream:
         self._end: Delta | None = None
 
     def weights_change(self) -> None:
-        """A weight update begins: what arrives from now on may be of the old weights or of the new."""
+        """A weight update begins: tokens that arrive from now on may be from the old weights or from the new."""
         if self._num_certain is None:
             self._num_certain = len(self._token_ids)
 
     def extend(self, delta: Delta) -> None:
-        """Append what arrived. Raises ValueError when ids and scored ids differ or a logprob cannot be one."""
+        """Append the tokens of one event. Raises ValueError when ids and scored ids differ or a logprob is
+        impossible."""
         if [entry.token_id for entry in delta.logprobs.content] != delta.token_ids:
             raise ValueError("the logprobs are not those of the tokens")
         if not all(LOGPROB_UNKNOWN < entry.logprob <= 0 for entry in delta.logprobs.content):
@@ -44,7 +51,7 @@ class GenerationStream:
             self._end = delta
 
     def completion(self) -> Completion:
-        """The whole answer. Raises ValueError when it did not end or cannot be true, UnlabelledWeights as it says."""
+        """The whole answer. Raises ValueError when it has no end or is inconsistent; UnlabelledWeights."""
         if self._end is None:
             raise ValueError("the answer has no end")
         if any(span.version == INITIAL_LABEL for span in self._end.weight_versions or ()):
@@ -61,10 +68,10 @@ class GenerationStream:
         )
 
     def certain_part(self, sampling: Sampling) -> Completion:
-        """What is certain of an answer that broke off, as an aborted one.
+        """The tokens of an interrupted answer whose version is certain, as an aborted completion.
 
-        Where stop strings were asked for, the last tokens are given up that could hold the beginning of one: the next
-        request would not see it.
+        Where stop strings were requested, the last tokens that could hold the beginning of one are dropped: the request
+        that continues the answer would not recognise it.
         """
         num_tokens = len(self._token_ids) if self._num_certain is None else self._num_certain
         num_tokens = max(0, num_tokens - max((len(text.encode()) - 1 for text in sampling.stop), default=0))
@@ -77,7 +84,8 @@ class GenerationStream:
 
 
 def joined(parts: Sequence[Completion]) -> Completion:
-    """Parts of one generation, each continuing the one before, as one; it ended as the last part did."""
+    """The parts of one generation, each of which continues the one before, as one completion; it ends as the last
+    part."""
     if len(parts) == 1:
         return parts[0]
     spans: list[VersionSpan] = []
@@ -97,13 +105,13 @@ def joined(parts: Sequence[Completion]) -> Completion:
 
 
 class UnlabelledWeights(Exception):
-    """The server does not know the version of its weights: it has just been started."""
+    """The server does not know the version of its weights, because it has just been started."""
 
 
 def version_of(label: str) -> int:
-    """vLLM's weight label as a policy version. Raises ValueError when it is none."""
+    """vLLM's weight label as a policy version. Raises ValueError when it is not one."""
     if not (label.isascii() and label.isdigit()):
         raise ValueError(
-            f"weight version {label!r} is not a policy version: was the engine restarted, or updated by others?"
+            f"weight version {label!r} is not a policy version: was the engine restarted, or updated by another client?"
         )
     return int(label)

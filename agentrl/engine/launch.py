@@ -1,6 +1,6 @@
-"""Starts a run's vLLM servers, or joins those that URLs name, and makes the one engine that the run speaks to.
+"""Starts a run's vLLM servers, or connects to those that URLs name, and makes the one engine client of the run.
 
-Knows no training loop; the servers' flags are engine/vllm_server.py's.
+The servers' flags are in vllm_server.py. Independent of the training loop.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from agentrl.supervision.serving import configured_port
 
 SERVED_NAME = "policy"
 PARITY_BOUNDS = {"float32": 1e-4, "bfloat16": 0.5}
-"""Largest allowed |engine - learner| logprob by model.dtype: some ten times what benchmarks/engine.md measures."""
+"""Largest allowed |engine - learner| logprob by model.dtype: about ten times what benchmarks/engine.md measures."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,11 +34,11 @@ class EngineServer:
 
     url: str
     part: Child | None = None
-    """None: started by others."""
+    """None: not started by this run."""
 
 
 def parts_of(servers: Sequence[EngineServer]) -> list[Child]:
-    """Those that were started here."""
+    """The processes of the servers that were started here."""
     return [server.part for server in servers if server.part is not None]
 
 
@@ -48,7 +48,13 @@ async def engine_servers(
 ) -> AsyncIterator[list[EngineServer]]:
     """The servers of `config.engine`, which may still be starting: wait with `engines_ready`.
 
-    Those started here demand `token` where it is given. Raises ConfigError.
+    Servers started here require `token` where it is given. Raises ConfigError.
+
+    Example:
+        async with engine_servers(config, model_path=path, logs=logs) as servers:
+            await engines_ready(servers, config.engine)
+            async with engine_client(servers, config) as engine:
+                ...
     """
     settings = config.engine
     async with AsyncExitStack() as stack:
@@ -64,9 +70,9 @@ async def engine_servers(
 
 
 async def engines_ready(servers: Sequence[EngineServer], settings: EngineConfig) -> None:
-    """Wait until all serve; from then on those started here are started again when they die.
+    """Wait until all servers answer; from then on those started here are restarted when they die.
 
-    Raises EngineError with the end of its log for the first that does not.
+    Raises EngineError, with the end of its log, for the first server that does not answer.
     """
     try:
         async with asyncio.TaskGroup() as waiting:
@@ -95,13 +101,13 @@ def engine_client(
     token: str | None = None,
     on_tokens: Callable[[], None] = lambda: None,
 ) -> VLLMEngine | EnginePool:
-    """A client of servers that are ready: of the one, or of all as one. `on_tokens` is called when tokens come."""
+    """A client of servers that are ready: of the only one, or a pool of all. `on_tokens` is called as tokens arrive."""
     settings = config.engine
     common: dict[str, Any] = {"token": token, "on_tokens": on_tokens}
     return_timeout_s = settings.start_timeout_s if settings.max_restarts else 0.0
     if len(servers) == 1:
         return vllm_client(servers[0], config, return_timeout_s=return_timeout_s, **common)
-    # A pool does not wait for a server that is gone: it has others, and brings this one back itself.
+    # A pool does not wait for a server that is gone: it has others, and takes this one back itself.
     clients = [vllm_client(server, config, return_timeout_s=0.0, **common) for server in servers]
     return EnginePool(clients, order=settings.update_order, return_timeout_s=return_timeout_s)
 
@@ -114,7 +120,7 @@ def vllm_client(
     token: str | None = None,
     on_tokens: Callable[[], None] = lambda: None,
 ) -> VLLMEngine:
-    """A client of one of them; a server that was not started here names its model itself."""
+    """A client of one server; one that was not started here is asked for the name of its model."""
     settings, part = config.engine, server.part
     bound = settings.parity_bound
     return VLLMEngine(
@@ -141,7 +147,7 @@ def replace_by_engine(config: Config, *, token: str | None = None) -> None:
 
 
 def _command(config: Config, model_path: str, index: int, token: str | None) -> tuple[str, list[str], dict[str, str]]:
-    """(base URL, command, added environment) of the `index`-th server of our own. Raises ConfigError."""
+    """(base URL, command, added environment) of the `index`-th server of this run. Raises ConfigError."""
     settings = _of_replica(config.engine, index)
     port = configured_port(settings.host, settings.port, key="engine.port")
     command, env = engine_server.command(
@@ -152,14 +158,14 @@ def _command(config: Config, model_path: str, index: int, token: str | None) -> 
         config=settings,
         max_context=config.rollout.max_context,
         dtype=config.model.dtype,
-        seed=config.seed + index,  # engines that draw alike would write the same episodes
+        seed=config.seed + index,  # engines with one seed would sample the same episodes
         token=token,
     )
     return f"http://{settings.host}:{port}", command, env
 
 
 def _of_replica(settings: EngineConfig, index: int) -> EngineConfig:
-    """Its own port and GPUs. Raises ConfigError where GPUs are to be divided and are not named."""
+    """The settings of one server: its own port and GPUs. Raises ConfigError where the GPUs to divide are not named."""
     if settings.replicas == 1:
         return settings
     changes: dict[str, object] = {"port": settings.port and settings.port + index}

@@ -1,4 +1,4 @@
-"""Counts what an engine generates, when it was busy, and who waits for it. Knows nothing of what is generated."""
+"""An engine with measurements: tokens, busy seconds, and its waits in the wait graph."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ from agentrl.types import Completion, Sampling, TransferInit, WeightsRef
 
 
 class BusyClock:
-    """Seconds during which at least one piece of work was under way."""
+    """Counts the seconds during which at least one piece of work was running.
+
+    >>> times = iter([1.0, 4.0])
+    >>> clock = BusyClock(lambda: next(times))
+    >>> clock.start()
+    >>> clock.stop()
+    >>> clock.seconds
+    3.0
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -20,36 +28,41 @@ class BusyClock:
         self._total_s = 0.0
 
     def start(self) -> None:
-        """One more piece of work."""
+        """One more piece of work begins."""
         if self._num_running == 0:
             self._since = self._clock()
         self._num_running += 1
 
     def stop(self) -> None:
-        """One piece of work less."""
+        """One piece of work ends."""
         self._num_running -= 1
         if self._num_running == 0:
             self._total_s += self._clock() - self._since
 
     @property
     def seconds(self) -> float:
-        """Busy time so far, the current stretch included."""
+        """Busy time so far, the current period included."""
         return self._total_s + (self._clock() - self._since if self._num_running else 0.0)
 
 
 class MeteredEngine:
-    """An engine that counts its tokens and its busy seconds; time paused for new weights is not busy.
+    """An engine that counts its tokens and its busy seconds, and notes every call in `wait_graph`.
 
-    `progress` hears of every call.
+    Time in which it is paused for new weights does not count as busy.
+
+    Example:
+        engine = MeteredEngine(VLLMEngine(url))
+        await engine.generate(prompt_ids, sampling, request_id="r1")
+        engine.num_tokens, engine.busy.seconds
     """
 
     def __init__(self, engine: TrainableEngine, wait_graph: WaitGraph | None = None) -> None:
         self._engine = engine
         self.wait_graph = wait_graph or WaitGraph()
-        """Where the calls are noted."""
+        """Records every call as a wait."""
         url = getattr(engine, "url", "")  # one that runs in this process has none
         self.name = f"engine at {url}" if url else "engine"
-        """What it is called there."""
+        """Its name in the wait graph."""
         self.busy = BusyClock()
         self.num_tokens = 0
 

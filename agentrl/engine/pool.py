@@ -1,7 +1,8 @@
-"""Several engines as one: an episode stays where its prefix is cached, new ones go where least is running.
+"""Several engines as one: an episode stays where its prefix is cached, new episodes go to the least busy engine.
 
-An engine that fails is out at once, its requests go to another, and it is back only with the present weights, proven.
-So no two versions serve unnoticed: an update commits on every engine that serves. Knows no HTTP and no processes.
+An engine that fails leaves the pool at once, its requests move to another, and it returns only with the current
+weights, proven. So two versions never serve side by side unnoticed: an update commits on every engine that serves.
+Independent of HTTP and of processes.
 """
 
 from __future__ import annotations
@@ -26,32 +27,32 @@ log = logging.getLogger(__name__)
 Order = Literal["simultaneous", "rolling"]
 MAX_SESSIONS = 100_000
 MAX_FAILURES = 3
-"""Failures in a row after which an engine that answers is taken out all the same."""
+"""Failures in a row after which an engine is taken out even if it answers."""
 MAX_FALSE_UPDATES = 3
-"""Times that an engine may fail to take weights, or to prove them, before it is not asked again."""
+"""Failed weight updates, or proofs, in a row after which an engine is given up."""
 FIRST_RETURN_S = 0.5
 
 
 class Replica(TrainableEngine, AbstractAsyncContextManager["Replica"], Protocol):
-    """One engine of a pool. `generate` must not wait for a server that is gone: the pool has others."""
+    """An engine that can be in a pool. `generate` must not wait for a server that is gone: the pool has others."""
 
     @property
     def url(self) -> str:
-        """For people."""
+        """The server, for messages."""
         ...
 
     async def health(self) -> None:
-        """Raises EngineError unless it lives."""
+        """Raises EngineError unless the engine runs."""
         ...
 
     async def recover(self) -> None:
-        """After a restart before the first update: know again what it holds. Raises EngineError."""
+        """After a restart before the first update: find out which weights it holds. Raises EngineError."""
         ...
 
 
 @dataclass(kw_only=True, eq=False)
 class _PooledEngine:
-    """What the pool knows of one engine."""
+    """An engine of the pool, and its state."""
 
     client: Replica
     is_serving: bool = True
@@ -67,14 +68,18 @@ class _PooledEngine:
 
 
 class EnginePool:
-    """A TrainableEngine over others, which are entered and left with it.
+    """A TrainableEngine made of several, which it enters and leaves as async context managers.
 
     Args:
         engines: at least one; all serve the same model.
-        order: whether an update reaches all at once, or one after the other: then most go on generating.
-        return_timeout_s: how long a request waits when no engine is left, before that is an error.
+        order: whether an update reaches all engines at once, or one after the other while the rest generate.
+        return_timeout_s: how long a request waits for an engine when none serves.
 
     Raises on entering: EngineError when one of them cannot be used.
+
+    Example:
+        async with EnginePool([VLLMEngine(url) for url in urls], order="rolling") as engine:
+            await engine.generate(prompt_ids, sampling, request_id="r1", session_id="episode 1")
     """
 
     def __init__(
@@ -138,22 +143,22 @@ class EnginePool:
 
     @property
     def url(self) -> str:
-        """Of all engines, for people."""
+        """The URLs of all engines, for messages."""
         return ", ".join(member.client.url for member in self._engines)
 
     @property
     def wants_weights(self) -> bool:
-        """Never: weights lie in a folder, from which an engine that returns takes them."""
+        """Never: an engine that returns takes the weights from a folder."""
         return False
 
     async def init_transfer(self, init: TransferInit) -> None:
-        """Raises EngineError: a group of processes would have to be made anew with every engine that goes."""
+        """Raises EngineError: a process group would have to be made again whenever an engine leaves."""
         raise EngineError(
             "several engines take their weights from a folder: set engine.weight_transfer to safetensors or reload"
         )
 
     async def update_weights(self, ref: WeightsRef) -> WeightUpdate:
-        """Swap weights in every engine that serves; one that cannot is out, and takes them when it returns.
+        """Swap weights in every engine that serves; one that cannot leaves, and takes them when it returns.
 
         Returns the longest gap and the worst parity. Raises WeightSyncError when no engine took them.
         """
@@ -199,7 +204,7 @@ class EnginePool:
         return member
 
     async def _someone_serves(self) -> None:
-        """Raises EngineError when nobody does within `return_timeout_s`, or nobody ever will."""
+        """Wait until an engine serves. Raises EngineError past `return_timeout_s`, or when all are given up."""
         try:
             async with asyncio.timeout(self._return_timeout_s), self._changed:
                 await self._changed.wait_for(
@@ -217,7 +222,7 @@ class EnginePool:
             raise WeightSyncError(f"no engine is left: {self._last_error}") from self._last_error
 
     async def _is_engines_fault(self, member: _PooledEngine, error: EngineError) -> bool:
-        """Whether another engine might do better; the request itself may be what is wrong."""
+        """Whether another engine may succeed; otherwise the request itself is wrong."""
         member.failures += 1
         if isinstance(error, EngineGone | WeightSyncError) or not member.is_serving or member.failures >= MAX_FAILURES:
             return True
@@ -233,13 +238,13 @@ class EnginePool:
             return
         member.is_serving = False
         self._num_ejections += 1
-        log.warning("the engine at %s is out: %s", member.client.url, error)
+        log.warning("the engine at %s left the pool: %s", member.client.url, error)
         task = asyncio.create_task(self._bring_back(member), name=f"return of {member.client.url}")
         self._returns.add(task)
         task.add_done_callback(self._returns.discard)
 
     async def _bring_back(self, member: _PooledEngine) -> None:
-        """Until it serves the present weights again, or has failed to take them too often."""
+        """Try until it serves the current weights again, or has failed to take them too often."""
         began, number = time.monotonic(), 0
         while not member.is_lost:
             await asyncio.sleep(backoff_s(number, base_s=FIRST_RETURN_S))
@@ -279,7 +284,7 @@ class EnginePool:
             return error
 
     async def _first_return(self, ref: WeightsRef, error: EngineError | None) -> WeightUpdate:
-        """What to say of an update that no engine took at once: those that return take it then."""
+        """The result of an update that no engine took at once: engines take it when they return."""
         began = time.monotonic()
         try:
             await self._someone_serves()

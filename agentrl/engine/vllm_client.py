@@ -1,7 +1,7 @@
-"""The wire of a vLLM server: JSON in, typed records out. Knows failures of the network, and nothing of training.
+"""HTTP client of a vLLM server: JSON out, typed records in (vllm_schema.py). Independent of training.
 
-Every failure is an EngineError that names the URL and the mend; an answer that does not fit its record is one too. A
-server that is not there, or whose connection broke, is an EngineGone.
+Every failure is an EngineError that names the URL and how to fix it, including an answer that does not fit its record.
+A server that cannot be reached, or whose connection broke, is an EngineGone.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from agentrl.errors import EngineError, EngineGone
 T = TypeVar("T")
 
 CONNECT_TIMEOUT_S = 5.0
-KEEPALIVE_S = 2.0  # vLLM's server closes idle connections after 5 s: we should be first
+KEEPALIVE_S = 2.0  # vLLM's server closes idle connections after 5 s: the client must close them first
 RETRY_PAUSED_S = 0.05
 MAX_REASON = 500
 EVENT_STREAM = "text/event-stream"
 EVENT, EVENT_END, DONE = b"data: ", b"\n\n", b"[DONE]"
 CHUNK = msgspec.json.Decoder(Chunk)
 
-MENDS = {
+FIXES = {
     401: "set AGENTRL_ENGINE_TOKEN to the token that the server was started with",
     403: "start vLLM with --enable-scale-out",
     404: "start vLLM with VLLM_SERVER_DEV_MODE=1, and ask for a model it serves",
@@ -37,9 +37,13 @@ MENDS = {
 
 
 class VLLMServer:
-    """One server. Cancelling a call closes its connection, by which vLLM knows to abort the request.
+    """One server. Cancelling a call closes its connection, which makes vLLM abort the request.
 
-    aiohttp and not httpx: a streamed answer of 64 tokens costs a third of the processor time (benchmarks/engine.md).
+    Uses aiohttp instead of httpx: a streamed answer of 64 tokens takes a third of the processor time
+    (benchmarks/engine.md).
+
+    Example:
+        models = await VLLMServer("http://127.0.0.1:8000", timeout_s=10).get("/v1/models", Models)
     """
 
     def __init__(self, url: str, *, timeout_s: float, token: str | None = None) -> None:
@@ -64,13 +68,13 @@ class VLLMServer:
         return await self._call("POST", path, body, reply, timeout_s)
 
     async def status(self, path: str, *, timeout_s: float) -> int:
-        """The status of a GET, whatever it is. Raises EngineError when there is none."""
+        """The status code of a GET. Raises EngineError when there is no answer."""
         with self._failures_named(f"engine at {self.url}: GET {path}", timeout_s):
             async with asyncio.timeout(timeout_s):
                 return (await self._request("GET", path, b""))[0]
 
     async def stream(self, path: str, body: dict[str, Any]) -> AsyncGenerator[Chunk]:
-        """The events of the answer as they come; each must come within the server's deadline.
+        """The events of the answer as they arrive; each must arrive within the server's deadline.
 
         Raises EngineGone where the connection breaks before the last event, EngineError otherwise.
         """
@@ -89,7 +93,7 @@ class VLLMServer:
                     yield chunk
 
     async def _events(self, what: str, path: str, content: bytes) -> AsyncGenerator[bytes]:
-        """Server-sent events, data only. Raises EngineGone where the stream has no end."""
+        """The data of server-sent events. Raises EngineGone where the stream breaks off."""
         while True:
             async with await self._post(path, content) as response:
                 if response.status == 503:
@@ -98,20 +102,22 @@ class VLLMServer:
                 if response.status != 200:
                     raise EngineError(_refusal(what, response.status, await response.read()))
                 if response.content_type != EVENT_STREAM:
-                    raise EngineError(f"{what} answered what this client does not understand: {response.content_type}")
+                    raise EngineError(
+                        f"{what} gave an answer that this client does not understand: {response.content_type}"
+                    )
                 rest = b""
                 async for piece in response.content.iter_any():
                     *events, rest = (rest + piece).split(EVENT_END)
                     for event in events:
                         data = event.removeprefix(EVENT)
                         if data == DONE:
-                            await response.read()  # to the very end: the connection can be used again
+                            await response.read()  # to the end, so that the connection can be reused
                             return
                         yield data
                 raise EngineGone(f"{what}: the stream ended before its last token; see the engine's log")
 
     async def _post(self, path: str, content: bytes) -> aiohttp.ClientResponse:
-        """Once more where the server had closed a connection that was kept: the request was not read then."""
+        """Retries once where the server had closed an idle connection: it did not read the request then."""
         try:
             return await self._opened().post(path, data=content)
         except aiohttp.ClientConnectorError:
@@ -120,13 +126,13 @@ class VLLMServer:
             return await self._opened().post(path, data=content, headers={"connection": "close"})
 
     async def _request(self, method: str, path: str, content: bytes) -> tuple[int, bytes]:
-        # Not kept: after a 500 the server closes the connection, and the next call would find that out the hard way.
+        # Not kept alive: after a 500 the server closes the connection, and the next call would fail on it.
         headers = {"connection": "close"}
         async with self._opened().request(method, path, data=content, headers=headers) as response:
             return response.status, await response.read()
 
     def _opened(self) -> aiohttp.ClientSession:
-        """Made by the first call: it belongs to the event loop that is running then."""
+        """The session, created by the first call because it belongs to the event loop that is running then."""
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 self.url + "/",
@@ -140,7 +146,7 @@ class VLLMServer:
     async def _call(
         self, method: str, path: str, body: dict[str, Any] | None, reply: type[T], timeout_s: float | None
     ) -> T:
-        """Raises EngineError for a server that is gone, slow, refuses, or answers what `reply` does not fit."""
+        """Raises EngineError for a server that is gone, is slow, refuses, or answers something other than `reply`."""
         what = f"engine at {self.url}: {method} {path.partition('?')[0]}"
         content = b"" if body is None else msgspec.json.encode(body)
         deadline_s = timeout_s or self._timeout_s
@@ -170,16 +176,16 @@ def _decoded(decoder: msgspec.json.Decoder[T], content: bytes, what: str) -> T:
     try:
         return decoder.decode(content)
     except msgspec.MsgspecError as error:
-        raise EngineError(f"{what} answered what this client does not understand: {error}") from error
+        raise EngineError(f"{what} gave an answer that this client does not understand: {error}") from error
 
 
 def _refusal(what: str, status: int, answer: bytes) -> str:
-    mend = MENDS.get(status)
-    return f"{what} failed with status {status}: {_reason(answer)}" + (f"; {mend}" if mend else "")
+    fix = FIXES.get(status)
+    return f"{what} failed with status {status}: {_reason(answer)}" + (f"; {fix}" if fix else "")
 
 
 def _reason(answer: bytes) -> str:
-    """The server's own words, short."""
+    """The reason that the server gives, shortened."""
     try:
         text = msgspec.json.decode(answer, type=Failure).error.message
     except msgspec.MsgspecError:

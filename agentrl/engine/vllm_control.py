@@ -1,4 +1,4 @@
-"""The verbs of a vLLM server in RL mode, one call each. Knows no order in which they make sense: see engine.py."""
+"""The control routes of a vLLM server in RL mode, one method each. The order of calls is up to weight_updates.py."""
 
 from __future__ import annotations
 
@@ -19,33 +19,39 @@ TAKES_SEEDS = "yes"
 
 
 class VLLMControl:
-    """One server's control routes. Every method raises EngineError, and EngineGone where nobody answers."""
+    """One server's control routes. Every method raises EngineError, and EngineGone where the server cannot be reached.
+
+    Example:
+        control = VLLMControl(VLLMServer(url, timeout_s=10))
+        await control.pause(clear_cache=False)
+        await control.resume()
+    """
 
     def __init__(self, server: VLLMServer) -> None:
         self._server = server
 
     async def only_model(self) -> str:
-        """The name of the one model it serves."""
+        """The name of the only model it serves."""
         models = await self._server.get("/v1/models", Models)
         if len(models.data) != 1:
             raise EngineError(f"engine at {self._server.url} serves {[m.id for m in models.data]}: name the model")
         return models.data[0].id
 
     async def health(self) -> None:
-        """Raises EngineGone unless the server and its engine process live."""
+        """Raises EngineGone unless the server and its engine process run."""
         if (status := await self._server.status("/health", timeout_s=HEALTH_TIMEOUT_S)) != 200:
             raise EngineGone(f"engine at {self._server.url}: its engine process is dead (/health says {status})")
 
     async def is_paused(self) -> bool:
-        """Whether generation stands still."""
+        """Whether generation is paused."""
         return (await self._server.get("/is_paused", Paused)).is_paused
 
     async def label(self) -> str:
-        """What the weights it holds are called."""
+        """The label of the weights it holds."""
         return (await self._server.get("/weight_info", WeightInfo)).weight_version
 
     async def set_label(self, label: str) -> None:
-        """Call the weights it holds `label`."""
+        """Label the weights it holds."""
         await self._server.post("/update_weight_version", {"new_version": label}, Anything)
 
     async def version(self) -> int:
@@ -54,29 +60,29 @@ class VLLMControl:
             return version_of(await self.label())
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """End running requests; their callers get what was written so far, with finish_reason abort."""
-        if request_ids:  # an empty list would abort everybody's
+        """End running requests; their callers get the tokens so far, with finish_reason abort."""
+        if request_ids:  # an empty list would abort all requests of the server
             body = {"request_ids": [f"generate-tokens-{request_id}" for request_id in request_ids]}
             await self._server.post("/abort_requests", body, Anything)
 
     async def pause(self, *, clear_cache: bool) -> None:
-        """Stop after the current token; running requests wait. `clear_cache`: their KV is recomputed on resume."""
+        """Stop after the current token; running requests wait. `clear_cache`: their KV entries are recomputed later."""
         await self._server.post(f"/pause?mode=keep&clear_cache={str(clear_cache).lower()}", None, Anything)
 
     async def resume(self) -> None:
-        """Go on after `pause`."""
+        """Continue after `pause`."""
         await self._server.post("/resume", None, Anything)
 
     async def init_transfer(self, init_info: dict[str, Any]) -> None:
-        """Join the learner's group; returns when the learner joined too."""
+        """Join the learner's group; returns when the learner has joined too."""
         await self._server.post("/init_weight_transfer_engine", {"init_info": init_info}, Anything)
 
     async def load(self, update_info: dict[str, Any], *, version: int, timeout_s: float) -> None:
-        """Take new weights through vLLM's weight transfer, and call them `version`."""
+        """Take new weights through vLLM's weight transfer, and label them `version`."""
         try:
             await self._server.post("/start_weight_update", None, Anything)
         except EngineError as error:
-            if ALREADY_STARTED not in str(error):  # an update that was cut off is begun again by sending everything
+            if ALREADY_STARTED not in str(error):  # an interrupted update is restarted by sending everything
                 raise
         await self._server.post("/update_weights", {"update_info": update_info}, Anything, timeout_s=timeout_s)
         await self._server.post(
@@ -84,22 +90,22 @@ class VLLMControl:
         )
 
     async def reload(self, path: str, *, version: int, timeout_s: float) -> None:
-        """Take new weights from a folder by the route that every vLLM has, and call them `version`."""
+        """Take new weights from a folder by the route that every vLLM has, and label them `version`."""
         body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
         await self._server.post("/collective_rpc", body, Anything, timeout_s=timeout_s)
         try:
             await self._server.post("/collective_rpc", {"method": "renew_tied_layers"}, Anything, timeout_s=timeout_s)
         except EngineError as error:
-            # A server without our worker extension; only vLLM's CPU build needs it, and the probe would tell.
+            # A server without our worker extension; only vLLM's CPU build needs it, and the probe finds out.
             log.debug("%s", error)
         await self.set_label(str(version))
 
     async def checksums(self) -> list[str | None]:
-        """What each worker took in the last update, summed up by agentrl.engine.checksum."""
+        """The checksum (agentrl.engine.checksum) of what each worker took in the last update."""
         return (await self._server.post("/collective_rpc", {"method": "weights_checksum"}, Results)).results
 
     async def takes_seeds(self) -> bool:
-        """Whether a request may carry a seed; a server without our worker extension does not say so."""
+        """Whether a request may carry a seed. False for a server without our worker extension."""
         try:
             reply = await self._server.post("/collective_rpc", {"method": "takes_seeds"}, Results)
         except EngineGone:

@@ -1,7 +1,7 @@
-"""Engine: what the rollout asks of whatever generates tokens, and the client of a stock vLLM server in RL mode.
+"""VLLMEngine: the client of a stock vLLM server in RL mode.
 
-Every completion it returns is whole and true, also where the server died under it. Which weights the server holds is
-weight_keeper.py's business. Knows nothing of episodes, rewards or processes.
+Every completion it returns is complete and consistent, also where the server died during the request. Updates of the
+weights, and their proof, are in weight_updates.py. Independent of episodes, rewards and processes.
 """
 
 from __future__ import annotations
@@ -24,39 +24,44 @@ from agentrl.errors import EngineError, EngineGone, boundary
 from agentrl.types import Completion, FinishReason, Sampling, TransferInit, WeightsRef
 
 KvOnUpdate = Literal["stale", "recompute"]
-MAX_BREAKS = 5  # of one request, after which a server that seems well is not asked again
+MAX_BREAKS = 5  # interruptions of one request, after which it is not retried on a server that seems healthy
 UNCERTAIN = 0.01
-"""A token less certain than by this logprob is another's at another temperature."""
+"""A token with a logprob below minus this has a different logprob at another temperature."""
 SAME_LOGPROB = 1e-4
-"""Logprobs of one token under two temperatures that agree this closely were not computed under two temperatures."""
+"""Two logprobs of a token that agree this closely were computed under the same temperature."""
 
 
 class VLLMEngine:
-    """Client of one vLLM server in RL mode, as `agentrl engine` starts it. Several may be used side by side.
+    """Client of one vLLM server in RL mode, as `agentrl engine` starts it. Several clients may share a server.
 
-    Logprobs are those of the distribution sampled from: at temperature 1, top_p 1 in any mode of the server; else it
-    must run with `--logprobs-mode processed_logprobs` (ours does), which is tested before the first such request. At
-    temperature 0 the distribution is a point and the logprobs are 0. A request with a seed goes only to a server that
-    says it can take one (`engine.request_seeds`): vLLM's CPU build crashes on it otherwise.
+    Logprobs are those of the distribution that was sampled from. At temperature 1 and top_p 1 this holds in any mode of
+    the server; otherwise the server must run with `--logprobs-mode processed_logprobs` (`agentrl engine` sets it),
+    which is checked before the first such request. At temperature 0 the distribution is a point and the logprobs are 0.
+    A request with a seed is sent only to a server that reports that it can take one (`engine.request_seeds`): vLLM's
+    CPU build crashes on it otherwise.
+
+    Example:
+        async with VLLMEngine("http://127.0.0.1:8000") as engine:
+            completion = await engine.generate([1, 2, 3], Sampling(max_tokens=16), request_id="r1")
 
     Args:
         url: base URL of the server.
         model: served name; None asks the server.
-        request_timeout_s: longest wait for an answer, or for the next tokens of one.
+        request_timeout_s: longest wait for an answer, or for its next tokens.
         update_timeout_s: deadline of one weight update.
-        return_timeout_s: how long a server that is gone may take to come back, with its weights renewed, before
-            that is an error. What was written up to then is kept, and continued. 0: no waiting.
+        return_timeout_s: how long a server that is gone may take to return with the current weights before that is
+            an error. The tokens so far are kept and continued. 0: do not wait.
         kv_on_update: whether requests that run across an update keep their KV entries or have them recomputed.
-            Prefix-cache entries never serve requests that start under another version: each version has its salt.
-        by_folder: weights are loaded by `reload_weights` from the folder instead of vLLM's weight transfer.
+            Prefix-cache entries never serve requests that start under another version: each version has its own salt.
+        by_folder: load weights with `reload_weights` from the folder instead of through vLLM's weight transfer.
         parity_bound: largest allowed |engine - learner| logprob on the probe.
         parity_every: probe the first update and every n-th after it.
-        num_starts: how often the server was started, for whoever started it.
-        on_tokens: called whenever some tokens of any answer came.
-        token: what the server demands, where it demands one (engine/vllm/auth_middleware.py).
+        num_starts: number of starts of the server so far, if this process starts it.
+        on_tokens: called whenever tokens of any answer arrive.
+        token: the bearer token of the server, if it requires one (engine/vllm/auth_middleware.py).
 
     Raises on entering:
-        EngineError: no server, not in RL mode, paused, or with a version label that is no version.
+        EngineError: the server is not there, not in RL mode, or paused, or its version label is not a version.
     """
 
     def __init__(
@@ -84,7 +89,7 @@ class VLLMEngine:
         self._num_salvaged_tokens = 0
         self._on_tokens = on_tokens
         self.control = VLLMControl(self._server)
-        """The server's own verbs."""
+        """The control routes of the server."""
         self._weights = WeightUpdater(
             self.control,
             UpdateSettings(
@@ -136,28 +141,29 @@ class VLLMEngine:
     ) -> Completion:
         """Continue `token_ids` ([T]). Cancelling the call aborts the request in the engine.
 
-        An engine that dies and comes back continues what had arrived of the answer: its tokens, their logprobs and
-        their versions stand. An answer with a seed is begun anew, and comes out the same. Raises EngineError when the
-        server fails or its record is not complete and consistent.
+        After an engine died and returned, it continues the tokens that had arrived, with their logprobs and versions.
+        A request with a seed is started again instead, and gives the same answer. Raises EngineError when the server
+        fails or its record is not complete and consistent.
         """
         await self._check_logprobs(sampling)
         parts: list[Completion] = []
         num_breaks = 0
         while True:
             await self._weights.trusted()
-            said = [token for part in parts for token in part.token_ids]
-            left = replace(sampling, max_tokens=sampling.max_tokens - len(said))
+            so_far = [token for part in parts for token in part.token_ids]
+            left = replace(sampling, max_tokens=sampling.max_tokens - len(so_far))
             name = f"{request_id}~{num_breaks}" if num_breaks else request_id
             stream = GenerationStream(self._weights.version)
             try:
                 await self._check_seeds(sampling)
-                parts.append(await self._fill(stream, [*token_ids, *said], left, name))
+                parts.append(await self._fill(stream, [*token_ids, *so_far], left, name))
             except EngineError as error:
                 if num_breaks == MAX_BREAKS:
                     raise
                 num_breaks += 1
                 await self._weights.come_back(error)
-                if sampling.seed is not None:  # what is left would be drawn with the seed's first numbers once more
+                # the rest would be sampled with the first random numbers of the seed again
+                if sampling.seed is not None:
                     continue
                 parts.append(stream.certain_part(sampling))
                 self._num_salvaged_tokens += len(parts[-1].token_ids)
@@ -172,7 +178,7 @@ class VLLMEngine:
         await self.control.health()
 
     async def recover(self) -> None:
-        """After it was gone: return once it serves weights that are known. Raises EngineError."""
+        """After the server was gone: return once it serves known weights. Raises EngineError."""
         await self._weights.come_back(EngineGone(f"engine at {self.url} was out"))
 
     async def version(self) -> int:
@@ -188,11 +194,11 @@ class VLLMEngine:
         await self.control.init_transfer(init.init_info)
 
     async def update_weights(self, ref: WeightsRef) -> WeightUpdate:
-        """Swap weights in flight and prove it; running requests go on, their later tokens carry the new version.
+        """Swap weights in flight and prove it; running requests continue, and their later tokens carry the new version.
 
         Raises:
-            WeightSyncError: the weights could not be loaded, and the engine goes on with the ones before where these
-                could be proven; or it does not hold what it was given, and is not to be used any more.
+            WeightSyncError: the weights could not be loaded, and the engine continues with the previous ones if these
+                could be proven; or the engine does not hold the weights it was given and cannot be used any more.
         """
         return await self._weights.update(ref)
 
@@ -232,12 +238,12 @@ class VLLMEngine:
             stream.weights_change()
 
     async def _check_seeds(self, sampling: Sampling) -> None:
-        """Raises EngineError where a seed could end the server."""
+        """Raises EngineError where a seed could crash the server."""
         if self._seeds_checked or sampling.seed is None:
             return
         if not await self.control.takes_seeds():
             raise EngineError(
-                f"engine at {self.url} was not started for seeds, which can end vLLM on a CPU: start it with "
+                f"engine at {self.url} was not started for seeds, which can crash vLLM on a CPU: start it with "
                 "`agentrl engine` and engine.request_seeds=true, or set engine.request_seeds=false"
             )
         self._seeds_checked = True
@@ -254,7 +260,7 @@ class VLLMEngine:
             )
             raw = await self.score([0, *drawn.token_ids])
         pairs = [(a, b) for a, b in zip(drawn.behavior_logprobs, raw, strict=True) if b < -UNCERTAIN]
-        if not pairs:  # a model so sure of itself that temperature changes nothing
+        if not pairs:  # the model is so certain that temperature changes nothing
             return
         if all(abs(a - b) < SAME_LOGPROB for a, b in pairs):
             raise EngineError(
@@ -266,7 +272,7 @@ class VLLMEngine:
 
 
 def sampling_body(sampling: Sampling) -> dict[str, Any]:
-    """As vLLM wants it, every modifier that a server could default to something else included."""
+    """vLLM's sampling parameters, with every modifier that a server could default to another value."""
     seed = {} if sampling.seed is None else {"seed": sampling.seed}
     return seed | {
         "max_tokens": sampling.max_tokens,
@@ -284,18 +290,18 @@ def sampling_body(sampling: Sampling) -> dict[str, Any]:
 
 
 def _check_chunk(chunk: Chunk, token_ids: Sequence[int]) -> bool:
-    """Whether it repeats the prompt. Raises ValueError for another prompt or several choices."""
+    """Whether the event repeats the prompt. Raises ValueError for another prompt or several choices."""
     if len(chunk.choices) > 1:
-        raise ValueError(f"{len(chunk.choices)} choices where one was asked for")
+        raise ValueError(f"{len(chunk.choices)} choices where one was requested")
     if chunk.prompt_token_ids is None:
         return False
     if chunk.prompt_token_ids != list(token_ids):
-        raise ValueError(f"it read another prompt: {len(chunk.prompt_token_ids)} tokens, sent were {len(token_ids)}")
+        raise ValueError(f"it read another prompt: {len(chunk.prompt_token_ids)} tokens instead of {len(token_ids)}")
     return True
 
 
 def _finished(so_far: Completion, sampling: Sampling) -> Completion | None:
-    """`so_far` with its end, where only the news of the end was lost."""
+    """`so_far` with its finish reason, where only the last event was lost; None where tokens are missing."""
     if len(so_far.token_ids) >= sampling.max_tokens:
         return replace(so_far, finish_reason=FinishReason.LENGTH)
     if so_far.token_ids and so_far.token_ids[-1] in sampling.stop_token_ids:
@@ -304,7 +310,7 @@ def _finished(so_far: Completion, sampling: Sampling) -> Completion | None:
 
 
 def _as_sampled(completion: Completion, sampling: Sampling) -> Completion:
-    """At temperature 0 every token was certain, whatever the server says of the model's distribution."""
+    """At temperature 0 every token was certain, whatever logprobs the server reports."""
     if sampling.temperature > 0:
         return completion
     return replace(completion, behavior_logprobs=(0.0,) * len(completion.token_ids))

@@ -1,4 +1,4 @@
-"""vLLM's answers as typed records, as far as they are used. Knows no routes and no failures of the network."""
+"""vLLM's answers as typed records; fields that the client does not use are left out."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import msgspec
 
 
 class Anything(msgspec.Struct):
-    """Only the status counts."""
+    """An answer of which only the status code is used."""
 
 
 class Paused(msgspec.Struct):
-    """Of /is_paused."""
+    """The answer of /is_paused."""
 
     is_paused: bool
 
 
 class WeightInfo(msgspec.Struct):
-    """Of /weight_info."""
+    """The answer of /weight_info."""
 
     weight_version: str
 
 
 class Results(msgspec.Struct):
-    """Of /collective_rpc: one answer a worker."""
+    """The answer of /collective_rpc: one result per worker."""
 
     results: list[str | None] = []
 
@@ -34,25 +34,25 @@ class Model(msgspec.Struct):
 
 
 class Models(msgspec.Struct):
-    """Of /v1/models."""
+    """The answer of /v1/models."""
 
     data: list[Model]
 
 
 class ErrorMessage(msgspec.Struct):
-    """The server's words."""
+    """The text of an error."""
 
     message: str
 
 
 class Failure(msgspec.Struct):
-    """Of a refused call."""
+    """The answer to a refused call."""
 
     error: ErrorMessage
 
 
 class Usage(msgspec.Struct):
-    """How many tokens the server counted."""
+    """Token counts of the server."""
 
     prompt_tokens: int
 
@@ -65,7 +65,7 @@ class Entry(msgspec.Struct, gc=False):
 
 
 class Content(msgspec.Struct):
-    """One entry a token."""
+    """One entry per token."""
 
     content: list[Entry]
 
@@ -79,7 +79,7 @@ class Span(msgspec.Struct):
 
 
 class Delta(msgspec.Struct):
-    """The next tokens of a streamed generation; the last one says how it ended and which weights made what."""
+    """The next tokens of a streamed generation; the last delta has the finish reason and the version spans."""
 
     token_ids: list[int]
     logprobs: Content
@@ -102,7 +102,7 @@ class PromptEntry(msgspec.Struct, gc=False):
 
 
 class Scored(msgspec.Struct):
-    """Of /inference/v1/generate, asked for the logprobs of the prompt."""
+    """The answer of /inference/v1/generate when asked for the logprobs of the prompt."""
 
     usage: Usage
     prompt_logprobs: list[dict[str, PromptEntry] | None]

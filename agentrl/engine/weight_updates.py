@@ -1,6 +1,6 @@
-"""Which weights one vLLM server holds, and whether it may be believed: updates, their proof, and returns from the dead.
+"""Weight updates of one vLLM server: the swap, its proof by checksum and logprob parity, and recovery after a restart.
 
-Nothing is generated under weights that are not known. Knows nothing of requests and their tokens.
+No token is generated under unknown weights. Independent of requests and their tokens (vllm_engine.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ POLL_RETURN_S = 0.25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateSettings:
-    """See VLLMEngine."""
+    """How weights are updated; the arguments of VLLMEngine explain the fields."""
 
     update_timeout_s: float
     return_timeout_s: float
@@ -35,12 +35,17 @@ class UpdateSettings:
 
 
 class WeightUpdater:
-    """One server's weights.
+    """Updates the weights of one server, and restores them after a restart.
 
     Args:
-        weights_change: called when an update begins, before the server hears of it.
-        num_starts: how often the server was started, where that is known: a server that died and came back between
-            two requests holds other weights than it should, and shows no sign of it.
+        weights_change: called when an update begins, before the first call to the server.
+        num_starts: number of starts of the server so far, where that is known: a server that died and returned between
+            two requests holds the wrong weights without any other sign of it.
+
+    Example:
+        await updater.connect("policy")
+        update = await updater.update(ref)  # proven; raises WeightSyncError otherwise
+        await updater.trusted()  # before each request
     """
 
     def __init__(
@@ -59,37 +64,38 @@ class WeightUpdater:
         self._num_starts = num_starts
         self._seen_starts = num_starts()
         self._model = ""
-        self._changing = asyncio.Lock()  # one update, or one return, at a time
-        self._open = asyncio.Event()  # closed while weights change: nothing starts, and nothing is handed out
+        self._changing = asyncio.Lock()  # one update, or one recovery, at a time
+        self._open = asyncio.Event()  # cleared while weights change: no request starts and no answer is returned
         self._open.set()
         self._distrust: WeightSyncError | None = None
-        self._ref: WeightsRef | None = None  # what it holds; None: what it was started with
+        self._ref: WeightsRef | None = None  # the weights it holds; None: those it was started with
         self._num_updates = 0
         self.version = 0
         self.num_restarts = 0
         self.wants_weights = False
-        """It was restarted, and only the learner can give it the present weights."""
+        """Whether the server was restarted and only the learner can give it the current weights."""
 
     async def connect(self, model: str) -> None:
-        """Learn what it holds. Raises EngineError when that cannot be known."""
+        """Ask the server which weights it holds. Raises EngineError when they cannot be known."""
         self._model = model
         if await self._control.is_paused():
             raise EngineError(
-                f"engine at {self._url} is paused: a weight update was cut off and its weights are unknown; restart it"
+                f"engine at {self._url} is paused: a weight update was interrupted and its weights are "
+                "unknown; restart it"
             )
         if await self._control.label() == INITIAL_LABEL:
-            # UnlabelledWeights are exactly the weights the server was started with, which the run calls version 0.
+            # A server without a label holds exactly the weights it was started with, which are version 0.
             await self._control.set_label("0")
         self.version = await self._control.version()
 
     @property
     def salt(self) -> str:
-        """What keeps prefix-cache entries of one version from requests of another."""
+        """Separates the prefix-cache entries of one version from requests under another."""
         return f"v{self.version}"
 
     async def trusted(self) -> None:
-        """Wait while weights change. Raises WeightSyncError once the engine's weights are not known any more."""
-        await self._open.wait()  # ends with `update` or `come_back`, which have their deadlines
+        """Wait while weights change. Raises WeightSyncError when the engine's weights are unknown."""
+        await self._open.wait()  # ends with `update` or `come_back`, which have deadlines
         if self._distrust is not None:
             raise self._distrust
         if self._num_starts() != self._seen_starts:
@@ -104,7 +110,7 @@ class WeightUpdater:
         """See VLLMEngine.update_weights."""
         async with self._changing:
             what = f"weights of version {ref.policy_version} for the engine at {self._url}"
-            self._distrust = WeightSyncError(f"{what}: the update was cut off; restart the engine")
+            self._distrust = WeightSyncError(f"{what}: the update was interrupted; restart the engine")
             self._open.clear()
             self._weights_change()
             try:
@@ -124,15 +130,15 @@ class WeightUpdater:
             return update
 
     async def come_back(self, error: EngineError) -> None:
-        """Return once the engine serves the present weights again. Raises `error` where it never went away."""
+        """Return once the engine serves the current weights again. Raises `error` if it was never gone."""
         async with self._changing:
             if not isinstance(error, EngineGone) and not await self._is_gone():
                 raise error
-            self._open.clear()  # nothing starts on a server that may hold other weights
+            self._open.clear()  # no request starts on a server that may hold other weights
             try:
                 await self._wait_until_back(error)
                 self._seen_starts = self._num_starts()
-                # Otherwise the connection broke, and no more; or another call was here before.
+                # Otherwise only the connection broke, or another call has already restored the weights.
                 if self._distrust is None and await self._control.label() == INITIAL_LABEL:
                     await self._renew(error)
             except WeightSyncError as sync_error:
@@ -143,16 +149,16 @@ class WeightUpdater:
                     self._open.set()
 
     async def _taken_or_restored(self, ref: WeightsRef, what: str) -> WeightUpdate:
-        """The update; after a restart in its middle, the update again; after a failure, the weights of before.
+        """The update; repeated after a restart in its middle; after a failure, the previous weights.
 
-        Raises WeightsWanted after a restart where the weights do not lie in a folder.
+        Raises WeightsWanted after a restart where the weights are not in a folder.
         """
         try:
             starts = self._num_starts()
             try:
                 return await self._take(ref)
             except EngineError as error:
-                # A server whose engine process died may hold a call up to its deadline before it ends itself.
+                # A server whose engine process died may not answer a call until its deadline, before it ends itself.
                 is_gone = isinstance(error, EngineGone) or starts != self._num_starts() or await self._is_gone()
                 if isinstance(error, WeightSyncError) or not is_gone:
                     raise
@@ -167,7 +173,7 @@ class WeightUpdater:
             raise await self._restored(error, what) from error
 
     async def _take(self, ref: WeightsRef) -> WeightUpdate:
-        """Load, label, go on, prove. Raises WeightSyncError from the proof, another EngineError before."""
+        """Load, label, resume, prove. Raises WeightSyncError from the proof, another EngineError before it."""
         starts = self._num_starts()
         try:
             async with asyncio.timeout(self._settings.update_timeout_s):
@@ -195,10 +201,10 @@ class WeightUpdater:
         return time.monotonic() - started
 
     async def _prove(self, ref: WeightsRef) -> Parity | None:
-        """Checksum of what it took, and logprobs of the probe. Raises WeightSyncError."""
+        """Compare the checksum of what the server took, and its logprobs of the probe text. Raises WeightSyncError."""
         if ref.checksum and (wrong := {s for s in await self._control.checksums() if s != ref.checksum}):
             raise WeightSyncError(
-                f"it took other weights than the learner gave: checksum {sorted(map(str, wrong))}, not {ref.checksum}"
+                f"it took other weights than the learner sent: checksum {sorted(map(str, wrong))}, not {ref.checksum}"
             )
         self._num_updates += 1
         if (self._num_updates - 1) % self._settings.parity_every:
@@ -212,7 +218,7 @@ class WeightUpdater:
         return found
 
     async def _restored(self, error: EngineError, what: str) -> WeightSyncError:
-        """The error to raise; where the weights of before are proven to be there, the engine is trusted again."""
+        """The error to raise. If the engine is proven to hold the previous weights, it is trusted again."""
         if self._ref is None:
             return WeightSyncError(f"{what}: {error}")
         try:
@@ -224,15 +230,15 @@ class WeightUpdater:
                 self._num_updates = 0  # probe now
                 await self._prove(self._ref)
         except (EngineError, TimeoutError) as second:
-            return WeightSyncError(f"{what}: {error}; the weights of before could not be restored either: {second}")
+            return WeightSyncError(f"{what}: {error}; the previous weights could not be restored either: {second}")
         self._distrust = None
-        return WeightSyncError(f"{what}: {error}. It goes on with version {self.version}")
+        return WeightSyncError(f"{what}: {error}. It continues with version {self.version}")
 
     async def _wait_until_back(self, error: EngineError) -> None:
         """Raises `error` when nothing answers within `return_timeout_s`."""
         if not await self._is_gone():
             return
-        log.warning("%s; waiting %g s for it to come back", error, self._settings.return_timeout_s)
+        log.warning("%s; waiting %g s for it to return", error, self._settings.return_timeout_s)
         try:
             async with asyncio.timeout(self._settings.return_timeout_s):
                 while True:
@@ -254,12 +260,12 @@ class WeightUpdater:
         return False
 
     async def _renew(self, error: EngineError) -> None:
-        """Give a restarted engine the present weights before it takes work."""
+        """Give a restarted engine the current weights before it takes requests."""
         self.num_restarts += 1
         if self._ref is None and self.version == 0:
             await self._control.set_label("0")
         elif self._ref is None:
-            raise EngineError(f"{error}; it came back without version {self.version}, which was not made here")
+            raise EngineError(f"{error}; it returned without version {self.version}, which this run did not make")
         elif self._ref.path is None:
             log.warning("the engine at %s was restarted and waits for the learner's weights", self._url)
             self.wants_weights = True

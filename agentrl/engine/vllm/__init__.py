@@ -1,4 +1,4 @@
-"""What runs inside vLLM's own processes. `import vllm` means the engine's package, not this one.
+"""Code that runs inside vLLM's own processes. In it `import vllm` imports vLLM itself, not this package.
 
-May import: `agentrl.engine.checksum`, `agentrl.supervision.secrets`. Start reading in `plugin.py`.
+May import: `agentrl.errors`, `agentrl.engine.checksum`, `agentrl.supervision.secrets`. Start reading in `plugin.py`.
 """

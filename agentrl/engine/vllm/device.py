@@ -1,7 +1,7 @@
-"""vLLM's own NCCL and CUDA IPC backends with what ours add: other models refused, a checksum, tied layers renewed.
+"""vLLM's own NCCL and CUDA IPC backends, which here also refuse other models, compute a checksum and renew tied layers.
 
-Nothing of vLLM's transport is changed. Unlike our own backends these load while they receive: an update that fails in
-the middle leaves the weights torn, and the engine must not serve before a whole one.
+vLLM's transport is unchanged. Unlike our own backends these load while they receive: an update that fails in the middle
+leaves a mix of weights, and the engine must not serve before a complete one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from agentrl.engine.vllm import loading as vllm_loading
 
 
 class _Proven:
-    """Mixed in before vLLM's engine class."""
+    """Mixin that comes before vLLM's engine class."""
 
     supports_draft_weight_update = False
     model: Any
@@ -28,7 +28,7 @@ class _Proven:
         self._arriving = ""
 
     def receive_weights(self, update_info: Any) -> None:
-        """vLLM's own, summed. Raises ValueError for another model's names or shapes."""
+        """vLLM's own, with a checksum. Raises ValueError for another model's names or shapes."""
         offered = {name: tuple(shape) for name, shape in zip(update_info.names, update_info.shapes, strict=True)}
         self.expected.check(offered, "the learner's update")
         model, loading = self.model, vllm_loading.LoadingModel(self.model)

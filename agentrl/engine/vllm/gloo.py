@@ -1,7 +1,7 @@
 """A weight-transfer backend inside vLLM that receives over gloo: vLLM's NCCL backend, for machines without a GPU.
 
-The wire contract is that of vLLM's NCCL backend without packing: names, dtypes and shapes in the update, then one
-broadcast a tensor from rank 0. Knows no versions, HTTP or training.
+The protocol is that of vLLM's NCCL backend without packing: names, dtypes and shapes in the update, then one broadcast
+per tensor from rank 0. Independent of versions, HTTP and training.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from agentrl.engine.vllm import gloo_group, loading
 
 @dataclass
 class GlooInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """Where the sender waits, and which ranks the workers take. `timeout_s`: of the joining, and of one update."""
+    """The address of the sender, and the ranks of the workers. `timeout_s` limits joining and each update."""
 
     master_address: str
     master_port: int
@@ -33,7 +33,7 @@ class GlooInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class GlooUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """What is sent, in this order."""
+    """The tensors of an update, in the order in which they are sent."""
 
     names: list[str]
     dtype_names: list[str]
@@ -45,10 +45,10 @@ class GlooUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class GlooEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):  # type: ignore[misc]
-    """Receives into host memory and changes the model in the finish only.
+    """Receives into host memory, and changes the model only at the end of the update.
 
-    A sender that dies or is too slow therefore leaves the old weights whole. Any failure closes the group, so that the
-    sender learns of it at once; the next update needs a new `init_transfer_engine`.
+    So a sender that dies or is too slow leaves the old weights complete. Any failure closes the group, so that the
+    sender notices at once; the next update needs a new `init_transfer_engine`.
     """
 
     init_info_cls = GlooInitInfo
@@ -64,7 +64,7 @@ class GlooEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):  # type: i
         self._received: dict[str, Tensor] = {}
 
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
-        """Join the sender's group, in place of an earlier one. Raises GroupError past the deadline."""
+        """Join the sender's group, instead of an earlier one. Raises GroupError past the deadline."""
         self.shutdown()
         parallel = self.parallel_config
         rank = init_info.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank
@@ -77,7 +77,7 @@ class GlooEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):  # type: i
         self._timeout_s = timeout_s
 
     def start_weight_update(self) -> None:
-        """Forget what an update that was cut off brought."""
+        """Drop what an interrupted update had brought."""
         self._received.clear()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -105,7 +105,7 @@ class GlooEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):  # type: i
             self._received[name] = tensor
 
     def finish_weight_update(self) -> None:
-        """Load what was received. Raises ValueError when that is nothing."""
+        """Load the received tensors. Raises ValueError when there are none."""
         if not self._received:
             raise ValueError("nothing was received between start_weight_update and finish_weight_update")
         self.checksum = loading.load(self, self.expected, self._received.items())

@@ -1,6 +1,6 @@
-"""What every backend inside vLLM does around the bytes: refuse another model's, load, sum, renew what is tied.
+"""What all our weight-transfer backends inside vLLM share: check names and shapes, load, checksum, renew tied layers.
 
-Knows the model's names and shapes. Knows nothing of how tensors arrive.
+Independent of how tensors arrive.
 """
 
 from __future__ import annotations
@@ -17,25 +17,26 @@ from torch import Tensor, nn
 from agentrl.engine.checksum import Checksum
 
 SHARDS = "model*.safetensors"
-MAX_UNSUMMED = 4  # tensors kept for the checksum beyond vLLM's own use
+MAX_UNSUMMED = 4  # tensors kept in memory for the checksum after vLLM has loaded them
 
 
 class LoadingModel:
-    """Stands in for vLLM's model while weights are loaded: sums what passes. Nothing else of a model is needed then."""
+    """Replaces vLLM's model while weights are loaded, to compute their checksum. Loading needs nothing else of a
+    model."""
 
     def __init__(self, model: Any) -> None:
         self.checksum = Checksum()
         self._model = model
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Any:
-        """vLLM's own, on the same tensors."""
+        """vLLM's own, with the same tensors."""
         return self._model.load_weights(_summed(self.checksum, weights))
 
 
 class Expected:
-    """The tensors of the checkpoint that the engine started from. Made before the first update.
+    """The names and shapes of the checkpoint that the engine started from.
 
-    Later is too late for the ties: a reload gives each name a parameter of its own.
+    Must be made before the first update: a reload gives each name a parameter of its own, which hides the ties.
     """
 
     def __init__(self, model: nn.Module, model_config: Any) -> None:
@@ -45,7 +46,7 @@ class Expected:
     def check(self, offered: dict[str, tuple[int, ...]], source: str) -> None:
         """Raises ValueError, naming `source`, when names and shapes are not the checkpoint's.
 
-        vLLM would keep the old values of what is missing with no more than a log line.
+        vLLM would keep the old values of missing tensors and only log a line.
         """
         optional = {name for names in self._tied.values() if len(names) > 1 for name in names}
         for wrong, names in (
@@ -57,10 +58,10 @@ class Expected:
                 raise ValueError(f"{source} {wrong} {len(names)} of {len(offered)} tensors: {sorted(names)[:5]}")
 
     def renew_tied_layers(self, model: nn.Module) -> None:
-        """Let tied layers prepare their weight again, as after a start.
+        """Let tied layers process their weights again, as after a start.
 
-        vLLM's reload leaves out a layer for which the checkpoint has no tensor of its own. A tied output head sees the
-        new values through its tie, but what the CPU build packed from the old ones would go on being used.
+        vLLM's reload skips a layer for which the checkpoint has no tensor of its own. A tied output head sees the new
+        values through its tie, but the CPU build would still use the copy that it packed from the old ones.
         """
         for name, names in self._tied.items():
             layer = model.get_submodule(name.rpartition(".")[0])
@@ -69,7 +70,7 @@ class Expected:
 
 
 def _summed(checksum: Checksum, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """The same tensors. Those in host memory are summed in a thread, while vLLM loads them."""
+    """Yields the same tensors. The checksum of those in host memory is computed in a thread, while vLLM loads them."""
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="checksum") as executor:
         sums: deque[Future[None]] = deque()
         for name, tensor in tensors:
@@ -85,7 +86,7 @@ def _summed(checksum: Checksum, tensors: Iterable[tuple[str, Tensor]]) -> Iterat
 
 
 def load(engine: Any, expected: Expected, tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Replace all weights of a vLLM weight-transfer engine's model. Returns the checksum of what was handed over.
+    """Replace all weights of a vLLM weight-transfer engine's model. Returns the checksum of the tensors.
 
     `tensors` must have passed `Expected.check`; a failure here leaves the model half-changed.
     """
@@ -109,7 +110,7 @@ def shards(folder: Path) -> list[Path]:
 
 
 def shapes_of(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a folder's tensors, from the headers alone; safetensors refuses a file that is cut off."""
+    """Names and shapes of a folder's tensors, from the headers alone; safetensors refuses a truncated file."""
     from safetensors import safe_open
 
     shapes: dict[str, tuple[int, ...]] = {}
@@ -120,7 +121,7 @@ def shapes_of(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def tensors_of(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Name and tensor of everything in the folder's shards, one tensor in memory at a time."""
+    """Name and tensor of all tensors in the folder's shards, one in memory at a time."""
     from safetensors import safe_open
 
     for shard in shards(folder):
@@ -130,7 +131,7 @@ def tensors_of(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _tied_names(model: nn.Module) -> dict[str, set[str]]:
-    """For every parameter's name, all names of that parameter: one of them is enough in a checkpoint."""
+    """For each parameter name, all names of that parameter: a checkpoint needs only one of them."""
     names: dict[int, set[str]] = {}
     parameters = list(model.named_parameters(remove_duplicate=False))
     for name, parameter in parameters:
@@ -139,7 +140,7 @@ def _tied_names(model: nn.Module) -> dict[str, set[str]]:
 
 
 def _checkpoint(model_config: Any) -> Path:
-    """The folder of the model that vLLM started from, in the local cache if it was named by its hub name."""
+    """The folder of the model that vLLM started from; in the local cache if it has a hub name."""
     if (folder := Path(model_config.model)).is_dir():
         return folder
     from huggingface_hub import snapshot_download

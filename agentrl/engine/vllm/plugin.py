@@ -1,11 +1,11 @@
-"""vLLM's plugin entry point: makes our weight-transfer backends known, each loaded only where it is configured.
+"""vLLM's plugin entry point: registers our weight-transfer backends; each is loaded only where it is configured.
 
-    safetensors    reads a folder that learner and engine both see       agentrl.engine.vllm.safetensors
+    safetensors    reads a folder that learner and engine share          agentrl.engine.vllm.safetensors
     gloo           broadcast between processes, for CPUs                  agentrl.engine.vllm.gloo
     agentrl_nccl   vLLM's own NCCL backend, checked and summed            agentrl.engine.vllm.device
     agentrl_ipc    vLLM's own CUDA IPC backend, checked and summed        agentrl.engine.vllm.device
 
-All speak vLLM's own calls (init, start, update, finish, shutdown). Knows nothing of versions, HTTP or training.
+All implement vLLM's own calls (init, start, update, finish, shutdown). Independent of versions, HTTP and training.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ENGINES = {
 
 
 def register() -> None:
-    """Make the backends known; again is harmless. vLLM calls it in each of its processes."""
+    """Register the backends; may be called again. vLLM calls it in each of its processes."""
     for name, (module, class_name) in ENGINES.items():
         if name not in WeightTransferEngineFactory._registry:
             WeightTransferEngineFactory.register_engine(name, module, class_name)

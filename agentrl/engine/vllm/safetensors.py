@@ -1,6 +1,6 @@
-"""A weight-transfer backend inside vLLM that reads a safetensors folder: through shared memory, or a disk both see.
+"""A weight-transfer backend inside vLLM that reads a safetensors folder in shared memory or on a shared disk.
 
-Works on CPU and GPU; each tensor-parallel rank reads the folder by itself. Knows no versions, HTTP or training.
+Works on CPU and GPU; each tensor-parallel rank reads the folder by itself. Independent of versions, HTTP and training.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from agentrl.engine.vllm import loading
 
 @dataclass
 class SafetensorsInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """Nothing to agree on beforehand: the folder is named by each update."""
+    """Empty: each update names its folder."""
 
 
 @dataclass
 class SafetensorsUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """The folder that holds all weights, in Hugging Face names and layout."""
+    """The folder with all weights, in Hugging Face names and layout."""
 
     path: str
 
@@ -33,7 +33,7 @@ class SafetensorsUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 class SafetensorsEngine(WeightTransferEngine[SafetensorsInitInfo, SafetensorsUpdateInfo]):  # type: ignore[misc]
     """Loads `<path>/model*.safetensors` through vLLM's layerwise reload; every failure raises.
 
-    The update looks at the files' headers only, the finish loads: a refused folder leaves the old weights whole.
+    The update reads only the headers of the files, and the finish loads them: a refused folder leaves the old weights.
     """
 
     init_info_cls = SafetensorsInitInfo
@@ -50,7 +50,7 @@ class SafetensorsEngine(WeightTransferEngine[SafetensorsInitInfo, SafetensorsUpd
         """No connection to make."""
 
     def start_weight_update(self) -> None:
-        """Nothing changes before the finish."""
+        """Drop the folder of an interrupted update."""
         self._folder = None
 
     def update_weights(self, update_info: dict[str, Any]) -> None:

@@ -166,7 +166,7 @@ async def test_weights_that_cannot_be_loaded_leave_the_ones_before_in_place(
 ) -> None:
     version = await engine.version()
     running = await many(engine, 4, 400)
-    with pytest.raises(WeightSyncError, match=rf"no model.*safetensors.*goes on with version {version}"):
+    with pytest.raises(WeightSyncError, match=rf"no model.*safetensors.*continues with version {version}"):
         await engine.update_weights(replace(judge.ref(version + 1, 1), update_info={"path": str(tmp_path)}))
     for i, completion in enumerate(await asyncio.gather(*running)):
         assert set(completion.policy_versions()) == {version}

@@ -30,14 +30,14 @@ NAN = Trouble(
     "engine at ...: ValueError: a token's logprob is positive or not finite: are the model's logits NaN or infinite?"
 )
 IDS = Trouble("engine at ...: ValueError: the logprobs are not those of the tokens")
-GARBLED = Trouble("engine at ... answered what this client does not understand: ...")
+GARBLED = Trouble("engine at ... gave an answer that this client does not understand: ...")
 LENGTH = Trouble("engine at ...: ValueError: version spans end at ..., completion has ... tokens")
 SLOW = Trouble("engine at ... was not answered within ... s; see the engine's log")
 BREAKER = Trouble("... of the last ... groups failed for infrastructure reasons (...)")
 NOT_READY = Trouble("the engine at ... was not ready within ... s; raise engine.start_timeout_s or see its log.")
 NO_LISTENER = Trouble("engine at ...: POST ...: nothing listens there; is the engine running?")
-RESTORED = Trouble("weights of version ... for the engine at ...: ... It goes on with version ...")
-UNKNOWN = Trouble("weights of version ...; the weights of before could not be restored either: ...")
+RESTORED = Trouble("weights of version ... for the engine at ...: ... It continues with version ...")
+UNKNOWN = Trouble("weights of version ...; the previous weights could not be restored either: ...")
 TOKEN = Trouble(
     "engine at ... failed with status 401: ...; set AGENTRL_ENGINE_TOKEN to the token that the server was started with"
 )

@@ -114,7 +114,7 @@ def test_a_receiver_waits_no_longer_than_its_deadline(is_closed: bool, at_most_s
         if is_closed:
             group.close()
         took_s, reason = answers.get(timeout=20)
-        assert took_s < at_most_s and "the other end is gone, or too slow" in reason
+        assert took_s < at_most_s and "the other side is gone, or too slow" in reason
 
 
 def test_a_deadline_that_passed_is_told() -> None:
@@ -133,7 +133,7 @@ def test_nobody_to_meet_is_told() -> None:
 
 def test_nobody_joining_is_told() -> None:
     store = listen(HOST, 0, world_size=2, timeout_s=1)
-    with pytest.raises(GroupError, match="not all 2 ends came"):
+    with pytest.raises(GroupError, match="not all 2 processes joined"):
         Group(store, rank=SENDER, world_size=2, address=HOST, timeout_s=1)
 
 

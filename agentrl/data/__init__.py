@@ -1,4 +1,4 @@
-"""Rows of data sets as tasks: files and the hub, near-duplicates, the endless task source, the curriculum.
+"""Rows of data sets as tasks: files and the hub, near-duplicates, and the endless task source with its curriculum.
 
-May import: `agentrl.env`. Start reading in `source.py`.
+May import: `agentrl.config`, `agentrl.env`. Start reading in `source.py`.
 """

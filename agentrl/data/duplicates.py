@@ -1,8 +1,8 @@
-"""Finds training rows that a test set holds as well, word for word or nearly. Knows no environment, no file format.
+"""Finds training rows that are also in a test set, word for word or nearly. Independent of file formats.
 
-Two problems are near-duplicates when their normalised texts are equal; or when they state the same numbers, have the
+Two problems are near-duplicates when their normalised texts are equal, or when they contain the same numbers, have the
 same answer, and share most of their word triples (Jaccard index of the sets: Broder 1997, "On the resemblance and
-containment of documents"). Numbers and answers tell problems made from one template apart.
+containment of documents"). Numbers and answers distinguish problems made from one template.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from agentrl.types import Task
 MIN_SIMILARITY = 0.6
 SHINGLE_WORDS = 3
 MAX_GENERATED_ROWS = 20_000
-"""Rows of a generator, which may have no end, that are looked at."""
+"""Rows that are compared of a generator, which may be endless."""
 MAX_SHOWN = 5
 _MARKUP = re.compile(
     r"\\(?:left|right|displaystyle|[dt](?=frac)|text|mathrm|mathbf|mbox|textbf|textit|begin|end|quad|qquad|[,;:! ])"
@@ -35,7 +35,11 @@ _THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|,)(?=\d{3}(?!\d))")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlap:
-    """A training row and the test row it repeats."""
+    """A training row and the test row that it repeats.
+
+    Example:
+        Overlap(train_id="train-3", test_id="test-9", similarity=0.8)
+    """
 
     train_id: str
     test_id: str
@@ -45,7 +49,7 @@ class Overlap:
 def refuse_overlap(env_class: type[Env], config: EnvConfig) -> None:
     """Raises ConfigError, naming rows, when the run's training data holds problems of its test data.
 
-    Only rows from data are compared: where an environment generates both splits, keeping them apart is its affair.
+    Only rows from data are compared: an environment that generates both splits must keep them apart itself.
     """
     if config.allow_overlap or (config.train_data is None and config.eval_data is None):
         return
@@ -61,8 +65,8 @@ def refuse_overlap(env_class: type[Env], config: EnvConfig) -> None:
     )
     more = f"\n  ... and {len(overlaps) - MAX_SHOWN} more" if len(overlaps) > MAX_SHOWN else ""
     raise ConfigError(
-        f"{len(overlaps)} rows of env.train_data ({config.train_data or 'generated'}) are in the test data "
-        f"({config.eval_data or 'generated'}) as well:\n{shown}{more}\n"
+        f"{len(overlaps)} rows of env.train_data ({config.train_data or 'generated'}) are also in the test data "
+        f"({config.eval_data or 'generated'}):\n{shown}{more}\n"
         "A score on problems that were trained on measures memory. Remove these rows, choose another set, or set "
         "env.allow_overlap: true"
     )
@@ -71,7 +75,7 @@ def refuse_overlap(env_class: type[Env], config: EnvConfig) -> None:
 def find_overlaps(
     train: Iterable[Task], test: Sequence[Task], *, min_similarity: float = MIN_SIMILARITY
 ) -> list[Overlap]:
-    """One entry for each training row that is in `test`, with the test row it is most like."""
+    """One entry for each training row that is in `test`, with the most similar test row."""
     index = _Index(test)
     found = ((task, index.nearest(task)) for task in train)
     return [
@@ -82,7 +86,7 @@ def find_overlaps(
 
 
 def words_of(text: str) -> list[str]:
-    """Lower-case words, numbers and operators; typesetting, punctuation and spacing are gone."""
+    """Lower-case words, numbers and operators, without typesetting, punctuation and spacing."""
     text = unicodedata.normalize("NFKC", text).casefold()
     text = _THOUSANDS.sub("", _MARKUP.sub(" ", _SPACED.sub(" ", text)))
     return _TOKEN.findall(text)
@@ -90,7 +94,7 @@ def words_of(text: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Problem:
-    """One test problem, ready to be compared."""
+    """One test problem, prepared for comparison."""
 
     task_id: str
     num_shingles: int
@@ -98,7 +102,7 @@ class _Problem:
 
 
 class _Index:
-    """Test problems by the numbers they state, then by word triple."""
+    """Test problems by the numbers in them, then by word triple."""
 
     def __init__(self, tasks: Sequence[Task]) -> None:
         self._exact: dict[str, str] = {}
@@ -113,7 +117,7 @@ class _Index:
                 holders.setdefault(shingle, []).append(problem)
 
     def nearest(self, task: Task) -> tuple[str, float] | None:
-        """(id, similarity) of the test problem most like `task`; None when none can be the same."""
+        """(id, similarity) of the most similar test problem; None when none can be the same."""
         words = words_of(task.prompt)
         if (exact := self._exact.get(" ".join(words))) is not None:
             return exact, 1.0
@@ -142,7 +146,7 @@ def _numbers(words: Sequence[str]) -> str:
 
 
 def _bare(answer: str | None) -> str:
-    """An answer without the freedoms of writing it."""
+    """An answer without differences in how it can be written."""
     return re.sub(r"[\s$,{}]|\\[dt](?=frac)|^0+(?=\d)", "", answer or "")
 
 
@@ -151,7 +155,7 @@ def _splits(config: EnvConfig) -> tuple[tuple[Split, str | None], tuple[Split, s
 
 
 def _finite(tasks: Iterable[Task], *, max_rows: int | None) -> Iterator[Task]:
-    """Rows until the first comes again: training splits repeat themselves for ever."""
+    """Rows until one repeats: training splits are endless repetitions."""
     seen: set[str] = set()
     for task in islice(tasks, max_rows):
         if task.id in seen:

@@ -1,6 +1,6 @@
-"""Where rows lie: a file, a folder in hub layout, or a data set of the Hugging Face hub -> files on this disk.
+"""Finds the files of a data set on this disk: a file, a folder in hub layout, or a set of the Hugging Face hub.
 
-Knows nothing of what is in them.
+Independent of the contents of the files.
 """
 
 from __future__ import annotations
@@ -29,7 +29,11 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Files to read, in order, and the options that were given with the name."""
+    """The files to read, in order, and the options that were given with the name.
+
+    Example:
+        locate("hf:openai/gsm8k?config=main", split="test").files
+    """
 
     name: str  # as the user wrote it
     files: tuple[Path, ...]
@@ -38,15 +42,15 @@ class Place:
 
 
 def locate(data: str | Path, *, split: str) -> Place:
-    """Find the files of `data`, downloading them where they lie on the hub and not in its cache.
+    """Find the files of `data`. Downloads files of the hub that are not in its cache.
 
     `path/to/rows.jsonl`, `path/to/rows.parquet`, `path/to/folder`, `hf:owner/name` (or `owner/name` where no such path
     exists), each with options: `hf:openai/gsm8k?config=main&split=test`.
 
-        config, split       which files of a folder or data set: their names or folders say these words
-        files               which files instead: a pattern such as data/*.parquet
+        config, split       which files of a folder or data set: those whose names or folders contain these words
+        files               selects by a pattern instead, such as data/*.parquet
         revision            branch, tag or commit of the hub
-        problem, answer, id names of columns, for whoever reads the rows
+        problem, answer, id names of columns, for the reader of the rows
 
     Raises ConfigError.
     """
@@ -67,25 +71,25 @@ def locate(data: str | Path, *, split: str) -> Place:
         return Place(name=name, files=(path,), options=options)
     repo = base.removeprefix("hf:").strip("/")
     if not _HUB_NAME.fullmatch(repo):
-        raise ConfigError(f"{name!r} is no data set's name: write hf:owner/name, with options after a '?'")
+        raise ConfigError(f"{name!r} is not the name of a data set: write hf:owner/name, with options after a '?'")
     return Place(name=name, files=_download(repo, options, split, name), hub_name=repo.split("/")[1], options=options)
 
 
 def choose(files: Sequence[str], options: Mapping[str, str], *, split: str, name: str) -> list[str]:
-    """The files, out of all of a data set, that the options and the split mean. Raises ConfigError with the choice."""
+    """The files of a data set that the options and the split select. Raises ConfigError, listing the files."""
     split = options.get("split", split)
     readable = sorted(file for file in files if file.endswith(SUFFIXES) and not file.startswith("."))
     if "files" in options:
         chosen = [file for file in readable if fnmatch(file, options["files"])]
         if not chosen:
-            raise ConfigError(f"{name}: no file is called {options['files']}; there are: {_listed(readable)}")
+            raise ConfigError(f"{name}: no file matches {options['files']}; there are: {_listed(readable)}")
         _check_complete(chosen, name)
         return chosen
     if "config" in options:
         readable = [file for file in readable if options["config"] in _words(file) | set(PurePosixPath(file).parts)]
     chosen = [file for file in readable if _split_of(file) in SPLITS.get(split, (split,)) or split in _words(file)]
     if not chosen and split == "train" and not any(_split_of(file) for file in readable):
-        chosen = readable  # files that name no split are for training
+        chosen = readable  # files without the name of a split are for training
     if not chosen:
         raise ConfigError(
             f"{name}: no .jsonl or .parquet file of split {split!r}; there are: {_listed(readable or sorted(files))}. "
@@ -93,7 +97,9 @@ def choose(files: Sequence[str], options: Mapping[str, str], *, split: str, name
         )
     folders = sorted({str(PurePosixPath(file).parent) for file in chosen})
     if len(folders) > 1:
-        raise ConfigError(f"{name}: split {split!r} lies in several folders: {_listed(folders)}; choose: ?config=NAME")
+        raise ConfigError(
+            f"{name}: split {split!r} is in several folders: {_listed(folders)}; choose one with ?config=NAME"
+        )
     _check_complete(chosen, name)
     return chosen
 
@@ -121,7 +127,7 @@ def _words(file: str) -> set[str]:
 
 
 def _split_of(file: str) -> str:
-    """The word in a file's name or folders that names a split, or nothing."""
+    """The word in a file's name or folders that names a split; empty without one."""
     words = _words(file)
     return next((word for known in SPLITS.values() for word in known if word in words), "")
 
@@ -135,10 +141,10 @@ def _download(repo: str, options: Mapping[str, str], split: str, name: str) -> t
         chosen = choose(_inside(repo, revision), options, split=split, name=name)
         folder = snapshot_download(repo, repo_type="dataset", revision=revision, allow_patterns=chosen)
     except HFValidationError as error:
-        raise ConfigError(f"{name!r} is no data set's name: {error}") from error
+        raise ConfigError(f"{name!r} is not the name of a data set: {error}") from error
     except HfHubHTTPError as error:
         raise ConfigError(
-            f"{name}: the hub has no such data set or revision, or shows it only to those who log in "
+            f"{name}: the hub has no such data set or revision, or requires a login "
             f"(HTTP {error.response.status_code}); a private one needs HF_TOKEN"
         ) from error
     except _Unreachable as error:
@@ -155,7 +161,7 @@ def _download(repo: str, options: Mapping[str, str], split: str, name: str) -> t
 
 
 class _Unreachable(Exception):
-    """Nobody answers as the hub would; what lies in its cache may still do."""
+    """The hub cannot be reached; its cache may still have the files."""
 
 
 def _inside(repo: str, revision: str | None) -> list[str]:
@@ -167,7 +173,7 @@ def _inside(repo: str, revision: str | None) -> list[str]:
         info = HfApi().dataset_info(repo, revision=revision, timeout=HUB_TIMEOUT_S)
     except HFValidationError:
         raise
-    except Exception as error:  # which HTTP library the hub's client uses, and thus raises from, is its own affair
+    except Exception as error:  # the hub's client may raise the errors of any HTTP library
         if isinstance(error, HfHubHTTPError) and error.response.status_code < 500:
             raise
         raise _Unreachable(f"{type(error).__name__}: {error}") from error
@@ -175,7 +181,7 @@ def _inside(repo: str, revision: str | None) -> list[str]:
 
 
 def _cached(repo: str, revision: str | None) -> Path | None:
-    """The folder of a revision in the hub's cache, which may hold only some of its files."""
+    """The folder of a revision in the hub's cache, which may contain only some of its files."""
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
@@ -189,7 +195,7 @@ def _cached(repo: str, revision: str | None) -> Path | None:
 
 
 def _check_complete(files: Sequence[str], name: str) -> None:
-    """Files called X-00000-of-00007 come in sevens: half a set is not the set. Raises ConfigError."""
+    """Check that all shards are there: X-00000-of-00007 needs seven files. Raises ConfigError."""
     numbered = [match for file in files if (match := _SHARD.search(file))]
     for total in {int(match[2]) for match in numbered}:
         there = {int(match[1]) for match in numbered if int(match[2]) == total}

@@ -1,6 +1,6 @@
-"""Rows of JSONL and Parquet files -> Tasks. A broken row is an error with file and line; none is left out silently.
+"""Reads rows of JSONL and Parquet files as Tasks. A broken row is an error with file and line, never skipped silently.
 
-Knows no environment: what an answer column says is read by the function that the caller gives.
+Independent of environments: the caller gives the function that reads an answer column.
 """
 
 from __future__ import annotations
@@ -22,14 +22,18 @@ log = logging.getLogger(__name__)
 PROMPT_KEYS = ("problem", "prompt", "question")
 ANSWER_KEYS = ("answer", "solution")
 PARQUET_ROWS = 1024
-"""Rows decoded at a time."""
+"""Rows that are decoded at a time."""
 
 ReadAnswer = Callable[[str], str | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
-    """What the columns of a set are called. A dot leads into a nested one: `reward_model.ground_truth`."""
+    """The names of a set's columns. A dot selects a nested one: `reward_model.ground_truth`.
+
+    Example:
+        Columns(problem="question", answer="reward_model.ground_truth")
+    """
 
     problem: str | None = None  # None: the first of PROMPT_KEYS
     answer: str | None = None  # None: `answer`, else a `solution` that ends in an answer
@@ -52,19 +56,22 @@ def read_tasks(
     need_answers: bool = False,
     read_answer: ReadAnswer | None = None,
 ) -> list[Task]:
-    """All rows of a file, a folder, or a data set of the hub; columns that are no problem, answer or id: metadata.
+    """All rows of a file, a folder, or a data set of the hub. Columns other than problem, answer, id: metadata.
 
     Args:
         data: `rows.jsonl`, `rows.parquet`, a folder in hub layout, or `hf:owner/name`, each with options after a `?`:
             see `agentrl.data.hub.locate`.
         split: which files of a folder or a hub data set; an option `split=` overrides it.
         columns: their names; options `problem=`, `answer=`, `id=` override them.
-        need_answers: a row without an answer is an error; a blank one is left out, with a warning that names it.
-        read_answer: the answer in a text that may be a whole solution; None where it marks none. The text is then kept
-            in metadata as `solution`.
+        need_answers: a row without an answer is an error; one with a blank answer is left out, and a warning names it.
+        read_answer: extracts the answer from a text that may be a whole solution; None where it marks no answer. The
+            metadata keeps the text as `solution`.
 
-    A row without id is called FILE-NUMBER. Raises ConfigError for what cannot be read or holds no row, DataError for a
-    broken row, MissingDependencyError.
+    A row without id gets the id FILE-NUMBER. Raises ConfigError for a file that cannot be read or is empty, DataError
+    for a broken row, MissingDependencyError.
+
+    Example:
+        tasks = read_tasks("rows.jsonl?answer=solution", need_answers=True)
     """
     place = locate(data, split=split)
     columns = _named_in(place, columns or Columns())
@@ -88,7 +95,7 @@ def read_tasks(
 
 
 def endless(tasks: list[Task], *, seed: int) -> Iterator[Task]:
-    """Epoch after epoch, each in its own order, all fixed by `seed`."""
+    """Epoch after epoch, each in another order. `seed` determines all of them."""
     rng = random.Random(seed)
     while True:
         yield from rng.sample(tasks, len(tasks))
@@ -122,11 +129,11 @@ def _object(line: bytes, where: str) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: not UTF-8 at byte {error.start}; save the file as UTF-8") from error
     except json.JSONDecodeError as error:
-        raise DataError(f"{where}: not valid JSON at column {error.colno}: {error.msg}; one object a line") from error
+        raise DataError(f"{where}: not valid JSON at column {error.colno}: {error.msg}; one object per line") from error
     except RecursionError as error:
         raise DataError(f"{where}: nested too deeply") from error
     if not isinstance(row, dict):
-        raise DataError(f"{where}: found {type(row).__name__}, wanted an object with 'problem' and 'answer'")
+        raise DataError(f"{where}: found {type(row).__name__}, expected an object with 'problem' and 'answer'")
     return row
 
 
@@ -169,10 +176,10 @@ def _task(row: _Row, columns: Columns, *, need_answer: bool, read_answer: ReadAn
 def _answer(
     values: dict[str, Any], columns: Columns, where: str, *, need_answer: bool, read_answer: ReadAnswer | None
 ) -> tuple[str | None, str | None]:
-    """(the answer, the whole text where it says more than the answer)."""
+    """(the answer, the whole text where it is more than the answer)."""
     key = columns.answer or next((k for k in ANSWER_KEYS if values.get(k) is not None), None)
     if key == "solution" and columns.answer is None and read_answer is None:
-        key = None  # nobody can say what it answers
+        key = None  # nothing can extract the answer from it
     if key is None:
         if need_answer:
             raise DataError(f"{where}: no 'answer'; write it as a string, or name its column: ?answer=KEY")
@@ -203,12 +210,12 @@ def _take(values: dict[str, Any], key: str, where: str) -> Any:
 
 
 def _said_by_user(value: Any, where: str) -> Any:
-    """The text of a prompt that is written as a chat of one user message; other values as they are."""
+    """The text of a prompt that is a chat of one user message; other values as they are."""
     if not isinstance(value, list) or not all(isinstance(message, Mapping) for message in value):
         return value
     roles = [message.get("role") for message in value]
     if roles != ["user"]:
-        raise DataError(f"{where}: the prompt is a chat of {roles}; one user message can be used, the rest is ours")
+        raise DataError(f"{where}: the prompt is a chat of {roles}; only a chat of one user message can be used")
     return value[0].get("content")
 
 
@@ -223,7 +230,7 @@ def _text(value: object, key: str, where: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Values that JSON has; others (dates, decimals, bytes) as text: metadata travels."""
+    """The value as JSON can hold it: dates, decimals and bytes become text, since metadata is serialized."""
     if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""What a run says about itself: statistics, metrics, evaluation, figures, the report page, the console.
+"""Reports of a run: statistics, metrics, evaluation, figures, the report page, the console.
 
 May import: `agentrl.run_folder`, `agentrl.tokens`. Start reading in `metrics.py`.
 """

@@ -1,6 +1,6 @@
-"""What a person sees in the terminal: phases, progress bars, one line a step, results, errors on one screen.
+"""Output in the terminal: phases, progress bars, one line for each step, results, errors on one screen.
 
-Knows what to show and nothing of how it is made. Without a terminal it writes plain lines and no control codes.
+Without a terminal it writes plain lines without control codes. Independent of where the numbers come from.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 Advance = Callable[[int, int], None]
 PLAIN_PROGRESS_EVERY_S = 15.0
 
-_COLUMNS = (  # title, metric, format, width: with the waits a line fits 80 columns
+_COLUMNS = (  # title, metric, format, width; with the waits, a line fits 80 columns
     ("step", "run/step", "{:.0f}", 4),
     ("reward", "rollout/reward_mean", "{:.2f}", 6),
     ("ess", "learner/ess_ratio", "{:.2f}", 4),
@@ -45,8 +45,8 @@ _COLUMNS = (  # title, metric, format, width: with the waits a line fits 80 colu
 _MAX_CAUSES, _MAX_LINES, _MAX_CHARACTERS = 4, 10, 700  # of an error's screen
 
 
-class _Outlet:
-    """A file that may go away (`| head`, a closed terminal, a full disk): what it cannot take is lost, and no more."""
+class _LossyFile:
+    """A file that may become unwritable (`| head`, a closed terminal, a full disk): it then drops output."""
 
     def __init__(self, file: IO[str]) -> None:
         self._file = file
@@ -74,37 +74,41 @@ class _Outlet:
         if self._is_lost:
             return
         self._is_lost = True
-        with suppress(OSError):  # what is still buffered would fail once more when the interpreter ends
+        with suppress(OSError):  # buffered output would fail again when the interpreter ends
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._file.fileno())
             os.close(nowhere)
         log.warning(
-            "standard output cannot be written any more (%s): the work goes on without; `agentrl status` and the run's "
-            "folder show it",
+            "standard output can no longer be written (%s): the work continues without it; `agentrl status` and the "
+            "run's folder show its progress",
             error.strerror,
         )
 
 
 class Terminal:
-    """Phases and progress bars, shared by every command."""
+    """Phases and progress bars, shared by all commands.
+
+    Example:
+        with terminal.phase("starting the sandbox"): ...
+    """
 
     def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console(highlight=False, soft_wrap=True, file=_Outlet(sys.stdout))  # type: ignore[arg-type]
+        self._console = console or Console(highlight=False, soft_wrap=True, file=_LossyFile(sys.stdout))  # type: ignore[arg-type]
         self.phase_seconds: dict[str, float] = {}
 
     def line(self, text: str | Text) -> None:
-        """One line."""
+        """Print one line."""
         self._console.print(text, markup=False)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A spinner while the block runs, then one line with its seconds and, if it did not end well, how it ended."""
+        """Show a spinner while the block runs, then one line with its duration and whether it failed."""
         with self._timed(name), self._console.status(Text(name)) if self._console.is_terminal else nullcontext():
             yield
 
     @contextmanager
     def progress(self, name: str) -> Iterator[Advance]:
-        """A bar while the block runs; call the yielded function with (done, total)."""
+        """Show a bar while the block runs; call the yielded function with (done, total)."""
         with self._timed(name):
             if self._console.is_terminal:
                 bar = _bar(self._console)
@@ -115,7 +119,7 @@ class Terminal:
                 yield self._plain_progress(name)
 
     def _plain_progress(self, name: str) -> Advance:
-        """Without a terminal: a line now and then, so that a log shows that the work goes on."""
+        """Without a terminal: a line every few seconds, so that a log shows progress."""
         last = time.monotonic()
 
         def advance(done: int, total: int) -> None:
@@ -144,7 +148,12 @@ class Terminal:
 
 
 class TrainConsole(Terminal):
-    """`agentrl train`: a bar over the steps, and above it one line for each; also the run's Observer."""
+    """Output of `agentrl train`: a bar over the steps, and one line for each. An Observer of the run.
+
+    Example:
+        with TrainConsole(total_steps=100) as console:
+            console.step(1, {"rollout/reward_mean": 0.5})
+    """
 
     def __init__(self, *, total_steps: int, console: Console | None = None) -> None:
         super().__init__(console)
@@ -164,7 +173,7 @@ class TrainConsole(Terminal):
         """See orchestrator.Observer."""
         if self._num_lines % 20 == 0:
             titles = " ".join(title.rjust(width) for title, _, _, width in _COLUMNS)
-            self.line(Text(titles + "  who waits for whom", style="bold"))
+            self.line(Text(titles + "  what waits", style="bold"))
         self._num_lines += 1
         shown = {"run/step": float(step), **values}
         cells = (
@@ -185,13 +194,13 @@ class TrainConsole(Terminal):
         self._bar.update(self._job, visible=True)
 
     def summary(self, summary: Summary, run_path: Path, report: Path) -> None:
-        """The last panel."""
+        """Print the last panel."""
         table = Table.grid(padding=(0, 2))
         table.add_row("before", _quality(summary.before))
         table.add_row("after", _quality(summary.after))
         table.add_row("rise", f"{summary.after.avg - summary.before.avg:+.3f}")
         table.add_row("training", f"{summary.num_steps} steps in {summary.train_s / 60:.1f} min")
-        table.add_row("async overlap", f"{summary.overlap:.2f} of the learner's working time the engine generated")
+        table.add_row("async overlap", f"{summary.overlap:.2f} of the learner's working time, the engine generated")
         for name, seconds in self.phase_seconds.items():
             table.add_row(name, f"{seconds:.0f} s")
         if summary.note:
@@ -206,21 +215,27 @@ class TrainConsole(Terminal):
 
 
 class EvalConsole(Terminal):
-    """`agentrl eval` and other single jobs."""
+    """Output of `agentrl eval` and other single jobs.
+
+    Example:
+        EvalConsole().result(evaluation.result)
+    """
 
     def result(self, result: EvalResult) -> None:
-        """avg@n, pass@k and how episodes ended."""
+        """Print avg@n, pass@k and how episodes ended."""
         table = Table("measure", "value", "95 % interval", title=f"{result.num_tasks} tasks, {result.n} samples each")
         table.add_row(f"avg@{result.n}", f"{result.avg:.3f}", f"{result.avg_low:.3f} to {result.avg_high:.3f}")
         for k, estimate in result.pass_at.items():
             table.add_row(f"pass@{k}", f"{estimate.value:.3f}", f"{estimate.low:.3f} to {estimate.high:.3f}")
         self._console.print(table)
         stops = ", ".join(f"{reason} {count}" for reason, count in result.stop_reasons.items())
-        self.line(f"{result.turns_mean:.1f} turns, {result.response_tokens_mean:.0f} tokens an episode; ended: {stops}")
+        self.line(
+            f"{result.turns_mean:.1f} turns, {result.response_tokens_mean:.0f} tokens per episode; ended: {stops}"
+        )
 
 
 def show_error(error: BaseException) -> None:
-    """What went wrong, on one screen, to standard error; one line for each cause below it."""
+    """Print an error on one screen, to standard error, with one line for each cause."""
     causes = _causes(error)
     body = Text(_beginning(str(error)) or type(error).__name__)
     if causes:
@@ -230,7 +245,7 @@ def show_error(error: BaseException) -> None:
 
 
 def _causes(error: BaseException) -> list[str]:
-    """One line a cause, nearest first, without those that the message already quotes."""
+    """One line for each cause, nearest first, without those that the message quotes."""
     causes: list[str] = []
     seen, cause = {id(error)}, error.__cause__
     while cause is not None and id(cause) not in seen and len(causes) < _MAX_CAUSES:
@@ -242,20 +257,20 @@ def _causes(error: BaseException) -> list[str]:
 
 
 def _beginning(message: str) -> str:
-    """A message of any size, cut so that it cannot fill more than a screen."""
+    """The message, cut to one screen."""
     message = message.strip()
     head = "\n".join(message.splitlines()[:_MAX_LINES])[:_MAX_CHARACTERS]
     return head if len(head) == len(message) else f"{head} ... (cut; {len(message)} characters)"
 
 
 def _number(form: str, value: float, width: int) -> str:
-    """The value, with its power of ten where it is too long for its column."""
+    """The value; in scientific notation where it is too wide for its column."""
     text = form.format(value)
     return text if len(text) <= width else f"{value:.0e}"
 
 
 def _waits(values: Mapping[str, float]) -> str:
-    """Who waited in this step: the learner in seconds, the engine as the share of the step it had nothing to do."""
+    """Waits of this step: the learner's in seconds, the engine's as the share of the step in which it was idle."""
     busy = values.get("engine/busy_share")
     text = f"learner {values.get('wait/learner_for_batch_s', 0.0):.1f}s"
     return text if busy is None else f"{text}, engine idle {100 * (1 - busy):.0f}%"

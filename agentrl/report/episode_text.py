@@ -1,6 +1,6 @@
-"""Episodes as a person wants to read them: roles coloured, calls and results indented; or token by token.
+"""Prints recorded episodes for people: messages with roles coloured, or token by token with logprobs and versions.
 
-Knows recorded trajectories, and nothing of how they were played.
+Independent of how episodes are played.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from agentrl.types import Message, StopReason, Task, ToolCall, Trajectory
 
 ROLE_STYLES = {"system": "magenta", "user": "cyan", "assistant": "bold green", "tool": "yellow"}
 _LOGPROB_COLOURS = ((-0.1, "green"), (-0.7, "default"), (-2.3, "yellow"), (-float("inf"), "red"))
-"""Lower bound, colour: what the model was sure of, and what surprised it."""
+"""(lower bound, colour): from tokens that the model was sure of to those that surprised it."""
 _VERSION_SHADES = ("grey15", "grey30", "navy_blue", "dark_green", "purple4")
 
 
 def show_episode(console: Console, task: Task, trajectory: Trajectory) -> None:
-    """Its messages, then how it ended."""
+    """Print its messages, then how it ended."""
     console.print(Rule(Text(f"{trajectory.id}  task {task.id}")))
     for message in trajectory.messages:
         show_message(console, message)
@@ -33,7 +33,7 @@ def show_episode(console: Console, task: Task, trajectory: Trajectory) -> None:
 
 
 def show_message(console: Console, message: Message) -> None:
-    """One turn: role, text, calls; what a tool answered is indented."""
+    """Print one turn: role, text, calls. The answers of tools are indented."""
     style = ROLE_STYLES[message.role]
     indent = 4 if message.role == "tool" else 0
     name = f"{message.role} {message.tool_call_id}" if message.tool_call_id else message.role
@@ -45,7 +45,7 @@ def show_message(console: Console, message: Message) -> None:
 
 
 def call_text(call: ToolCall) -> Text:
-    """`name(argument=...)`; text of several lines, such as code, stands below as it is."""
+    """`name(argument=...)`. Text of several lines, such as code, follows below."""
     text = Text("→ ", style="bold blue").append(call.name, style="bold blue").append("(")
     blocks: list[tuple[str, str]] = []
     for number, (name, value) in enumerate(call.arguments.items()):
@@ -83,16 +83,20 @@ def summary(trajectory: Trajectory, *, answer: str | None = None) -> Text:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Token:
-    """One token of a trajectory, as it is shown."""
+    """One token of a trajectory, decoded.
+
+    Example:
+        Token(text="42", is_action=True, logprob=-0.4, version=7)
+    """
 
     text: str
     is_action: bool
-    logprob: float
+    logprob: float  # natural log, under the weights that sampled; 0 where it is no action
     version: int
 
 
 def tokens_of(trajectory: Trajectory, decode: Callable[[Sequence[int]], str]) -> Iterator[Token]:
-    """All tokens in order."""
+    """All tokens of a trajectory, in order."""
     for token_id, mask, logprob, version in zip(
         trajectory.token_ids(),
         trajectory.action_mask(),
@@ -104,9 +108,9 @@ def tokens_of(trajectory: Trajectory, decode: Callable[[Sequence[int]], str]) ->
 
 
 def show_tokens(console: Console, trajectory: Trajectory, decode: Callable[[Sequence[int]], str]) -> None:
-    """Token by token: what the model said coloured by its logprob, shaded by policy version; all else dim.
+    """Print token by token: the model's tokens coloured by logprob and shaded by policy version, the others dim.
 
-    Without colours (a pipe, a file) one line a token.
+    Without colours (a pipe, a file), one line for each token.
     """
     tokens = list(tokens_of(trajectory, decode))
     if console.color_system is None or console.no_color:
@@ -132,7 +136,7 @@ def _style(token: Token) -> Style:
 
 
 def _visible(text: str) -> str:
-    """A token that is only a line break shows one, and breaks the line."""
+    """Line breaks as a visible sign and a line break."""
     return text.replace("\n", "⏎\n")
 
 

@@ -1,4 +1,4 @@
-"""Held-out measurement: the rollout's own code over a fixed list of tasks, and nothing is trained on it."""
+"""Evaluates a policy: plays a fixed list of tasks with the code of training. Nothing is trained on them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ MakeGroup = Callable[[int, Task], Awaitable[TrajectoryGroup]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """The numbers, and the episodes behind them."""
+    """The result, and the episodes that it summarizes.
+
+    Example:
+        evaluation = await evaluate(tasks, make_group=play, policy_version=0, max_concurrent_groups=4)
+        evaluation.result.avg
+    """
 
     result: EvalResult
     groups: tuple[TrajectoryGroup, ...]
@@ -29,12 +34,12 @@ async def evaluate(
     max_concurrent_groups: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Evaluation:
-    """Play every task and sum up.
+    """Play every task and compute the statistics.
 
     Args:
-        make_group: (group_id, task) -> a finished group; its InfraError ends the evaluation, since a
-            mean over the tasks that happened to work would be a wrong number.
-        progress: called with (tasks done, tasks in all).
+        make_group: (group_id, task) -> a finished group. Its InfraError ends the evaluation: a mean over only the tasks
+            that worked would be wrong.
+        progress: called with (tasks done, number of tasks).
     """
     gate = asyncio.Semaphore(max_concurrent_groups)
     num_done = 0

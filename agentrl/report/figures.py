@@ -1,4 +1,4 @@
-"""The curves of a run as plotly figures. Knows the metrics' names and nothing of HTML."""
+"""The curves of a run as plotly figures, by the names of metrics. Independent of HTML."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ HEIGHT = 250
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """One figure: what to draw and one sentence on how to read it."""
+    """One figure: its curves, and a sentence on how to read it.
+
+    Example:
+        Chart(title="Entropy", curves={"entropy": "learner/entropy"}, note="Nats per token.")
+    """
 
     title: str
     curves: Mapping[str, str]  # legend -> metric
@@ -31,7 +35,7 @@ LENGTHS = {
 
 
 def _by(buckets: Mapping[str, str], what: str) -> dict[str, str]:
-    """One curve a bucket."""
+    """One curve for each bucket."""
     return {legend: f"vitals/{bucket}_{what}" for legend, bucket in buckets.items()}
 
 
@@ -39,7 +43,7 @@ CHARTS = (
     Chart(
         title="Reward of finished groups",
         curves={"reward": "rollout/reward_mean"},
-        note="Mean reward of all episodes that ended in this step, groups with equal rewards included.",
+        note="Mean reward of all episodes that ended in this step, including groups of equal rewards.",
     ),
     Chart(
         title="Effective sample size",
@@ -53,12 +57,12 @@ CHARTS = (
     Chart(
         title="Gradient norm",
         curves={"before clipping": "learner/grad_norm"},
-        note="Of the whole batch's gradient.",
+        note="Norm of the whole batch's gradient.",
     ),
     Chart(
         title="Importance weights",
         curves={"max": "learner/max_weight", "mean": "learner/mean_weight"},
-        note="A mean that leaves 1 comes before a collapse.",
+        note="A mean that moves away from 1 precedes a collapse.",
     ),
     Chart(
         title="Clipped weights",
@@ -73,7 +77,7 @@ CHARTS = (
             "lowest": "learner/baseline_minus_mean_min",
             "highest": "learner/baseline_minus_mean_max",
         },
-        note="Of the step's groups. Far above 0: one success owns its group and pushes every other member down.",
+        note="Over the step's groups. Far above 0, one success dominates its group and pushes the others down.",
     ),
     Chart(
         title="Variance of the gradient",
@@ -86,7 +90,7 @@ CHARTS = (
             "optimal": "vitals/variance_opob",
             "optimal, safe": "vitals/variance_opob_safe",
         },
-        note="Trace of its covariance in this step, and what it would be under other baselines.",
+        note="Trace of the gradient's covariance in this step, in use and under other baselines.",
     ),
     Chart(
         title="Variance of the gradient, measured",
@@ -119,18 +123,18 @@ CHARTS = (
     Chart(
         title="KL by lag",
         curves=_by(LAGS, "kl"),
-        note="Nats a token between the weights that sampled and the policy now.",
+        note="Nats per token between the weights that sampled and the current policy.",
     ),
     Chart(
         title="Gradient by lag",
         curves=_by(LAGS, "gradient_share"),
-        note="Share of each age in the squared gradient norm, taking trajectories for orthogonal.",
+        note="Share of each age in the squared gradient norm, if trajectories are orthogonal.",
         stacked=True,
     ),
     Chart(
         title="Effective sample size by length",
         curves=_by(LENGTHS, "ess_ratio"),
-        note="Action tokens of a trajectory. Long ones lose theirs first: their log-ratios add up.",
+        note="By action tokens of a trajectory. Long ones lose effective samples first: their log-ratios add up.",
     ),
     Chart(
         title="Largest weight by length",
@@ -145,29 +149,29 @@ CHARTS = (
     Chart(
         title="KL by length",
         curves=_by(LENGTHS, "kl"),
-        note="Nats a token between the weights that sampled and the policy now.",
+        note="Nats per token between the weights that sampled and the current policy.",
     ),
     Chart(
         title="Gradient by length",
         curves=_by(LENGTHS, "gradient_share"),
-        note="Share of each length in the squared gradient norm, taking trajectories for orthogonal.",
+        note="Share of each length in the squared gradient norm, if trajectories are orthogonal.",
         stacked=True,
     ),
     Chart(
         title="KL(behaviour, policy)",
         curves={"KL": "learner/kl"},
-        note="Nats a token: how far the policy is from the weights that sampled the batch.",
+        note="Nats per token: distance of the policy from the weights that sampled the batch.",
     ),
     Chart(
         title="Entropy",
         curves={"entropy": "learner/entropy"},
-        note="Nats a token. Near 0 the policy has stopped exploring.",
+        note="Nats per token. Near 0, the policy has stopped exploring.",
     ),
     Chart(
         title="Lag",
         curves={"mean": "learner/lag_mean", "max": "learner/lag_max", "admission": "buffer/admission_lag"},
-        note="Learner version minus the oldest version in a trajectory, checked when it is consumed; and the lag that "
-        "admission works with, which falls while the effective sample size is too low.",
+        note="Learner version minus the oldest version in a trajectory, when it is consumed; and the lag that "
+        "admission allows, which falls while the effective sample size is too low.",
     ),
     Chart(
         title="Tokens per second",
@@ -175,12 +179,12 @@ CHARTS = (
         note="Engine: sampled tokens. Learner: tokens of the batch, prompts included.",
     ),
     Chart(
-        title="Who waits for whom",
+        title="What waits for what",
         curves={
             "learner for a batch": "wait/learner_for_batch_s",
             "rollouts for a slot": "wait/rollout_for_slot_s",
             "learner for engines to take weights": "learner/publish_s",
-            "generation stood still": "engine/update_gap_s",
+            "generation during an update": "engine/update_gap_s",
         },
         note="Seconds in each step. The tallest is the bottleneck.",
         stacked=True,
@@ -188,7 +192,7 @@ CHARTS = (
     Chart(
         title="Response length",
         curves={"tokens": "rollout/response_tokens_mean"},
-        note="Sampled tokens of an episode, all turns; mean over the episodes that ended in this step.",
+        note="Sampled tokens of an episode, all turns: mean over the episodes that ended in this step.",
     ),
     Chart(
         title="Turns and tools",
@@ -220,28 +224,30 @@ CHARTS = (
     Chart(
         title="Engine against learner",
         curves={"max": "learner/parity_max_abs", "mean": "learner/parity_mean_abs"},
-        note="Difference of logprobs on tokens sampled by the very weights the learner holds.",
+        note="Difference of logprobs on tokens that were sampled with the learner's own weights.",
     ),
 )
 
 
 def figures(lines: Sequence[MetricsLine]) -> list[tuple[dict[str, Any], str]]:
-    """(plotly figure as a plain dict, note) of everything that was measured at least once."""
+    """(plotly figure as a plain dict, note) for every chart with at least one measurement."""
     steps = [line for line in lines if line.kind == "step"]
     evals = [line for line in lines if line.kind == "eval"]
     drawn = [(_figure(chart, steps), chart.note) for chart in (*_rewards_by_name(steps), *CHARTS)]
     held_out = (
-        [(_held_out(evals), "Held-out tasks, the rollout's own code; the band is the 95 % interval.")] if evals else []
+        [(_held_out(evals), "Held-out tasks, played with the code of training; the band is the 95 % interval.")]
+        if evals
+        else []
     )
     return [*held_out, *((figure, note) for figure, note in drawn if figure["data"])]
 
 
 def _rewards_by_name(steps: Sequence[MetricsLine]) -> list[Chart]:
-    """One chart, where the reward has more than one part."""
+    """A chart of the named rewards, if there is more than one."""
     prefix = "rollout/reward_"
     names = sorted({name for line in steps for name in line.values if name.startswith(prefix)} - {f"{prefix}mean"})
     curves = {name.removeprefix(prefix): name for name in names}
-    note = "Means over the episodes, before weighting; `step` is what the turns of an episode came to."
+    note = "Means over the episodes, before weighting; `step` is the sum of the rewards of single turns."
     return [Chart(title="Rewards by name", curves=curves, note=note)] if len(curves) > 1 else []
 
 

@@ -1,6 +1,6 @@
-"""Where numbers go: metrics.jsonl for people and the report, TensorBoard event files for dashboards.
+"""Writes and reads metrics: metrics.jsonl for people and the report, TensorBoard event files for dashboards.
 
-Also turns a step's episodes into `rollout/*` numbers. Knows nothing of who measures what, and does not import torch.
+Also computes the `rollout/*` metrics of a step's episodes. Independent of what measures the others; imports no torch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,11 @@ MetricKind = Literal["step", "eval", "event"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsLine:
-    """What was measured at one moment."""
+    """The metrics of one moment.
+
+    Example:
+        MetricsLine(kind="step", step=3, time_s=1.7e9, values={"learner/entropy": 1.2})
+    """
 
     kind: MetricKind
     step: int  # policy version
@@ -40,9 +44,13 @@ class MetricsLine:
 
 
 class MetricsLog:
-    """Appends to a run's metrics; every line is on its way to disk before `log` returns.
+    """Appends to a run's metrics. Each line is flushed before `log` returns.
 
-    Raises MissingDependencyError at construction without the tensorboard package, DiskError where the disk refuses.
+    Raises MissingDependencyError at construction without the tensorboard package, DiskError when the disk fails.
+
+    Example:
+        with MetricsLog(run_folder) as metrics:
+            metrics.log("step", 1, {"learner/entropy": 1.2})
     """
 
     def __init__(self, run_folder: RunFolder) -> None:
@@ -69,7 +77,7 @@ class MetricsLog:
             self._events.add_event(_tensorboard_event(step, time_s, checked))
 
     def rewind(self, step: int) -> None:
-        """Forget the steps after `step`, which are made again; evaluations and events stay."""
+        """Delete the steps after `step`, which will be repeated. Evaluations and events stay."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
 
         lines = read(self._path)
@@ -99,13 +107,13 @@ class MetricsLog:
         except DiskError as full:
             if error is None:
                 raise
-            log.warning("%s", full)  # what ended the block says more
+            log.warning("%s", full)  # the error that ended the block says more
 
 
 def read(path: Path) -> list[MetricsLine]:
     """All lines of a metrics.jsonl, in order; none when the file is missing.
 
-    A line torn by a crash is left out with a warning. Raises nothing for it: the rest of a run is still worth seeing.
+    A line that a crash cut off is left out with a warning, since the rest of the run is still readable.
     """
     if not path.exists():
         return []
@@ -114,12 +122,12 @@ def read(path: Path) -> list[MetricsLine]:
         try:
             lines.append(MetricsLine(**json.loads(text)))
         except (ValueError, TypeError):
-            log.warning("%s:%d is not a whole line of metrics; left out", path, number)
+            log.warning("%s:%d is not a complete line of metrics; left out", path, number)
     return lines
 
 
 def rollout_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
-    """What the episodes of one step were like, under `rollout/*` names. Empty without episodes.
+    """The `rollout/*` metrics of the episodes of one step. Empty without episodes.
 
     Shares are of episodes, `solve_none` and `solve_all` of groups. `tool_success_rate` is absent when no tool was
     called, and a named reward is averaged over the episodes that have it.
@@ -155,7 +163,7 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
 
 
 def _means_by_name(pattern: str, records: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """One mean a name, over the records that have it."""
+    """The mean of each name over the records that have it."""
     names = sorted({name for record in records for name in record})
     return {pattern.format(name): _mean([record[name] for record in records if name in record]) for name in names}
 
@@ -180,7 +188,7 @@ def _tensorboard_event(step: int, time_s: float, values: Mapping[str, float]) ->
 
 
 def _end_torn_line(path: Path) -> None:
-    """After a crash in mid-line, the next line must not be glued to the torn one."""
+    """End a line that a crash cut off, so that the next line is separate."""
     if path.exists() and path.stat().st_size:
         with path.open("rb+") as file:
             file.seek(-1, os.SEEK_END)

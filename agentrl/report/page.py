@@ -1,4 +1,4 @@
-"""`report.html`: one file that opens offline, from whatever a run folder holds so far. Knows no running part."""
+"""Writes `report.html` from what a run folder contains so far: one file that opens offline."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
+from agentrl.report.episode_text import Token, tokens_of
 from agentrl.report.figures import figures
 from agentrl.report.metrics import MetricsLine, read
 from agentrl.report.statistics import is_correct
@@ -28,8 +29,12 @@ Decode = Callable[[Sequence[int]], str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Token:
-    """One token as it is shown. `version` is set where it differs from that of the action token before it."""
+class TokenSpan:
+    """One `Token` as HTML shows it. `version` is set where it differs from that of the previous action token.
+
+    Example:
+        TokenSpan(text="42", css="a", colour="rgba(214, 92, 40, 0.10)", title="logprob -0.400, version 7")
+    """
 
     text: str
     css: str
@@ -39,7 +44,7 @@ class Token:
 
 
 def write_report(run: RunFolder) -> Path:
-    """Draw the page anew, whole or not at all; a run that was cut off gets what it has. Raises DiskError."""
+    """Write the page atomically, also for a run that is not over. Returns its path. Raises DiskError."""
     lines = read(run.metrics)
     config = json.loads(run.config.read_text())
     drawn = figures(lines)
@@ -70,7 +75,7 @@ def _plotly_js() -> Markup:
 
 
 def _json_for_script(data: Any) -> Markup:
-    """JSON that cannot end the script element it stands in."""
+    """JSON that cannot end the script element around it."""
     return Markup(json.dumps(data).replace("<", "\\u003c"))
 
 
@@ -98,9 +103,9 @@ def _tiles(lines: Sequence[MetricsLine]) -> list[dict[str, str]]:
     if steps:
         last = steps[-1].values
         tiles.append(_tile(str(steps[-1].step), "steps"))
-        tiles.append(_tile(_minutes(lines[-1].time_s - lines[0].time_s), "from the first measurement to the last"))
+        tiles.append(_tile(_minutes(lines[-1].time_s - lines[0].time_s), "from the first to the last measurement"))
         if "run/overlap" in last:
-            tiles.append(_tile(f"{last['run/overlap']:.2f}", "of the learner's working time the engine generated"))
+            tiles.append(_tile(f"{last['run/overlap']:.2f}", "of the learner's working time, the engine generated"))
     return tiles
 
 
@@ -110,7 +115,7 @@ def _minutes(seconds: float) -> str:
 
 
 def _waits(lines: Sequence[MetricsLine]) -> str:
-    """The bottleneck in a sentence, from the whole run; empty where it was not measured."""
+    """A sentence on the bottleneck of the whole run; empty where it was not measured."""
     steps = [line.values for line in lines if line.kind == "step"]
     needed = ("run/step_s", "wait/learner_for_batch_s", "engine/busy_share")
     measured = [values for values in steps if all(name in values for name in needed)]
@@ -138,7 +143,7 @@ def _ledger(lines: Sequence[MetricsLine]) -> list[tuple[str, str]]:
 
 
 def _choose(run: RunFolder) -> list[tuple[str, TrajectoryGroup, Trajectory]]:
-    """Ten episodes: of the first and of the last files that were kept, right and wrong ones in turn."""
+    """Ten episodes from the first and the last files that were kept, right and wrong ones alternating."""
     chosen: list[tuple[str, TrajectoryGroup, Trajectory]] = []
     kinds: tuple[EpisodeKind, ...] = ("eval", "train")
     kind = next((kind for kind in kinds if run.trajectory_steps(kind=kind)), None)
@@ -156,7 +161,7 @@ def _choose(run: RunFolder) -> list[tuple[str, TrajectoryGroup, Trajectory]]:
 
 
 def _one_of_each_first(groups: Sequence[TrajectoryGroup]) -> list[tuple[TrajectoryGroup, Trajectory]]:
-    """Every episode: the first of each task, then the second of each, and so on, so that few tasks repeat."""
+    """Every episode: the first of each task, then the second of each, and so on, so that tasks repeat late."""
     ranked = [(rank, group, t) for group in groups for rank, t in enumerate(group.trajectories)]
     return [(group, t) for _, group, t in sorted(ranked, key=lambda item: item[0])]
 
@@ -180,7 +185,7 @@ def _episode(when: str, group: TrajectoryGroup, trajectory: Trajectory, decode: 
         "versions": " to ".join(str(v) for v in dict.fromkeys((versions[0], versions[-1]))),
         "gold": group.task.answer,
         "messages": [_message(message) for message in trajectory.messages],
-        "tokens": _tokens(trajectory, decode) if decode else [],
+        "tokens": _spans(trajectory, decode) if decode else [],
     }
 
 
@@ -193,49 +198,42 @@ def _message(message: Message) -> dict[str, Any]:
 
 
 def _call_text(call: ToolCall) -> str:
-    """A lone text argument (code, a query) is shown as it is; anything else as JSON."""
+    """A single text argument (code, a query) as it is; anything else as JSON."""
     values = list(call.arguments.values())
     return values[0] if len(values) == 1 and isinstance(values[0], str) else json.dumps(call.arguments, indent=1)
 
 
-def _tokens(trajectory: Trajectory, decode: Decode) -> list[Token]:
-    shown: list[Token] = []
+def _spans(trajectory: Trajectory, decode: Decode) -> list[TokenSpan]:
+    """The tokens of an episode; the middle of a long one is left out."""
+    tokens = list(tokens_of(trajectory, decode))
+    num_hidden = max(0, len(tokens) - NUM_TOKENS_HEAD - NUM_TOKENS_TAIL)
+    spans: list[TokenSpan] = []
     version = -1
-    columns = list(
-        zip(
-            trajectory.token_ids(),
-            trajectory.action_mask(),
-            trajectory.behavior_logprobs(),
-            trajectory.policy_versions(),
-            strict=True,
-        )
-    )
-    num_hidden = len(columns) - NUM_TOKENS_HEAD - NUM_TOKENS_TAIL
-    for position, (token_id, is_action, logprob, token_version) in enumerate(columns):
+    for position, token in enumerate(tokens):
         if 0 <= position - NUM_TOKENS_HEAD < num_hidden:
             if position == NUM_TOKENS_HEAD:
-                shown.append(Token(text=f"\n[... {num_hidden} tokens are not shown ...]\n", css="o"))
-            continue
-        text = decode([token_id])
-        if not is_action:
-            shown.append(Token(text=text, css="o"))
-            continue
-        changed = token_version != version
-        version = token_version
-        shown.append(
-            Token(
-                text=text,
-                css="a v" if changed else "a",
-                colour=f"rgba(214, 92, 40, {min(0.75, -logprob / 4):.2f})",
-                title=f"logprob {logprob:.3f}, version {token_version}",
-                version=version if changed else None,
-            )
-        )
-    return shown
+                spans.append(TokenSpan(text=f"\n[... {num_hidden} tokens are not shown ...]\n", css="o"))
+        elif token.is_action:
+            spans.append(_action_span(token, is_new_version=token.version != version))
+            version = token.version
+        else:
+            spans.append(TokenSpan(text=token.text, css="o"))
+    return spans
+
+
+def _action_span(token: Token, *, is_new_version: bool) -> TokenSpan:
+    """A token of the model: the less probable, the darker."""
+    return TokenSpan(
+        text=token.text,
+        css="a v" if is_new_version else "a",
+        colour=f"rgba(214, 92, 40, {min(0.75, -token.logprob / 4):.2f})",
+        title=f"logprob {token.logprob:.3f}, version {token.version}",
+        version=token.version if is_new_version else None,
+    )
 
 
 def _decoder(model_path: str) -> Decode | None:
-    """Token ids to text, where the model's tokenizer can still be loaded; without it there is no token view."""
+    """Decodes token ids; None where the model's tokenizer cannot be loaded: the page then has no token view."""
     from agentrl.tokens.tokenizer import TurnTokenizer
 
     if not Path(model_path, "tokenizer.json").is_file():

@@ -1,7 +1,7 @@
-"""How good a policy is, and how sure we are: avg@n and pass@k with 95 % intervals over tasks.
+"""Statistics of an evaluation: avg@n and pass@k with 95 % intervals over tasks.
 
-Pure: outcomes in, numbers out; knows nothing of engines, files or how an answer was graded. Shapes: _T tasks,
-_N samples of a task. The tasks are what is resampled: the samples of one task are not independent of each other.
+Pure functions, independent of engines, files and grading. Shapes: _T tasks, _N samples of a task. Intervals resample
+tasks, since the samples of one task are not independent of each other.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TAIL = 0.025  # on either side of the 95 % interval
 
 
 class Estimate(NamedTuple):
-    """A mean over tasks and its 95 % interval."""
+    """A mean over tasks and its 95 % interval. Example: `Estimate(0.5, 0.4, 0.6).low`."""
 
     value: float
     low: float
@@ -28,7 +28,12 @@ class Estimate(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalResult:
-    """One measurement of one policy on `num_tasks` held-out tasks, `n` samples each."""
+    """One evaluation of one policy on `num_tasks` held-out tasks with `n` samples each.
+
+    Example:
+        result = summarize(groups, policy_version=10)
+        result.avg, result.pass_at[result.n].value
+    """
 
     policy_version: int
     num_tasks: int
@@ -42,7 +47,7 @@ class EvalResult:
     stop_reasons: dict[StopReason, int]  # episodes
 
     def metrics(self) -> dict[str, float]:
-        """The same numbers under their `eval/*` names."""
+        """The result under `eval/*` names."""
         passes = {f"eval/pass_at_{k}": estimate.value for k, estimate in self.pass_at.items()}
         at_n = self.pass_at[self.n]
         num_episodes = sum(self.stop_reasons.values())
@@ -69,7 +74,7 @@ def is_correct(trajectory: Trajectory) -> bool:
 
 
 def summarize(groups: Sequence[TrajectoryGroup], *, policy_version: int, seed: int = 0) -> EvalResult:
-    """Measure a policy from one finished group a task. The n is the smallest group's number of episodes.
+    """Evaluate a policy from one finished group for each task. n is the smallest group's number of episodes.
 
     Raises ValueError without groups, or with a group that has no trajectory.
     """
@@ -92,12 +97,12 @@ def summarize(groups: Sequence[TrajectoryGroup], *, policy_version: int, seed: i
 
 
 def num_turns(segments: Sequence[Trajectory]) -> float:
-    """Turns of an episode; as a chat endpoint told, which gives no record of tokens."""
+    """Turns of an episode; without a token record, the number that the chat endpoint reported."""
     return sum(len(segment.turns) for segment in segments) or segments[0].info.get("turns", 0.0)
 
 
 def num_response_tokens(segments: Sequence[Trajectory]) -> float:
-    """Tokens the model wrote in an episode; as a chat endpoint told, which gives no record of them."""
+    """Tokens that the model wrote in an episode; without a token record, the number that the chat endpoint reported."""
     return sum(segment.num_action_tokens for segment in segments) or segments[0].info.get("completion_tokens", 0.0)
 
 
@@ -128,8 +133,8 @@ def pass_at_k(correct_TN: Sequence[Sequence[bool]], k: int, *, seed: int = 0) ->
 def _mean_over_tasks(score_T: Sequence[float], *, seed: int) -> Estimate:
     """Mean with a percentile-bootstrap interval over tasks (Efron 1979); scores lie in [0, 1].
 
-    When every task scored 0 (or 1) the bootstrap sees no variance and would claim certainty, so the exact binomial
-    bound of Clopper and Pearson 1934 for 0 (or all) successes in T trials is given instead: 1 - (0.025)^(1/T).
+    When every task scored 0 (or 1), the bootstrap has no variance and would claim certainty. The exact binomial bound
+    of Clopper and Pearson 1934 for 0 (or all) successes in T trials replaces it: 1 - (0.025)^(1/T).
     """
     import numpy as np
 
@@ -156,5 +161,5 @@ def _require_samples(correct_TN: Sequence[Sequence[bool]], *, at_least: int) -> 
 
 
 def _powers_of_two_and(n: int) -> list[int]:
-    """1, 2, 4, ... and n itself, rising."""
+    """1, 2, 4, ... and n itself, in increasing order."""
     return sorted({2**i for i in range(n.bit_length())} | {n})

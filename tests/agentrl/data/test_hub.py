@@ -47,11 +47,11 @@ def test_options_and_split_choose_files(
 @pytest.mark.parametrize(
     ("files", "options", "split", "reason"),
     [
-        (GSM8K, {}, "train", "several folders: main, socratic; choose: .config=NAME"),
+        (GSM8K, {}, "train", "several folders: main, socratic; choose one with .config=NAME"),
         (["data/all.parquet"], {}, "test", "no .jsonl or .parquet file of split 'test'; there are: data/all.parquet"),
         (["README.md"], {}, "train", "there are: README.md"),
         (["train-00001-of-00003.jsonl"], {}, "train", r"files \[0, 2\] of 3 are missing"),
-        (GSM8K, {"files": "nope/*"}, "train", r"no file is called nope/\*"),
+        (GSM8K, {"files": "nope/*"}, "train", r"no file matches nope/\*"),
     ],
 )
 def test_what_cannot_be_chosen_says_what_there_is(

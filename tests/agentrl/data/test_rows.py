@@ -33,7 +33,7 @@ def test_a_row_becomes_a_task(tmp_path: Path) -> None:
     ("row", "reason"),
     [
         ("{", "not valid JSON"),
-        ("[1]", "wanted an object"),
+        ("[1]", "expected an object"),
         ({"id": "b", "answer": "1"}, "no 'problem'"),
         ({"problem": 1.5, "answer": "1"}, "'problem' is float"),
         ({"problem": " ", "answer": "1"}, "'problem' is empty"),

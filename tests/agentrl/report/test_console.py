@@ -62,7 +62,7 @@ def test_step_lines_fit_80_columns_and_are_aligned() -> None:
         view.step(3, {"rollout/reward_mean": 0.5})
     header, *lines = shown(console).splitlines()
     assert max(map(len, (header, *lines))) <= 80
-    assert {line.index("learner") for line in lines} == {header.index("who waits")}
+    assert {line.index("learner") for line in lines} == {header.index("what waits")}
 
 
 def test_who_waits_is_read_from_one_line() -> None:

@@ -19,6 +19,7 @@ from agentrl.config import Config, EngineConfig
 from agentrl.engine import vllm_server as engine_server
 from agentrl.engine.pool import EnginePool
 from agentrl.engine.vllm_engine import VLLMEngine
+from agentrl.engine.weight_updates import UpdateSettings
 from agentrl.errors import ConfigError, raise_first
 from agentrl.supervision.child import Child, child, never
 from agentrl.supervision.serving import configured_port
@@ -127,12 +128,14 @@ def vllm_client(
         server.url,
         model=SERVED_NAME if part else None,
         request_timeout_s=settings.request_timeout_s,
-        update_timeout_s=settings.update_timeout_s,
-        return_timeout_s=return_timeout_s,
-        kv_on_update=settings.kv_on_update,
-        by_folder=engine_server.transfer_of(settings) == "reload",
-        parity_bound=PARITY_BOUNDS[config.model.dtype] if bound == "auto" else bound,
-        parity_every=settings.parity_every,
+        updates=UpdateSettings(
+            update_timeout_s=settings.update_timeout_s,
+            return_timeout_s=return_timeout_s,
+            kv_on_update=settings.kv_on_update,
+            by_folder=engine_server.transfer_of(settings) == "reload",
+            parity_bound=PARITY_BOUNDS[config.model.dtype] if bound == "auto" else bound,
+            parity_every=settings.parity_every,
+        ),
         num_starts=lambda: part.num_starts if part else 0,
         on_tokens=on_tokens,
         token=token,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from agentrl.engine.base import WeightUpdate
 from agentrl.engine.generation_stream import GenerationStream, UnlabelledWeights, joined
@@ -23,7 +23,6 @@ from agentrl.engine.weight_updates import UpdateSettings, WeightUpdater
 from agentrl.errors import EngineError, EngineGone, boundary
 from agentrl.types import Completion, FinishReason, Sampling, TransferInit, WeightsRef
 
-KvOnUpdate = Literal["stale", "recompute"]
 MAX_BREAKS = 5  # interruptions of one request, after which it is not retried on a server that seems healthy
 UNCERTAIN = 0.01
 """A token with a logprob below minus this has a different logprob at another temperature."""
@@ -48,14 +47,7 @@ class VLLMEngine:
         url: base URL of the server.
         model: served name; None asks the server.
         request_timeout_s: longest wait for an answer, or for its next tokens.
-        update_timeout_s: deadline of one weight update.
-        return_timeout_s: how long a server that is gone may take to return with the current weights before that is
-            an error. The tokens so far are kept and continued. 0: do not wait.
-        kv_on_update: whether requests that run across an update keep their KV entries or have them recomputed.
-            Prefix-cache entries never serve requests that start under another version: each version has its own salt.
-        by_folder: load weights with `reload_weights` from the folder instead of through vLLM's weight transfer.
-        parity_bound: largest allowed |engine - learner| logprob on the probe.
-        parity_every: probe the first update and every n-th after it.
+        updates: how weights are updated and proven.
         num_starts: number of starts of the server so far, if this process starts it.
         on_tokens: called whenever tokens of any answer arrive.
         token: the bearer token of the server, if it requires one (engine/vllm/auth_middleware.py).
@@ -70,12 +62,7 @@ class VLLMEngine:
         *,
         model: str | None = None,
         request_timeout_s: float = 120.0,
-        update_timeout_s: float = 300.0,
-        return_timeout_s: float = 0.0,
-        kv_on_update: KvOnUpdate = "recompute",
-        by_folder: bool = False,
-        parity_bound: float = 1e-3,
-        parity_every: int = 1,
+        updates: UpdateSettings | None = None,
         num_starts: Callable[[], int] = lambda: 1,
         on_tokens: Callable[[], None] = lambda: None,
         token: str | None = None,
@@ -92,14 +79,7 @@ class VLLMEngine:
         """The control routes of the server."""
         self._weights = WeightUpdater(
             self.control,
-            UpdateSettings(
-                update_timeout_s=update_timeout_s,
-                return_timeout_s=return_timeout_s,
-                clear_cache=kv_on_update == "recompute",
-                by_folder=by_folder,
-                parity_bound=parity_bound,
-                parity_every=parity_every,
-            ),
+            updates or UpdateSettings(),
             url=self.url,
             weights_change=self._weights_change,
             num_starts=num_starts,

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from agentrl.config.engine import KvOnUpdate
 from agentrl.engine.base import Parity, WeightUpdate, parity
 from agentrl.engine.generation_stream import INITIAL_LABEL
 from agentrl.engine.vllm_control import VLLMControl
@@ -24,14 +25,22 @@ POLL_RETURN_S = 0.25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateSettings:
-    """How weights are updated; the arguments of VLLMEngine explain the fields."""
+    """How the weights of a server are updated and proven."""
 
-    update_timeout_s: float
-    return_timeout_s: float
-    clear_cache: bool
-    by_folder: bool
-    parity_bound: float
-    parity_every: int
+    update_timeout_s: float = 300.0
+    """Deadline of one weight update."""
+    return_timeout_s: float = 0.0
+    """How long a server that is gone may take to return with the current weights before that is an error. The tokens so
+    far are kept and continued. 0: do not wait."""
+    kv_on_update: KvOnUpdate = "recompute"
+    """Whether requests that run across an update keep their KV entries (stale) or have them recomputed. Prefix-cache
+    entries never serve requests that start under another version: each version has its own salt."""
+    by_folder: bool = False
+    """Load weights with `reload_weights` from the folder instead of through vLLM's weight transfer."""
+    parity_bound: float = 1e-3
+    """Largest allowed |engine - learner| logprob on the probe text."""
+    parity_every: int = 1
+    """Probe the first update and every n-th after it."""
 
 
 class WeightUpdater:
@@ -189,7 +198,7 @@ class WeightUpdater:
     async def _swap(self, ref: WeightsRef) -> float:
         started = time.monotonic()
         version, timeout_s = ref.policy_version, self._settings.update_timeout_s
-        await self._control.pause(clear_cache=self._settings.clear_cache)
+        await self._control.pause(clear_cache=self._settings.kv_on_update == "recompute")
         if self._settings.by_folder and ref.path is not None:
             await self._control.reload(ref.path, version=version, timeout_s=timeout_s)
         else:

@@ -68,15 +68,22 @@ class Summary:
     note: str = ""  # why it ended early; empty if it did not
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutParts:
+    """What the environment contributes to a run."""
+
+    play_group: PlayGroup  # turns a task into a group of trajectories
+    source: TaskSource  # from its beginning; a run that resumes skips the tasks it has drawn
+    held_out: Sequence[Task]  # of the evaluations, the same every time
+    canaries: Canaries | None = None  # checked every `rollout.canary_every` steps; the caller checks them at the start
+
+
 class Orchestrator:
     """One run, from its first evaluation to its last.
 
     Args:
         engine: generates tokens.
-        play_group: turns a task into a group of trajectories.
-        source: tasks from the beginning; a run that resumes skips those it has drawn.
-        held_out: tasks of the evaluations, the same every time.
-        canaries: checked every `rollout.canary_every` steps; the caller checks them at the start.
+        rollout_parts: what the environment contributes.
         wait_graph: records movements and waits; the caller has it watched (supervision/watchdog.py).
 
     Example:
@@ -89,26 +96,21 @@ class Orchestrator:
         config: Config,
         *,
         engine: TrainableEngine,
-        play_group: PlayGroup,
-        source: TaskSource,
-        held_out: Sequence[Task],
+        rollout_parts: RolloutParts,
         run: RunFolder,
         metrics: MetricsLog,
         observer: Observer,
-        canaries: Canaries | None = None,
         wait_graph: WaitGraph | None = None,
     ) -> None:
         self._config = config
         self._wait_graph = wait_graph or WaitGraph()
         self._engine = MeteredEngine(engine, self._wait_graph)
-        self._play_group = play_group
-        self._held_out = held_out
+        self._rollout_parts = rollout_parts
         self._run = run
         self._metrics = metrics
         self._observer = observer
-        self._canaries = canaries
         self._journal = Journal(run.journal)
-        self._tasks = VersionedTaskSource(source, self._journal.source_history())
+        self._tasks = VersionedTaskSource(rollout_parts.source, self._journal.source_history())
         self._breaker = ErrorBreaker(config.rollout.max_infra_error_rate)
         self._sessions = LearnerSessions(self._engine)
         self._learner_connected = asyncio.Event()
@@ -221,7 +223,7 @@ class Orchestrator:
             lag=guard.lag,
         )
         rollouts = RolloutLoop(
-            self._play_group,
+            self._rollout_parts.play_group,
             engine=self._engine,
             tasks=self._tasks,
             buffer=buffer,
@@ -236,7 +238,7 @@ class Orchestrator:
             journal=self._journal,
             engine=self._engine,
             ess_guard=guard,
-            canaries=self._canaries,
+            canaries=self._rollout_parts.canaries,
         )
 
     async def _record_lost_step(self, resumed: Resumption) -> None:
@@ -266,8 +268,8 @@ class Orchestrator:
         waiting = self._wait_graph.waiting("training loop", on="episodes", what="a held-out measurement")
         with self._wait_graph.phase(f"evaluating version {policy_version}"), waiting:
             evaluation = await evaluate(
-                self._held_out,
-                make_group=lambda index, task: self._play_group(self._engine, index, task, kind="eval"),
+                self._rollout_parts.held_out,
+                make_group=lambda index, task: self._rollout_parts.play_group(self._engine, index, task, kind="eval"),
                 policy_version=policy_version,
                 max_concurrent_groups=max(1, 2 * self._config.engine.max_running // per_group),
                 progress=self._observer.evaluating,

@@ -31,7 +31,7 @@ from agentrl.supervision.serving import serving
 from agentrl.supervision.watchdog import supervised
 from agentrl.train import launch, launch_ranks
 from agentrl.train.learner_api import create_app
-from agentrl.train.orchestrator import Orchestrator, Summary
+from agentrl.train.orchestrator import Orchestrator, RolloutParts, Summary
 from agentrl.wrappers import load_wrappers
 
 if TYPE_CHECKING:
@@ -159,13 +159,15 @@ class Training:
             orchestrator = Orchestrator(
                 self._config,
                 engine=engine,
-                play_group=player.play_group,
-                source=self._source,
-                held_out=self._held_out,
+                rollout_parts=RolloutParts(
+                    play_group=player.play_group,
+                    source=self._source,
+                    held_out=self._held_out,
+                    canaries=self._canaries,
+                ),
                 run=self._run,
                 metrics=metrics,
                 observer=self._console,
-                canaries=self._canaries,
                 wait_graph=self._wait_graph,
             )
             host, port = self._learner_at or ("127.0.0.1", 0)

@@ -17,9 +17,11 @@ from typing import Any
 import torch
 
 from agentrl.config import EngineConfig
+from agentrl.config.engine import KvOnUpdate
 from agentrl.engine.vllm_client import VLLMServer
-from agentrl.engine.vllm_engine import KvOnUpdate, VLLMEngine, sampling_body
+from agentrl.engine.vllm_engine import VLLMEngine, sampling_body
 from agentrl.engine.vllm_server import BACKENDS
+from agentrl.engine.weight_updates import UpdateSettings
 from agentrl.types import Probe, Sampling
 from benchmarks import reporting
 from benchmarks.engine import goals, models
@@ -149,9 +151,9 @@ def _client(server: Server, config: EngineConfig, kv: KvOnUpdate) -> VLLMEngine:
         server.url,
         model=SERVED_NAME,
         request_timeout_s=DEADLINE_S,
-        update_timeout_s=DEADLINE_S,
-        kv_on_update=kv,
-        by_folder=config.weight_transfer == "reload",
+        updates=UpdateSettings(
+            update_timeout_s=DEADLINE_S, kv_on_update=kv, by_folder=config.weight_transfer == "reload"
+        ),
     )
 
 

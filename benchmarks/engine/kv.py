@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.config import EngineConfig
+from agentrl.config.engine import KvOnUpdate
 from agentrl.engine.base import parity
-from agentrl.engine.vllm_engine import KvOnUpdate, VLLMEngine
+from agentrl.engine.vllm_engine import VLLMEngine
+from agentrl.engine.weight_updates import UpdateSettings
 from agentrl.run_folder import RunFolder
 from agentrl.types import Completion, Probe, Sampling
 from benchmarks import reporting
@@ -153,7 +155,7 @@ async def _both(
     found: dict[KvOnUpdate, Crossed] = {"stale": Crossed(), "recompute": Crossed()}
     for _ in range(kind.repeats):
         for kv, crossed in found.items():
-            async with VLLMEngine(server.url, model=SERVED_NAME, kv_on_update=kv) as engine:
+            async with VLLMEngine(server.url, model=SERVED_NAME, updates=UpdateSettings(kv_on_update=kv)) as engine:
                 first = policies.versions[0]
                 await _publish(engine, config, first, await asyncio.to_thread(models.probe, first))
                 for at in range(0, NUM_STEPS, jump):

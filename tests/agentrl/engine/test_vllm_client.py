@@ -15,6 +15,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
 from agentrl.engine.vllm_engine import VLLMEngine
+from agentrl.engine.weight_updates import UpdateSettings
 from agentrl.errors import EngineError, EngineGone, WeightSyncError
 from agentrl.supervision.serving import free_port
 from agentrl.types import FinishReason, Probe, Sampling, WeightsRef
@@ -158,7 +159,7 @@ async def test_an_answer_with_a_seed_that_breaks_off_is_begun_anew(script: Scrip
     script.results = ["yes"]
     replies = iter([events(GOOD[:1], end=b""), JSONResponse({}, status_code=503), GOOD])
     script.generate = lambda: next(replies)
-    async with VLLMEngine(script.url, return_timeout_s=5) as engine:
+    async with VLLMEngine(script.url, updates=UpdateSettings(return_timeout_s=5)) as engine:
         completion = await engine.generate(PROMPT, replace(SAMPLING, seed=3), request_id="r")
     assert completion.token_ids == (8, 9)
     assert {(tuple(body["token_ids"]), body["sampling_params"]["max_tokens"]) for body in asked(script)} == {
@@ -233,7 +234,7 @@ async def test_a_server_that_forgot_its_version_was_restarted_and_gets_it_again(
         return GOOD if len(asked(script)) > 1 else fresh
 
     script.generate = answer
-    async with VLLMEngine(script.url, return_timeout_s=5) as engine:
+    async with VLLMEngine(script.url, updates=UpdateSettings(return_timeout_s=5)) as engine:
         script.label = "default"
         completion = await engine.generate(PROMPT, SAMPLING, request_id="r")
     assert list(completion.policy_versions()) == [0, 0]
@@ -335,7 +336,7 @@ async def test_an_update_held_up_by_a_server_whose_engine_died_is_made_once_it_i
 
     script.health, script.special = [], dies_and_comes_back
     script.generate = lambda: {"usage": {"prompt_tokens": 2}, "prompt_logprobs": [None, {"6": {"logprob": -1.0}}]}
-    async with VLLMEngine(script.url, return_timeout_s=5) as engine:
+    async with VLLMEngine(script.url, updates=UpdateSettings(return_timeout_s=5)) as engine:
         await engine.update_weights(REF)
         assert await engine.version() == 1
     assert [path for path, _ in script.seen].count("pause") == 2

@@ -10,7 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from agentrl.engine.vllm_engine import KvOnUpdate, VLLMEngine
+from agentrl.config.engine import KvOnUpdate
+from agentrl.engine.vllm_engine import VLLMEngine
+from agentrl.engine.weight_updates import UpdateSettings
 from agentrl.errors import EngineError, WeightSyncError
 from agentrl.types import Completion, FinishReason, Sampling
 from tests.agentrl.engine.judge import PROMPT, Judge, difference, worst
@@ -25,7 +27,8 @@ async def connect(server: VLLMServer, judge: Judge, kv_on_update: KvOnUpdate) ->
     """A client whose engine holds model 0, whatever an earlier test left."""
     async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
         (await http.post("/resume")).raise_for_status()
-    async with VLLMEngine(server.url, model=server.model, kv_on_update=kv_on_update, parity_bound=BOUND) as engine:
+    updates = UpdateSettings(kv_on_update=kv_on_update, parity_bound=BOUND)
+    async with VLLMEngine(server.url, model=server.model, updates=updates) as engine:
         await engine.update_weights(judge.ref(await engine.version() + 1, 0))
         yield engine
 

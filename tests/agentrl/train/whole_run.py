@@ -27,7 +27,7 @@ from agentrl.testing import ScriptedEngine
 from agentrl.tokens.tokenizer import TurnTokenizer
 from agentrl.train import learner_api as api
 from agentrl.train.learner_api import create_app
-from agentrl.train.orchestrator import Orchestrator, Summary
+from agentrl.train.orchestrator import Orchestrator, RolloutParts, Summary
 from agentrl.types import Batch, Message, Probe, StepOutput, Task, TransferInit, WeightsRef, user
 
 TOKEN = "secret"
@@ -114,13 +114,15 @@ async def orchestrating(
         orchestrator = Orchestrator(
             config,
             engine=engine,
-            play_group=player.play_group,
-            source=TaskSource(env_class, config.env, seed=0),
-            held_out=held_out_tasks(env_class, config.env, num_tasks=2),
+            rollout_parts=RolloutParts(
+                play_group=player.play_group,
+                source=TaskSource(env_class, config.env, seed=0),
+                held_out=held_out_tasks(env_class, config.env, num_tasks=2),
+                canaries=canaries,
+            ),
             run=run,
             metrics=metrics,
             observer=Quiet(),
-            canaries=canaries,
             wait_graph=wait_graph,
         )
         async with serving(create_app(orchestrator.sessions, token=TOKEN), host="127.0.0.1", port=0) as url:

@@ -26,6 +26,7 @@ from agentrl.config import EngineConfig
 from agentrl.engine.checksum import checksum_of
 from agentrl.engine.vllm.gloo_group import Group, meet
 from agentrl.engine.vllm_engine import VLLMEngine
+from agentrl.engine.weight_updates import UpdateSettings
 from agentrl.errors import ConfigError, EngineError, LearnerError, WeightSyncError
 from agentrl.supervision.serving import serving
 from agentrl.train.learner_api import RunOver, create_app
@@ -125,7 +126,9 @@ def gloo(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 @pytest.fixture
 async def engines(gloo: GlooServer) -> AsyncIterator[Engines]:
-    async with VLLMEngine(gloo.url, model="policy", update_timeout_s=60, return_timeout_s=120) as engine:
+    async with VLLMEngine(
+        gloo.url, model="policy", updates=UpdateSettings(update_timeout_s=60, return_timeout_s=120)
+    ) as engine:
         yield Engines(engine)
 
 
@@ -326,7 +329,7 @@ async def test_a_folder_in_shards_arrives(
     ref = written(model, tmp_path / "weights", 1, max_shard_bytes=200_000)
     assert len(list(Path(str(ref.path)).glob("model-*.safetensors"))) > 1
     ref = replace(ref, checksum="" if by_folder else ref.checksum)
-    async with VLLMEngine(shared.url, model=shared.model, by_folder=by_folder) as engine:
+    async with VLLMEngine(shared.url, model=shared.model, updates=UpdateSettings(by_folder=by_folder)) as engine:
         await engine.update_weights(ref)
         assert await distance(engine, model) < 1e-4
 

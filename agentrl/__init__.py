@@ -1,7 +1,10 @@
 """Train language models to use tools over many turns, asynchronously.
 
-What an environment is written with can be imported from here: `import agentrl; agentrl.make("AimePython-v0")`. It is
-loaded at first use, so that `import agentrl` alone loads nothing.
+Exports what environments are written with: `import agentrl; agentrl.make("AimePython-v0")`. Names are loaded at first
+use, so that `import agentrl` alone loads nothing. The parts of a run are in the packages below.
+
+May import: `sandbox.client` and `sandbox.protocol`; neither `envs` nor `trainer`. Start reading in
+`examples/minimal_loop.py`, then `agentrl/types.py`.
 """
 
 from __future__ import annotations

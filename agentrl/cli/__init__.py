@@ -1,4 +1,4 @@
-"""The `agentrl` command: what its subcommands do and print.
+"""The `agentrl` command: one module for each subcommand.
 
 May import: everything. Start reading in `main.py`.
 """

@@ -1,6 +1,7 @@
-"""Environments, in one place to import from: what a user writes, and how one is found, made and played.
+"""Environments: the classes that users write, and how one is found, made and driven. Exports all of it.
 
-Holds no code of its own: `base_env` and `tool_env` are the classes, `drive` plays an episode, `registry` finds a class.
+May import: `agentrl.types`, `agentrl.errors`, `agentrl.supervision`, `agentrl.tools`, `sandbox.client`. Start reading
+in `base.py`, then `tool_env.py`; `driver.py` plays an episode, `registry.py` finds a class.
 """
 
 from agentrl.env.base import Env

@@ -1,4 +1,7 @@
-"""How an environment is found and made: registered ids, `module:Class`, files. Knows nothing of playing one."""
+"""Finds and makes environments: by registered id, `module:Class`, file, or an adapter's scheme.
+
+Independent of how an episode is played.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +29,16 @@ log = logging.getLogger(__name__)
 
 _FILE_MODULE = "agentrl_user_"
 WrapEnv = Callable[[Env], Env]
-"""A wrapper with its arguments filled in: `functools.partial(TimeLimit, turns=4)`."""
+"""A wrapper with its arguments: `functools.partial(TimeLimit, turns=4)`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvSpec:
-    """What is known of a registered environment."""
+    """One registered environment.
+
+    Example:
+        spec("AimePython-v0").load()
+    """
 
     id: str
     entry_point: str
@@ -39,10 +46,10 @@ class EnvSpec:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Constructor arguments that belong to the id."""
     env_class: type[Env] | None = field(default=None, repr=False, compare=False)
-    """The class itself, where it is imported already."""
+    """The class itself, if it is imported already."""
 
     def load(self, kwargs: Mapping[str, Any] | None = None) -> type[Env]:
-        """The class, with the id's arguments and these filled in. Raises ConfigError."""
+        """The class, with the arguments of the id and `kwargs`. Raises ConfigError."""
         kwargs = {**self.kwargs, **(kwargs or {})}
         return load_env_class(self.entry_point, kwargs) if self.env_class is None else _checked(self.env_class, kwargs)
 
@@ -61,7 +68,11 @@ def register(
     """Make a class available to `make` and to configs under an id such as `AimePython-v0`.
 
     A class decorator; with `entry_point`, a call that registers `module:Class`, which is imported when it is needed.
-    `kwargs` are constructor arguments that belong to the id. Raises ConfigError when the id is another class's.
+    `kwargs` are constructor arguments that belong to the id. Raises ConfigError when another class has the id.
+
+    Example:
+        @register("Capitals-v0")
+        class Capitals(ToolEnv): ...
     """
     if entry_point is not None:
         _add(EnvSpec(id=env_id, entry_point=entry_point, kwargs=dict(kwargs or {})))
@@ -82,7 +93,7 @@ def _add(new: EnvSpec) -> None:
 
 
 def _source(spec: EnvSpec) -> str:
-    """Where the class is written: the same for a file that was loaded by its path and imported by its name, too."""
+    """File and name of the class, so that a file loaded by path and imported by name is one source."""
     module = None if spec.env_class is None else sys.modules.get(spec.env_class.__module__)
     if spec.env_class is None or module is None or module.__file__ is None:
         return spec.entry_point
@@ -97,7 +108,7 @@ def _place(cls: type) -> str:
 
 
 def spec(env_id: str) -> EnvSpec:
-    """What is registered under an id. Raises ConfigError with the nearest known one."""
+    """The environment with an id. Raises ConfigError, which names the nearest known id."""
     if env_id in _SPECS:
         return _SPECS[env_id]
     failures = register_installed()
@@ -126,13 +137,16 @@ def make(
     wrappers: Iterable[WrapEnv] = (),
     **kwargs: Any,
 ) -> Env:
-    """A new environment for one episode; `kwargs` go to its constructor. Raises ConfigError where they do not fit.
+    """A new environment for one episode. `kwargs` go to its constructor. Raises ConfigError if they do not fit.
 
     Args:
         target: a class, `module:Class`, `path/to/file.py:Class`, or a registered id.
-        sandbox: where its tools run code.
-        shared: what `open_shared` yielded; `agentrl.env.opened` fills it in.
-        wrappers: laid around it, the first one innermost.
+        sandbox: runs the code of its tools.
+        shared: the value of `open_shared`; `agentrl.env.opened` passes it.
+        wrappers: around the environment, the innermost first.
+
+    Example:
+        env = make("AimePython-v0", sandbox=client)
     """
     cls = load_env_class(target) if isinstance(target, str) else target
     try:
@@ -148,8 +162,8 @@ def make(
 def load_env_class(target: str, kwargs: Mapping[str, Any] | None = None) -> type[Env]:
     """Find a class by `module:Class`, `path/to/file.py:Class`, registered id, or `SCHEME:REST` of an adapter.
 
-    `kwargs` are constructor arguments for `make` to fill in; classmethods find them in `cls.kwargs`. Raises
-    ConfigError with the mend.
+    `kwargs` are constructor arguments that `make` passes; classmethods find them in `cls.kwargs`. Raises ConfigError,
+    which says how to fix it.
     """
     if (adapted := load_adapted(target, kwargs or {})) is not None:
         return adapted
@@ -162,7 +176,7 @@ def load_env_class(target: str, kwargs: Mapping[str, Any] | None = None) -> type
 
 
 def load_object(target: str) -> Any:
-    """What `module:name` or `path/to/file.py:name` names. Raises ConfigError with the mend."""
+    """The object called `module:name` or `path/to/file.py:name`. Raises ConfigError, which says how to fix it."""
     place, _, name = target.rpartition(":")
     module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
     found: Any = module
@@ -175,7 +189,7 @@ def load_object(target: str) -> Any:
 
 
 def _checked(cls: type[Env], kwargs: Mapping[str, Any]) -> type[Env]:
-    """The class, or one that is the same but for its arguments. Raises ConfigError where no object can be made."""
+    """The class, or a subclass of the same name with `kwargs`. Raises ConfigError if it cannot be constructed."""
     if inspect.isabstract(cls):
         missing = ", ".join(sorted(cls.__abstractmethods__))
         raise ConfigError(f"{_place(cls)} is abstract: it does not define {missing}")
@@ -214,7 +228,7 @@ def _load_file(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # before execution: type hints are resolved through sys.modules
     if (folder := str(path.resolve().parent)) not in sys.path:
-        sys.path.append(folder)  # its neighbours can be imported; last, so that they hide nothing
+        sys.path.append(folder)  # files beside it can be imported; last, so that they hide nothing
     try:
         spec.loader.exec_module(module)
     except Exception as error:

@@ -1,4 +1,4 @@
 """A small model made from scratch out of an environment's scripted demonstrations.
 
-Start reading in `train.py`.
+May import: `agentrl`, `sandbox.client`. Start reading in `train.py`.
 """

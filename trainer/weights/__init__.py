@@ -1,4 +1,4 @@
 """How weights leave the learner: their source, folders, and transfer to engines.
 
-Start reading in `transfer.py`.
+May import: `agentrl`, `trainer.lora`. Start reading in `transfer.py`.
 """

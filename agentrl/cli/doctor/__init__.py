@@ -1,4 +1,4 @@
-"""`agentrl doctor`: what would keep a run from working on this machine.
+"""`agentrl doctor`: reports what would prevent a run on this machine, and how to fix it.
 
-Start reading in `plan.py`.
+May import: everything up to `agentrl.train`. Start reading in `plan.py`, which lists the checks.
 """

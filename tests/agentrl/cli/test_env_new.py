@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.check import check_env
-from agentrl.cli.env_new import write_environment
+from agentrl.cli.env import write_environment
 from agentrl.cli.templates.dialogue_environment import GuessNumber
 from agentrl.cli.templates.tool_environment import PriceShop
 from agentrl.env import Env, load_env_class, make, play_script

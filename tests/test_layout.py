@@ -1,0 +1,87 @@
+"""The layout that CONTRIBUTING.md promises: documented packages, files and functions of a readable size."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import importlib
+from pathlib import Path
+
+import pytest
+
+from tests.test_imports import MODULES, ROOT
+
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+MIN_FILE_LINES = 60
+SMALL_FILES = {
+    "agentrl/__main__.py": "`python -m agentrl`",
+    "agentrl/buffer/ess_guard.py": "one rule of admission, tested by itself",
+    "agentrl/check/byte_tokenizer.py": "a tokenizer without a model, for check_env alone",
+    "agentrl/config/section.py": "the base of all sections: each imports it",
+    "agentrl/engine/vllm/auth_middleware.py": "loaded by name inside vLLM's server",
+    "agentrl/engine/vllm/device.py": "loaded inside vLLM's worker",
+    "agentrl/engine/vllm/plugin.py": "the entry point that vLLM loads",
+    "agentrl/engine/vllm/worker.py": "loaded by name inside vLLM's worker",
+    "agentrl/env/episode.py": "records that base, driver and providers share",
+    "agentrl/rollout/monitored_env.py": "a wrapper that a run adds, independent of rollouts",
+    "agentrl/supervision/backoff.py": "one rule, used by children, clients and retries",
+    "agentrl/supervision/orphan_guard.py": "runs inside every child process",
+    "envs/adapters/questions.py": "shared by two adapters",
+    "envs/adapters/seed_tasks.py": "shared by two adapters",
+    "envs/aime.py": "one environment, one file",
+    "envs/countdown_search.py": "its source is sent to the sandbox",
+    "envs/equality_worker.py": "runs in a process of its own",
+    "envs/gsm8k.py": "one environment, one file",
+    "envs/math_python.py": "one environment, one file",
+    "envs/python_tool.py": "shared by all environments with Python",
+    "envs/splits.py": "shared by the generated environments",
+    "sandbox/backends/folders.py": "shared by the backends with folders",
+    "sandbox/backends/janitor.py": "runs in a process of its own",
+    "sandbox/backends/unsafe.py": "one backend, one file",
+    "trainer/objective/estimates.py": "shared by objective and diagnostics",
+    "trainer/step_stats.py": "records that estimator, learner and diagnostics share",
+}
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@pytest.mark.parametrize("package", [name for name, path in MODULES.items() if path.name == "__init__.py"])
+def test_a_package_says_what_it_is_for_what_it_may_import_and_where_to_start(package: str) -> None:
+    said = ast.get_docstring(parse(MODULES[package])) or ""
+    text = " ".join(said.split())
+    purpose, *_ = said.split("\n\n")
+    assert purpose and "May import: " in text and "Start reading in " in text
+
+
+def test_no_file_and_no_function_is_too_long() -> None:
+    long = [str(path.relative_to(ROOT)) for path in MODULES.values() if num_lines(path) > MAX_FILE_LINES]
+    long += [
+        f"{path.relative_to(ROOT)}: {node.name}"
+        for path in MODULES.values()
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        if (node.end_lineno or 0) - node.lineno >= MAX_FUNCTION_LINES
+    ]
+    assert long == []
+
+
+def test_a_small_file_has_a_reason() -> None:
+    small = {
+        str(path.relative_to(ROOT))
+        for path in MODULES.values()
+        if path.name != "__init__.py" and num_lines(path) < MIN_FILE_LINES
+    }
+    assert small == SMALL_FILES.keys(), "give the new ones a reason or a larger neighbour; remove those that are gone"
+
+
+def num_lines(path: Path) -> int:
+    return len(path.read_text().splitlines())
+
+
+@pytest.mark.parametrize("module", [name for name, path in MODULES.items() if ">>> " in path.read_text()])
+def test_the_examples_of_docstrings_are_true(module: str) -> None:
+    found = doctest.testmod(importlib.import_module(module), optionflags=doctest.ELLIPSIS)
+    assert found.failed == 0

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from agentrl.check import check_env
-    from agentrl.env import Action, Env, Episode, StepResult, ToolEnv, make, opened, provide, register, spec, specs
+    from agentrl.env import Action, Env, Episode, StepResult, ToolEnv, make, opened, register, spec, specs
     from agentrl.tools import ToolError, tool
     from agentrl.types import Message, Task, ToolCall, system, user
     from agentrl.wrappers import RewardScale, TimeLimit, ToolBudget, Wrapper
@@ -29,7 +29,6 @@ _PLACES = {
         "ToolEnv",
         "make",
         "opened",
-        "provide",
         "register",
         "spec",
         "specs",
@@ -57,7 +56,6 @@ __all__ = [
     "check_env",
     "make",
     "opened",
-    "provide",
     "register",
     "spec",
     "specs",

@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.config import WrapperConfig
 from agentrl.env.agent_env import AgentEnv
-from agentrl.env.base import Env
-from agentrl.env.episode import STEP_REWARD, Action, Episode, StepResult
-from agentrl.env.providers import Scope
+from agentrl.env.base import STEP_REWARD, Action, Env, Episode, Scope, StepResult
 from agentrl.env.registry import WrapEnv, load_object
 from agentrl.errors import ConfigError
 from agentrl.tools import ToolSpec

@@ -17,9 +17,8 @@ from rich.console import Console
 from rich.text import Text
 
 from agentrl.env.agent_env import AgentEnv
-from agentrl.env.base import Env
+from agentrl.env.base import Action, Env, Episode, StepResult
 from agentrl.env.driver import Dialogue, close, scored, uninterrupted_close
-from agentrl.env.episode import Action, Episode, StepResult
 from agentrl.env.registry import load_env_class
 from agentrl.env.shared import opened
 from agentrl.errors import ConfigError

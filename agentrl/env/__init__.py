@@ -4,7 +4,7 @@ May import: `agentrl.types`, `agentrl.errors`, `agentrl.supervision`, `agentrl.t
 in `base.py`, then `tool_env.py`; `driver.py` plays an episode, `registry.py` finds a class.
 """
 
-from agentrl.env.base import Env
+from agentrl.env.base import STEP_REWARD, Action, Env, Episode, Split, StepResult
 from agentrl.env.driver import (
     Dialogue,
     Speaker,
@@ -17,8 +17,6 @@ from agentrl.env.driver import (
     start,
     uninterrupted_close,
 )
-from agentrl.env.episode import STEP_REWARD, Action, Episode, Split, StepResult
-from agentrl.env.providers import provide
 from agentrl.env.registry import EnvSpec, WrapEnv, load_env_class, make, register, spec, specs
 from agentrl.env.shared import opened
 from agentrl.env.tool_env import ToolEnv
@@ -43,7 +41,6 @@ __all__ = [
     "make",
     "opened",
     "play_script",
-    "provide",
     "register",
     "scored",
     "spec",

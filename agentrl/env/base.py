@@ -1,6 +1,6 @@
-"""`Env`: what every environment is, whatever its actions look like. Speaks messages; one object is one episode.
+"""`Env`: the interface of every environment, and the records that pass between it and its driver.
 
-Knows nothing of tools' arguments, of who drives it, or of how a class is found.
+An environment speaks messages; one object plays one episode. Independent of tools, drivers and the registry.
 """
 
 from __future__ import annotations
@@ -8,23 +8,94 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
-from agentrl.env.episode import Action, Episode, Split, StepResult
-from agentrl.env.providers import Scope
 from agentrl.errors import ConfigError
 from agentrl.tools import ToolSpec
-from agentrl.types import Message, Task
+from agentrl.types import FinishReason, Message, StopReason, Task
 
 if TYPE_CHECKING:
-    from sandbox.client import SandboxClient
+    from sandbox.client import SandboxClient, SandboxSession
+
+Split = Literal["train", "test"]
+STEP_REWARD = "step"
+"""Name under which the sum of the rewards that `step` returned is recorded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Action:
+    """One turn of the model: its message with parsed calls, and what did not parse.
+
+    Action(message=Message(role="assistant", content="4"))
+    """
+
+    message: Message
+    parse_errors: tuple[str, ...] = ()
+    finish_reason: FinishReason = FinishReason.STOP
+
+
+class StepResult(NamedTuple):
+    """Gymnasium's 5-tuple. `observation` holds the new messages only.
+
+    return StepResult([user("Go on.")], reward=0.0, terminated=False, truncated=False, info={})
+    """
+
+    observation: list[Message]
+    reward: float
+    terminated: bool
+    truncated: bool
+    info: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Episode:
+    """A finished conversation, as `score` receives it. `rewards` and `reward` are filled in after scoring.
+
+    return {"correct": float(episode.final_text == episode.task.answer)}
+    """
+
+    task: Task
+    messages: tuple[Message, ...]
+    stop_reason: StopReason
+    step_reward: float = 0.0  # sum of the rewards that `step` returned
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    reward: float = 0.0  # weighted sum of `rewards`
+    info: Mapping[str, float] = field(default_factory=dict)  # counts, and times in seconds
+
+    @property
+    def final_text(self) -> str:
+        """Text of the last assistant message; empty when there is none."""
+        return next((m.content for m in reversed(self.messages) if m.role == "assistant"), "")
+
+
+@dataclass(kw_only=True)
+class Scope:
+    """What an episode gives to its tools' private arguments: its task, and an interpreter opened on first use."""
+
+    task: Task | None = None
+    seed: int | None = None
+    session: SandboxSession | None = None
+
+    async def close(self) -> None:
+        """Close the interpreter. Safe to call twice."""
+        session, self.session = self.session, None
+        if session is not None:
+            await session.close()
 
 
 class Env(ABC):
     """One episode. Subclass `ToolEnv` for tools; subclass this for games and dialogues.
 
-    Override `tasks`, `reset`, `step`, `score`, `close`, `demonstrations` as needed. Whatever raises here is an
+    Override `tasks`, `reset`, `step`, `score`, `close`, `demonstrations` as needed. An exception from any of them is an
     infrastructure failure (EnvError, or SandboxError where the sandbox failed): the episode is retried, never scored.
+
+        class Guess(Env):
+            async def reset(self, *, task, seed=None):
+                return [user(task.prompt)], {}
+
+            async def step(self, action):
+                return StepResult([], float(action.message.content == "7"), True, False, {})
     """
 
     max_turns: ClassVar[int] = 8
@@ -54,7 +125,7 @@ class Env(ABC):
         return {}
 
     async def close(self) -> None:  # noqa: B027  (most environments hold nothing)
-        """Let go of everything. Always called, also after failure and cancellation."""
+        """Release everything that the episode holds. Always called, also after failure and cancellation."""
 
     @classmethod
     def demonstrations(cls, task: Task, *, skill: float = 1.0, seed: int = 0) -> Sequence[Message] | None:
@@ -96,7 +167,7 @@ class Env(ABC):
 
     @property
     def scope(self) -> Scope:
-        """What this episode holds for its tools' private arguments."""
+        """What this episode gives to its tools' private arguments."""
         if self._scope is None:
             self._scope = Scope()
         return self._scope

@@ -14,9 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
-from agentrl.env.base import Env
-from agentrl.env.episode import STEP_REWARD, Action, Episode, StepResult
-from agentrl.env.providers import Scope
+from agentrl.env.base import STEP_REWARD, Action, Env, Episode, Scope, StepResult
 from agentrl.errors import AgentRLError, EnvError, SandboxError
 from agentrl.types import FinishReason, Message, StopReason, Task
 

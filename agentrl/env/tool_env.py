@@ -5,19 +5,16 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from agentrl.env.base import Env
+from agentrl.env.base import Action, Env, StepResult
 from agentrl.env.driver import attributed
-from agentrl.env.episode import Action, StepResult
-from agentrl.env.providers import collect_providers
 from agentrl.errors import ConfigError, EnvError
 from agentrl.tools import ToolError, ToolSpec, collect_tools
 from agentrl.types import Message, Task, ToolCall
 
 if TYPE_CHECKING:
-    from sandbox.client import SandboxSession
+    pass
 
 
 class ToolEnv(Env):
@@ -31,12 +28,10 @@ class ToolEnv(Env):
     tool_timeout_s: ClassVar[float] = 240.0
     """Deadline of one call; beyond it the episode failed (EnvError). Below rollout.episode_timeout_s, so that a part
     that hangs is a failure of that part and not a low score."""
-    _providers: ClassVar[Mapping[type, str]] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls._providers = collect_providers(cls)
-        cls.tools = collect_tools(cls, private=(*cls._providers, *_given_types()))
+        cls.tools = collect_tools(cls, private=_private_types())
 
     async def step(self, action: Action) -> StepResult:
         """Run the calls of one turn, in order."""
@@ -83,25 +78,23 @@ class ToolEnv(Env):
             raise EnvError(f"tool {spec.name}: {late}") from error
 
     async def private(self, kind: type) -> Any:
-        """The episode's object of a private type, made where there is none yet. Raises ConfigError for other types."""
-        if (name := self._providers.get(kind)) is not None:
-            return await self.scope.get(kind, getattr(self, name))
+        """The episode's object for a private argument: its task, or an interpreter that is opened on first use.
+
+        Raises ConfigError without a task: the episode was not begun by the driver.
+        """
+        scope = self.scope
         if kind is Task:
-            if self.scope.task is None:
+            if scope.task is None:
                 raise ConfigError(
                     f"{type(self).__name__} has no task yet: begin with agentrl.env.start(env, task, seed)"
                 )
-            return self.scope.task
-        return await self.scope.get(kind, self._open_session)
-
-    async def _open_session(self) -> SandboxSession:
-        """An interpreter for this episode, given back when it is closed."""
-        session = await self.sandbox.open_session(seed=self.scope.seed)
-        self.scope.on_close(session.close)
-        return session
+            return scope.task
+        if scope.session is None:
+            scope.session = await self.sandbox.open_session(seed=scope.seed)
+        return scope.session
 
 
-def _given_types() -> tuple[type, ...]:
-    """Private types that every episode has. The session's is known only where something has imported it."""
+def _private_types() -> tuple[type, ...]:
+    """Types of private arguments. The session's is known only where something has imported it."""
     client = sys.modules.get("sandbox.client")
     return (Task,) if client is None else (Task, client.SandboxSession)

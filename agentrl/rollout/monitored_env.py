@@ -10,8 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from agentrl.env.agent_env import AgentEnv
-from agentrl.env.base import Env
-from agentrl.env.episode import Action, Episode, StepResult
+from agentrl.env.base import Action, Env, Episode, StepResult
 from agentrl.supervision.wait_graph import WaitGraph
 from agentrl.types import Message, Task
 from agentrl.wrappers import Wrapper

@@ -1,13 +1,11 @@
 import dataclasses
 import enum
 import threading
-from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 
 import pydantic
 import pytest
 
-from agentrl.env.providers import collect_providers, provide
 from agentrl.errors import ConfigError
 from agentrl.supervision.threads import StopSignal
 from agentrl.tools import ToolArgumentError, collect_tools, tool
@@ -283,41 +281,3 @@ async def test_private_arguments_are_in_no_schema_and_cannot_be_given() -> None:
         return State() if kind is State else Task(id="t", prompt="")
 
     assert await spec.call(Secretive(), {"where": "up"}, private=private) == "up State False t"
-
-
-def _provides_nothing(self: Any) -> None: ...
-
-
-def _provides_text(self: Any) -> str:
-    return ""
-
-
-async def _provides_a_stream(self: Any) -> State:  # type: ignore[misc]
-    yield State()
-
-
-@pytest.mark.parametrize(
-    ("method", "reason"),
-    [
-        (_provides_nothing, "needs a class of its own"),
-        (_provides_text, "needs a class of its own as return type, found <class 'str'>"),
-        (_provides_a_stream, r"needs the return type AsyncIterator\[...\]"),
-    ],
-)
-def test_a_provider_that_tools_cannot_ask_for_by_type_is_refused(method: Any, reason: str) -> None:
-    with pytest.raises(ConfigError, match=reason):
-        collect_providers(type("Bad", (), {"method": provide(method)}))
-
-
-def test_providers_are_found_by_what_they_return() -> None:
-    class Base:
-        @provide
-        async def one(self) -> State:
-            return State()
-
-    class Derived(Base):
-        @provide
-        async def two(self) -> AsyncIterator[Point]:
-            yield Point(1.0)
-
-    assert collect_providers(Derived) == {State: "one", Point: "two"}

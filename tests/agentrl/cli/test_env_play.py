@@ -13,7 +13,7 @@ from rich.console import Console
 
 from agentrl.cli.env_play import InputLines, TerminalSpeaker, parse_call
 from agentrl.env import Env, Episode, StepResult, ToolEnv
-from agentrl.env.episode import Action
+from agentrl.env.base import Action
 from agentrl.errors import EnvError
 from agentrl.tools import tool
 from agentrl.types import Message, Task, user

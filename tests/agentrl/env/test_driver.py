@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
-from agentrl.env import Episode, ToolEnv, close, make, opened, play_script, provide, shared, start
+from agentrl.env import Episode, ToolEnv, close, make, opened, play_script, shared, start
 from agentrl.env import driver as drive
 from agentrl.errors import ConfigError, EnvError
 from agentrl.supervision.threads import StopSignal
 from agentrl.tools import ToolError, tool
 from agentrl.types import Message, Task, ToolCall, user
+from sandbox.client import SandboxClient, SandboxSession
 
 TASK = Task(id="t", prompt="Go.", answer="3")
 
@@ -43,15 +44,12 @@ class Board:
     moves: list[str] = field(default_factory=list)
 
 
-class Connection:
-    """Opened for an episode by a provider."""
-
-
 class Careful(ToolEnv):
     """Awaits everywhere, and holds two things."""
 
     def __init__(self, ledger: Ledger | None = None) -> None:
         self.ledger = ledger or Ledger()
+        self.board = Board()
 
     async def reset(self, *, task: Task, seed: int | None = None) -> tuple[list[Message], dict[str, Any]]:
         await asyncio.sleep(0)
@@ -59,25 +57,15 @@ class Careful(ToolEnv):
         await asyncio.sleep(0)
         return [user(task.prompt)], {}
 
-    @provide
-    async def connection(self) -> AsyncIterator[Connection]:
-        await asyncio.sleep(0)
-        self.ledger.open("connection")
-        yield Connection()
-        await asyncio.sleep(0)
-        self.ledger.close("connection")
-
-    @provide
-    def board(self) -> Board:
-        return Board()
-
     @tool
-    async def move(self, where: str, board: Board, connection: Connection, task: Task) -> list[str]:
+    async def move(self, where: str, task: Task) -> list[str]:
         """Move."""
         await asyncio.sleep(0)
-        assert (type(connection), task) == (Connection, TASK)
-        board.moves.append(where)
-        return board.moves
+        assert task == TASK
+        if "connection" not in self.ledger.holders:
+            self.ledger.open("connection")
+        self.board.moves.append(where)
+        return self.board.moves
 
     async def score(self, episode: Episode) -> dict[str, float]:
         await asyncio.sleep(0)
@@ -86,8 +74,8 @@ class Careful(ToolEnv):
     async def close(self) -> None:
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        if "reset" in self.ledger.holders:
-            self.ledger.close("reset")
+        for name in list(self.ledger.holders):
+            self.ledger.close(name)
         await asyncio.sleep(0)
 
 
@@ -148,7 +136,28 @@ async def test_a_close_that_hangs_has_a_deadline(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(drive, "CLOSE_TIMEOUT_S", 0.05)
     ledger = Ledger()
     assert (await play_script(Hangs(ledger), TASK, SCRIPT)).reward == 1.0
-    assert list(ledger.holders) == ["reset"]  # what was provided is given back all the same
+    assert list(ledger.holders) == ["reset", "connection"]
+
+
+async def test_an_interpreter_is_given_back_even_if_close_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Hangs(Careful):
+        @tool
+        async def run(self, code: str, session: SandboxSession) -> str:
+            """Run."""
+            sessions.append(session)
+            return (await session.exec(code)).to_text()
+
+        async def close(self) -> None:
+            await asyncio.sleep(60)
+
+    monkeypatch.setattr(drive, "CLOSE_TIMEOUT_S", 0.5)
+    sessions: list[SandboxSession] = []
+    async with SandboxClient.embedded() as sandbox:
+        script = [calls("run", code="x = 6"), calls("run", code="print(x * 7)")]
+        episode = await play_script(make(Hangs, sandbox=sandbox), TASK, script)
+        assert [m.content for m in episode.messages if m.role == "tool"][1] == "42"
+        assert sessions[0] is sessions[1]
+        assert (await sandbox.health()).sessions == 0
 
 
 class Shares(ToolEnv):

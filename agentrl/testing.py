@@ -1,4 +1,4 @@
-"""Fakes for users' own tests: an engine that says what a script tells it, and records made up. Runs no model."""
+"""Fakes for tests of environments, rewards and algorithms: an engine that follows a script, and made-up records."""
 
 from __future__ import annotations
 
@@ -30,7 +30,11 @@ Script = Sequence[str | Message] | Callable[[str], str | Message]
 
 
 def call(name: str, **arguments: object) -> Message:
-    """An assistant message with one tool call."""
+    """An assistant message with one tool call.
+
+    >>> call("python", code="print(1)").tool_calls[0].arguments
+    {'code': 'print(1)'}
+    """
     return Message(role="assistant", content="", tool_calls=(ToolCall(id="call_0", name=name, arguments=arguments),))
 
 
@@ -41,7 +45,11 @@ def completion(
     *,
     finish_reason: FinishReason = FinishReason.STOP,
 ) -> Completion:
-    """A generation made up, all of it under one version. logprobs: natural log, one a token."""
+    """A made-up generation under one version. `token_ids`, `logprobs`: [T], natural log.
+
+    >>> completion((5, 7), (-0.1, -0.2)).version_spans
+    (VersionSpan(version=0, start=0, end=2),)
+    """
     spans = (VersionSpan(version=version, start=0, end=len(token_ids)),) if token_ids else ()
     return Completion(
         token_ids=tuple(token_ids),
@@ -52,7 +60,7 @@ def completion(
 
 
 def trajectory(name: str, turns: Sequence[Turn], *, reward: float, task_id: str = "t") -> Trajectory:
-    """An episode made up, of which only the tokens and the reward are known."""
+    """A made-up trajectory with these turns and this reward; everything else is a default."""
     return Trajectory(
         id=name,
         task_id=task_id,
@@ -86,7 +94,7 @@ def with_members(group: TrajectoryGroup, members: Iterable[Trajectory | EpisodeR
 def one_token_group(
     group_id: int, *, versions: Sequence[int], rewards: Sequence[float] = (0.0, 1.0), task: Task | None = None
 ) -> TrajectoryGroup:
-    """The smallest group: each member says one token. `versions`, `rewards`: one a member, [G]."""
+    """The smallest group: each member has one action token. `versions`, `rewards`: one per member, [G]."""
     task = task or Task(id="t", prompt="?")
     members = []
     for index, (version, reward) in enumerate(zip(versions, rewards, strict=True)):
@@ -99,8 +107,8 @@ def one_token_group(
 class ScriptedEngine:
     """An Engine that needs no model: turn n of every episode is `script[n]`, or `script(prompt_text)`.
 
-    Answers obey the sampling: cut at `max_tokens`, ended by a stop string or by the close token otherwise. Behaviour
-    logprobs are `logprob`, versions are those of `update_weights`. A script that runs out raises EngineError; turns are
+    Answers follow the sampling: cut at `max_tokens`, ended by a stop string or else by the close token. Behaviour
+    logprobs are `logprob`; versions are those of `update_weights`. A script that runs out raises EngineError; turns are
     counted by `session_id`. `prompts` keeps the ids of every request for assertions.
 
         engine = ScriptedEngine(tokenizer=tokenizer, script=[call("python", code="print(6*7)"), "42"])
@@ -126,7 +134,7 @@ class ScriptedEngine:
         return self.completion(self._say(token_ids, turn), max_tokens=sampling.max_tokens, stop=sampling.stop)
 
     def completion(self, text: str, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Completion:
-        """`text` as a generation of the present version."""
+        """`text` as a generation of the current version."""
         ids = self._turn(text, stop)
         is_cut = max_tokens is not None and len(ids) > max_tokens
         ids = ids[:max_tokens]
@@ -139,19 +147,19 @@ class ScriptedEngine:
         return False
 
     async def init_transfer(self, init: TransferInit) -> None:
-        """There is nothing to join."""
+        """No-op: there is no group to join."""
 
     async def update_weights(self, ref: WeightsRef) -> WeightUpdate:
-        """Later tokens carry the new version."""
+        """Set the version of later tokens."""
         self.policy_version = ref.policy_version
         return WeightUpdate(gap_s=1e-9, num_bytes=ref.num_bytes, parity=None)
 
     def metrics(self) -> dict[str, float]:
-        """None."""
+        """No metrics."""
         return {}
 
     def _turn(self, text: str, stop: Sequence[str]) -> list[int]:
-        """Up to the token that completes a stop string, which is kept whole."""
+        """Ids of a turn, up to and with the token that completes a stop string."""
         ids = self.tokenizer.encode_assistant(text)
         if any(string in text for string in stop):
             for end in range(1, len(ids) + 1):

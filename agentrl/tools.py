@@ -1,6 +1,6 @@
 """`@tool`: a method's signature and docstring become a JSON schema; arguments are validated before the call.
 
-Knows nothing of formats (how a model writes a call) or of episodes.
+Independent of tool-call formats and episodes.
 """
 
 from __future__ import annotations
@@ -24,24 +24,30 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class ToolError(Exception):
-    """Raise it in a tool for what the model did wrong: it reads the text, and the call counts in `tool_errors`.
+    """Raise it in a tool for a mistake of the model, which reads the text; the call counts in `tool_errors`.
 
     Any other exception of a tool is a failure of the environment: the episode is played again and never scored.
+
+        raise ToolError(f"there is no page {page}; pages: 1 to 30")
     """
 
 
 class ToolArgumentError(ToolError, ValueError):
-    """The model's arguments do not fit the schema. An observation, never a failure of the system."""
+    """The model's arguments do not fit the schema: an observation, never a failure of the system."""
 
 
 def tool(method: F) -> F:
-    """Offer a method of a `ToolEnv` to the model.
+    """Make a method of a `ToolEnv` callable by the model.
+
+        @tool
+        async def search(self, words: Annotated[str, "what to look for"], limit: int = 3) -> list[str]:
+            "Full-text search."
 
     Every parameter needs a type hint: plain types, enums, lists, dataclasses and pydantic models, nested as you like.
     The docstring is the description the model reads; `Args:` in it, or `Annotated[str, "what it is"]`, describes a
-    parameter. A parameter of a private type (`Task`, `SandboxSession`, what `@provide` makes) is not in the schema:
-    the episode fills it in. The method returns what the model shall see; a value that is not a string is shown as
-    JSON. A method that is not async runs in a thread.
+    parameter. A parameter of a private type (`Task`, `SandboxSession`, `StopSignal`) is not in the schema: the driver
+    fills it in. The model receives the returned value, as JSON if it is not a string. A method that is not async runs
+    in a thread.
     """
     setattr(method, _MARK, True)
     return method
@@ -49,16 +55,20 @@ def tool(method: F) -> F:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolSpec:
-    """One tool as the model sees it, with the model class that validates its arguments."""
+    """One tool as the model sees it, with the pydantic class that validates its arguments.
+
+    spec = MyEnv.tools["search"]
+    await spec.call(env, {"words": "tower"})
+    """
 
     name: str
     description: str
     arguments: type[pydantic.BaseModel]
     private: Mapping[str, type] = field(default_factory=dict)
-    """Parameters that the model does not see, and what they are."""
+    """Parameters that the model does not see, and their types."""
 
     def schema(self) -> dict[str, Any]:
-        """OpenAI's function schema, what chat templates expect under `tools`. The same object each time."""
+        """OpenAI's function schema, which chat templates expect under `tools`. The same object on every call."""
         return _schema(self.name, self.description, self.arguments)
 
     def validate(self, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -77,9 +87,10 @@ class ToolSpec:
         *,
         private: Callable[[type], Awaitable[Any]] | None = None,
     ) -> str:
-        """Run the tool on `owner`. Raises ToolArgumentError before the call, whatever the tool raises after.
+        """Run the tool on `owner`. Raises ToolArgumentError before the call, and whatever the tool raises.
 
-        `private` gives what a private parameter of a type is filled with.
+        Args:
+            private: returns the value for a private parameter of a type.
         """
         typed = self.validate(arguments)
         stop = StopSignal()
@@ -87,7 +98,7 @@ class ToolSpec:
             if kind is StopSignal:
                 typed[name] = stop
             elif private is None:
-                raise ConfigError(f"tool {self.name}: nobody provides {kind.__name__}")
+                raise ConfigError(f"tool {self.name}: no value is provided for {kind.__name__}")
             else:
                 typed[name] = await private(kind)
         method = getattr(owner, self.name)
@@ -108,7 +119,7 @@ def _schema(name: str, description: str, arguments: type[pydantic.BaseModel]) ->
 def collect_tools(cls: type, *, private: Collection[type] = ()) -> dict[str, ToolSpec]:
     """The tools of a class, in order of definition, base classes first. Raises ConfigError for an untyped parameter.
 
-    `private` are the types that an episode provides; parameters of these are not in the schema.
+    `private` are the types that the driver fills in; parameters of these types are not in the schema.
     """
     names = dict.fromkeys(name for base in reversed(cls.__mro__) for name in vars(base))
     methods: dict[str, Any] = {name: getattr(cls, name, None) for name in names}
@@ -139,7 +150,7 @@ def _spec(function: Callable[..., Any], name: str, private: Collection[type]) ->
 def _arguments_model(
     name: str, parameters: list[inspect.Parameter], hints: Mapping[str, Any], texts: Mapping[str, str], where: str
 ) -> type[pydantic.BaseModel]:
-    """Fields are numbered and known by their alias: a parameter may be called `schema`, `copy` or `model_id`."""
+    """The pydantic class of the arguments. Fields are numbered and have aliases: a parameter may be named `schema`."""
     fields: dict[str, Any] = {}
     for index, parameter in enumerate(parameters):
         hint, text = _described(hints[parameter.name])
@@ -156,7 +167,7 @@ def _arguments_model(
 
 
 def _described(hint: Any) -> tuple[Any, str | None]:
-    """`Annotated[str, "text"]` taken apart; other annotations stay as they are."""
+    """Split `Annotated[str, "text"]` into type and text; other annotations stay as they are."""
     metadata = getattr(hint, "__metadata__", ())
     texts = [item for item in metadata if isinstance(item, str)]
     if not texts:
@@ -167,7 +178,7 @@ def _described(hint: Any) -> tuple[Any, str | None]:
 
 
 def _read_docstring(docstring: str, names: list[str], where: str) -> tuple[str, dict[str, str]]:
-    """What the tool does, and what its parameters are where the docstring says so (Google, NumPy or Sphinx style)."""
+    """The description, and the texts of parameters where the docstring has them (Google, NumPy or Sphinx style)."""
     if not re.search(r"^\s*(Args|Arguments|Params|Parameters):?\s*$|^\s*:param ", docstring, re.MULTILINE):
         return docstring, {}
     import docstring_parser
@@ -177,14 +188,14 @@ def _read_docstring(docstring: str, names: list[str], where: str) -> tuple[str, 
         return docstring, {}
     texts = {item.arg_name: " ".join((item.description or "").split()) for item in parsed.params}
     if unknown := sorted(texts.keys() - set(names)):
-        raise ConfigError(f"{where}: its docstring describes {unknown[0]!r}, which is not a parameter of it")
+        raise ConfigError(f"{where}: its docstring describes {unknown[0]!r}, which is not a parameter")
     returns = parsed.returns.description if parsed.returns else None
     parts = (parsed.short_description, parsed.long_description, f"Returns: {returns}" if returns else None)
     return "\n\n".join(part for part in parts if part), texts
 
 
 def _inlined(schema: dict[str, Any]) -> dict[str, Any]:
-    """Nested types written where they are used, not by reference: small models do not follow references.
+    """The schema with nested types in place of references: small models do not follow references.
 
     A type that contains itself stays a reference.
     """
@@ -206,7 +217,7 @@ def _inlined(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_titles(node: Any) -> Any:
-    """Pydantic names every field in `title`; a model's context has better uses. A property called title stays."""
+    """The schema without pydantic's `title` of every field, which only costs tokens. A property named title stays."""
     if isinstance(node, list):
         return [_without_titles(item) for item in node]
     if not isinstance(node, dict):

@@ -1,7 +1,7 @@
-"""Frozen records that cross a stage: task -> turn -> trajectory -> group -> batch -> step output.
+"""Frozen records that cross a stage: task -> turn -> trajectory -> episode -> group -> batch -> step output.
 
-Knows nothing of HTTP, models or tokenizers. Shape legend for every name below: _B trajectories, _T tokens, _G members
-of a group. All records are plain dataclasses, so msgspec carries them over the wire without a second definition.
+Shapes: _B trajectories, _T tokens, _G trajectories of a group. All records are plain dataclasses, so msgspec encodes
+them for HTTP and disk without a second definition. Independent of HTTP, models and tokenizers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ Role = Literal["system", "user", "assistant", "tool"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """One call the model asked for. `arguments` is parsed JSON, not yet validated against the tool's schema."""
+    """One tool call of the model. `arguments` is parsed JSON, not yet validated against the tool's schema.
+
+    ToolCall(id="call_0", name="python", arguments={"code": "print(1)"})
+    """
 
     id: str
     name: str
@@ -26,7 +29,10 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One chat turn in message space. Environments speak messages; only the renderer speaks tokens."""
+    """One chat message. Environments exchange messages; only `agentrl.tokens` converts them to tokens.
+
+    Message(role="tool", content="1", tool_call_id="call_0")
+    """
 
     role: Role
     content: str
@@ -35,18 +41,25 @@ class Message:
 
 
 def system(content: str) -> Message:
-    """Shorthand for a system message."""
+    """A system message."""
     return Message(role="system", content=content)
 
 
 def user(content: str) -> Message:
-    """Shorthand for a user message."""
+    """A user message.
+
+    >>> user("hi").role
+    'user'
+    """
     return Message(role="user", content=content)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One row to solve. `answer` stays on the trusted side: it never enters a prompt or the sandbox."""
+    """One row to solve. `answer` stays on the trusted side: it never enters a prompt or the sandbox.
+
+    Task(id="aime-2024-1", prompt="Find ...", answer="204")
+    """
 
     id: str
     prompt: str
@@ -56,9 +69,12 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """What one generation is asked for. The defaults are the only ones whose logprobs need no correction.
+    """Settings of one generation. Only with the defaults do logprobs need no correction.
 
-    Raises ValueError, naming the field, for what cannot be sampled from.
+    Raises ValueError, naming the field, for a value that cannot be sampled with.
+
+    >>> Sampling(max_tokens=100, temperature=0.5).is_unmodified
+    False
     """
 
     max_tokens: int
@@ -67,20 +83,20 @@ class Sampling:
     top_k: int = -1  # -1: all
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
-    """Texts that end the generation. The token that completes one is kept whole, and is the last."""
+    """Texts that end the generation. The token that completes one is kept and is the last."""
     seed: int | None = None
-    """The same request with the same seed has the same answer, where the engine can promise that: docs/resume.md."""
+    """The same request with the same seed has the same answer, if the engine guarantees that: docs/resume.md."""
 
     def __post_init__(self) -> None:
-        for name, is_right, wanted in (
+        for name, is_valid, wanted in (
             ("max_tokens", self.max_tokens >= 1, ">= 1"),
             ("temperature", 0 <= self.temperature < math.inf, ">= 0"),
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
             ("top_k", self.top_k == -1 or self.top_k >= 1, "-1 or >= 1"),
-            ("stop", all(self.stop), "texts that are not empty"),
+            ("stop", all(self.stop), "non-empty texts"),
             ("seed", self.seed is None or 0 <= self.seed < 2**63, "in [0, 2^63)"),
         ):
-            if not is_right:
+            if not is_valid:
                 raise ValueError(f"sampling: {name} must be {wanted}, got {getattr(self, name)!r}")
 
     @property
@@ -91,7 +107,10 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionSpan:
-    """Tokens [start, end) of a completion were sampled by weights `version`."""
+    """Tokens [start, end) of a completion were sampled by weights of `version`.
+
+    VersionSpan(version=3, start=0, end=17)
+    """
 
     version: int
     start: int
@@ -99,26 +118,32 @@ class VersionSpan:
 
 
 class FinishReason(StrEnum):
-    """Why the engine stopped writing."""
+    """Why a generation ended."""
 
     STOP = "stop"
-    """The model wrote a stop token; it is the last of `token_ids`."""
+    """The model generated a stop token, which is the last of `token_ids`, or a stop text."""
     LENGTH = "length"
     """`max_tokens` was reached in the middle of a turn."""
     ABORT = "abort"
-    """The request was aborted; what was written so far is kept."""
+    """The request was aborted; the tokens so far are kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """One generation, exactly as sampled.
 
-    Raises ValueError at construction when the record cannot be true: lengths differ, a logprob is not finite or is
-    positive, or the version spans do not tile [0, T). A completion that exists is therefore safe to train on.
+    Raises ValueError when the record is inconsistent: lengths differ, a logprob is not finite or is positive, or the
+    version spans do not tile [0, T). So every Completion is safe to train on.
+
+    >>> span = VersionSpan(version=0, start=0, end=1)
+    >>> one = {"token_ids": (5,), "version_spans": (span,), "finish_reason": FinishReason.STOP}
+    >>> Completion(behavior_logprobs=(0.1,), **one)
+    Traceback (most recent call last):
+    ValueError: logprob of token 0 is 0.1: it must be finite and <= 0
     """
 
     token_ids: tuple[int, ...]  # [T]
-    behavior_logprobs: tuple[float, ...]  # [T] natural log, of the very distribution sampled from
+    behavior_logprobs: tuple[float, ...]  # [T] natural log, under the distribution that was sampled from
     version_spans: tuple[VersionSpan, ...]
     finish_reason: FinishReason
 
@@ -126,7 +151,7 @@ class Completion:
         num_tokens = len(self.token_ids)
         if len(self.behavior_logprobs) != num_tokens:
             raise ValueError(f"{num_tokens} tokens but {len(self.behavior_logprobs)} logprobs")
-        # In C, since it is a tenth of a turn's time otherwise; the loop names the culprit.
+        # `map` and `max` run in C: a Python loop takes a tenth of a turn's time. The loop below only names the token.
         if not all(map(math.isfinite, self.behavior_logprobs)) or max(self.behavior_logprobs, default=0.0) > 0:
             for t, logprob in enumerate(self.behavior_logprobs):
                 if not math.isfinite(logprob) or logprob > 0:
@@ -148,10 +173,12 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What was appended before the model spoke, then what it said.
+    """The tokens that were appended before a generation, and the generation.
 
-    `observation_ids` are the new tokens only (the whole first prompt at turn 0; later the rendered tool output, glue
-    included). The prompt of turn n is everything before its completion, concatenated: nothing is ever re-rendered.
+    `observation_ids` are the new tokens only: the whole first prompt at turn 0, later the rendered tool output with its
+    glue. The prompt of turn n is the concatenation of everything before its completion: nothing is rendered again.
+
+        Turn(observation_ids=(1, 2), completion=completion)
     """
 
     observation_ids: tuple[int, ...]
@@ -159,23 +186,26 @@ class Turn:
 
 
 class StopReason(StrEnum):
-    """Every way an episode can end that is the model's doing. Infrastructure failures raise instead."""
+    """Every way an episode can end. Infrastructure failures are not among them: they raise."""
 
     COMPLETED = "completed"
-    """The environment said `terminated`."""
+    """The environment returned `terminated`."""
     MAX_TURNS = "max_turns"
-    """The turn budget was spent."""
+    """The turn budget was used up."""
     MAX_CONTEXT = "max_context"
     """No room was left for another turn, or a turn was cut by its token budget."""
     TRUNCATED = "truncated"
-    """The environment said `truncated` for a reason of its own."""
+    """The environment returned `truncated`."""
     TIMEOUT = "timeout"
-    """The episode's own wall-clock budget was spent."""
+    """The episode's deadline passed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """One finished episode: its tokens (for the learner), its messages (for people), its rewards."""
+    """One finished episode, or a segment of one: tokens for the learner, messages for people, rewards.
+
+    trajectory.token_ids(), trajectory.action_mask(), trajectory.behavior_logprobs()  # [T] each
+    """
 
     id: str
     task_id: str
@@ -189,12 +219,12 @@ class Trajectory:
 
     @property
     def policy_version(self) -> int:
-        """The oldest version among the action tokens: what lag is measured from. Raises ValueError without any."""
+        """The oldest version among the action tokens, from which lag is measured. Raises ValueError without any."""
         return min(span.version for turn in self.turns for span in turn.completion.version_spans)
 
     @property
     def num_action_tokens(self) -> int:
-        """Tokens sampled by the model, over all turns."""
+        """Number of tokens sampled by the model, over all turns."""
         return sum(len(turn.completion.token_ids) for turn in self.turns)
 
     def token_ids(self) -> list[int]:
@@ -210,7 +240,7 @@ class Trajectory:
         return self._per_token(lambda completion: completion.behavior_logprobs, fill=0.0)
 
     def policy_versions(self) -> list[int]:
-        """Weights that sampled each action token, -1 elsewhere. [T]"""
+        """Version of the weights that sampled each action token, -1 elsewhere. [T]"""
         return self._per_token(lambda completion: list(completion.policy_versions()), fill=-1)
 
     def _per_token(self, of_action: Any, *, fill: Any) -> list[Any]:
@@ -278,7 +308,10 @@ class TrajectoryGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """What one optimizer step consumes. The learner must stand at `policy_version` and checks lag <= max_lag itself."""
+    """The groups of one optimizer step. The learner must be at `policy_version`, and checks lag <= max_lag itself.
+
+    Batch(policy_version=4, max_lag=1, groups=groups)
+    """
 
     policy_version: int
     max_lag: int
@@ -296,18 +329,24 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutput:
-    """Result of one optimizer step. `policy_version` is the version *after* it; `metrics` are finite numbers."""
+    """Result of one optimizer step. `policy_version` is the version *after* it; `metrics` are finite numbers.
+
+    StepOutput(policy_version=5, metrics={"learner/loss": 0.1}, ess_ratio=0.9)
+    """
 
     policy_version: int
     metrics: dict[str, float]
-    ess_ratio: float | None = None  # of the batch; None where it could not be measured
-    resumable_from: int | None = None  # the oldest version of which a checkpoint is kept; None without any
+    ess_ratio: float | None = None  # of the batch; None if it was not measured
+    resumable_from: int | None = None  # oldest version with a checkpoint; None without any
     wait_batch_s: float = 0.0  # time the learner waited for the batch of this step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """A text scored by the learner under fresh weights; the engine must score it alike or the update is refused."""
+    """A text scored by the learner under new weights. Unless the engine scores it the same, the update is refused.
+
+    Probe(token_ids=(5, 7, 9), logprobs=(-0.3, -1.2))
+    """
 
     token_ids: tuple[int, ...]  # [T]
     logprobs: tuple[float, ...]  # [T-1] log p(token[t+1] | token[:t+1])
@@ -315,37 +354,43 @@ class Probe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsRef:
-    """Weights of one version on their way to the engines, and what proves that an engine took them."""
+    """Weights of one version on their way to the engines, with the proof that an engine loaded them.
+
+    WeightsRef(policy_version=5, num_bytes=10**9, update_info={"path": "/runs/a/v5"}, checksum="...", probe=probe)
+    """
 
     policy_version: int
     num_bytes: int
-    update_info: dict[str, Any]  # for vLLM's /update_weights; {"path": FOLDER} where they lie complete in a folder
-    checksum: str  # agentrl.engine.checksum of all tensors; empty where the engine cannot be asked for its own
+    update_info: dict[str, Any]  # for vLLM's /update_weights; {"path": FOLDER} if they are in a folder
+    checksum: str  # agentrl.engine.checksum of all tensors; empty if the engine cannot compute its own
     probe: Probe
 
     @property
     def path(self) -> str | None:
-        """The folder that holds the weights; None where they travel from process to process."""
+        """The folder that holds the weights; None if they are sent from process to process."""
         return self.update_info.get("path")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferInit:
-    """What engines must know to join the learner's group: for vLLM's /init_weight_transfer_engine."""
+    """How engines join the learner's group: the body of vLLM's /init_weight_transfer_engine."""
 
     init_info: dict[str, Any]
 
 
 ROUNDING = 1e-9
-"""Rewards are weighted sums of floats: equal ones may differ in their last bits, which a standard deviation of their
-own size would blow up to a whole advantage."""
+"""Rewards are weighted sums of floats, so equal ones may differ in their last bits. Divided by a standard deviation of
+that size, the difference would become a full advantage."""
 
 
 def has_spread(rewards_G: Sequence[float]) -> bool:
-    """Whether max R - min R > 1e-9 max(1, max |R|): if not, no action is known to be better than another.
+    """Whether max R - min R > 1e-9 max(1, max |R|). If not, no action is known to be better than another.
 
-    False for no member and for one. NaN and infinities among several are spread, so that whoever refuses the step sees
-    them.
+    False for fewer than two members. NaN and infinities count as spread, so that the check that refuses the step
+    receives them.
+
+    >>> has_spread([0.0, 1.0]), has_spread([0.1 + 0.2, 0.3])
+    (True, False)
     """
     if len(rewards_G) < 2:
         return False

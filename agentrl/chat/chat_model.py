@@ -1,6 +1,6 @@
-"""A model behind any OpenAI-compatible endpoint: messages in, a message out. For evaluation: it tells no tokens.
+"""A model behind any OpenAI-compatible endpoint: messages in, a message out. For evaluation: it returns no token ids.
 
-Knows OpenAI's client library and nothing of episodes or rewards.
+Uses OpenAI's client library; independent of episodes and rewards.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ MAX_RETRIES = 5
 
 
 class PromptTooLong(Exception):
-    """The endpoint says that the messages do not fit its context."""
+    """The endpoint refused messages that do not fit its context."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """One turn of the model, as the endpoint tells it. The counts are the endpoint's own; 0 where it counts none."""
+    """One turn of the model. The token counts are the endpoint's; 0 if it reports none."""
 
     message: Message
     parse_errors: tuple[str, ...]
@@ -38,13 +38,16 @@ class Reply:
 class ChatModel:
     """Client of one endpoint.
 
+        async with ChatModel(url, model="gpt-5", api_key=key, api_key_name="OPENAI_API_KEY", request_timeout_s=60) as m:
+            reply = await m.say([user("hello")], (), max_tokens=100, temperature=1.0, top_p=1.0)
+
     Args:
-        url: base URL as OpenAI's clients want it; it mostly ends in /v1.
+        url: base URL in the form that OpenAI's clients expect; it usually ends in /v1.
         model: the name under which the endpoint serves it.
-        api_key: sent as a bearer token; None where the endpoint wants none.
-        api_key_name: where the user keeps the key, for error messages.
-        request_timeout_s: deadline of one try.
-        max_retries: times the library tries again after a lost connection, a rate limit or a server's failure.
+        api_key: sent as a bearer token; None if the endpoint needs none.
+        api_key_name: the environment variable that holds the key, for error messages.
+        request_timeout_s: deadline of one attempt.
+        max_retries: attempts after the first, on a lost connection, a rate limit or a server error.
 
     Raises MissingDependencyError without the openai package.
     """
@@ -94,8 +97,8 @@ class ChatModel:
         top_p: float,
         stop: Sequence[str] = (),
     ) -> Reply:
-        """The next message. Raises PromptTooLong, ConfigError for what the user can mend, else EngineError."""
-        wished: dict[str, Any] = {
+        """The next message. Raises PromptTooLong, ConfigError for what the user can fix, else EngineError."""
+        wanted: dict[str, Any] = {
             "model": self._model,
             "messages": [_outgoing(message) for message in messages],
             "max_tokens": max_tokens,
@@ -107,7 +110,7 @@ class ChatModel:
         create: Any = self._client.chat.completions.create
         started = time.monotonic()
         while True:
-            fields = {self._names.get(name, name): value for name, value in wished.items() if name not in self._omitted}
+            fields = {self._names.get(name, name): value for name, value in wanted.items() if name not in self._omitted}
             try:
                 reply = self._read(await create(**fields), has_tools=bool(tools))
                 return replace(reply, generate_s=time.monotonic() - started)
@@ -116,13 +119,13 @@ class ChatModel:
                     self._refused(error)
 
     def _adapted(self, error: Any, fields: dict[str, Any]) -> bool:
-        """Whether another try has a chance: OpenAI's newer models have another name for the limit, and no knobs."""
+        """Adapt to models with another name for the limit, or without sampling settings; whether to try again."""
         param = getattr(error, "param", None)
         if param not in fields or getattr(error, "code", None) not in ("unsupported_parameter", "unsupported_value"):
             return False
         if param == "max_tokens":
             self._names[param] = "max_completion_tokens"
-        elif param in ("temperature", "top_p") and fields[param] == 1:  # the default of those that refuse it
+        elif param in ("temperature", "top_p") and fields[param] == 1:  # 1 is the default of the models that refuse it
             self._omitted.add(param)
         else:
             return False
@@ -141,10 +144,10 @@ class ChatModel:
         if isinstance(error, openai.BadRequestError | openai.UnprocessableEntityError):
             if error.code == "context_length_exceeded" or "maximum context length" in text:
                 raise PromptTooLong(text) from error
-            mend = (
+            hint = (
                 "; start vLLM with --enable-auto-tool-choice --tool-call-parser hermes" if "tool-call" in text else ""
             )
-            raise ConfigError(f"{self._what} refuses the request: {text}{mend}") from error
+            raise ConfigError(f"{self._what} refuses the request: {text}{hint}") from error
         if isinstance(error, openai.APITimeoutError):
             raise EngineError(f"{self._what} did not answer in time, {self._num_tries} times") from error
         raise EngineError(f"{self._what} failed, {self._num_tries} times: {type(error).__name__}: {text}") from error
@@ -164,18 +167,18 @@ class ChatModel:
 
 
 def _outgoing(message: Message) -> dict[str, Any]:
-    """As OpenAI writes it. An answer to a call that did not parse answers no call there: the user says it."""
+    """The message in OpenAI's format. An answer to a call that did not parse has no id: it is sent as a user's."""
     if message.role == "tool" and not message.tool_call_id:
         return {"role": "user", "content": message.content}
     return message_body(message)
 
 
 def _incoming(message: Any, *, has_tools: bool) -> tuple[Message, tuple[str, ...]]:
-    """The message with its calls, and what did not parse, which stays in the text, as in a rollout."""
+    """The message with its calls, and the errors of calls that did not parse, which stay in the text."""
     content: str = message.content or ""
     calls: list[ToolCall] = []
     errors: list[str] = []
-    if has_tools and OPEN in content:  # a server that leaves malformed calls, or all of them, in the text
+    if has_tools and OPEN in content:  # the server left malformed calls, or all calls, in the text
         parsed = parse_hermes(content)
         content, calls, errors = parsed.content, list(parsed.tool_calls), list(parsed.errors)
     for call in message.tool_calls or ():

@@ -1,7 +1,7 @@
-"""OpenAI's chat completions as records: a request in; an answer, its events, or a refusal out.
+"""OpenAI's chat completions as records: a request in; an answer, its events, or an error out.
 
-Knows no tokens, no sessions and no HTTP server. What a request asks for is done, or named as overruled, or refused with
-the mend; a field that is not known here is refused too, since leaving it out could change what was meant.
+Each field of a request is obeyed, or reported as overruled, or refused with a hint how to fix the request. An unknown
+field is refused too, since ignoring it could change what was meant. Independent of tokens, sessions and HTTP servers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HARMLESS = frozenset(
 )
 """Fields that are obeyed, and labels and hints that change no token."""
 OVERRULED = ("temperature", "top_p", "top_k", "min_p", "seed")
-"""Fields for which the run has rules of its own: tokens come from the model's own distribution."""
+"""Fields that the run's own sampling settings override: tokens come from the model's own distribution."""
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "n": ((1,), "make n calls with the same messages; each is recorded as a branch"),
     "tool_choice": (("auto",), "leave `tools` out where the model must not call any"),
@@ -47,7 +47,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "prediction": ((), "leave it out"),
     "web_search_options": ((), "offer a search tool of your own in `tools`"),
 }
-"""Fields that cannot be obeyed: the values that ask for nothing, and the mend."""
+"""Fields that cannot be obeyed: the values that change nothing, and how to fix a request with another value."""
 ROLES: dict[str, Role] = {
     "system": "system",
     "developer": "system",
@@ -58,7 +58,10 @@ ROLES: dict[str, Role] = {
 
 
 class ApiError(Exception):
-    """A refusal in OpenAI's format. Client libraries raise it in the agent by its status."""
+    """An error in OpenAI's format. Client libraries raise an exception in the agent by its status.
+
+    raise ApiError(400, "there must be at least one message", param="messages")
+    """
 
     def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None) -> None:
         super().__init__(message)
@@ -67,31 +70,37 @@ class ApiError(Exception):
         self.param = param
 
     def body(self) -> dict[str, Any]:
-        """What the client library reads."""
+        """The JSON body of the HTTP response."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
-    """One call, checked."""
+    """One checked call.
+
+    ChatRequest(messages=(user("What is 2 + 2?"),), max_tokens=100)
+    """
 
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] = ()
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
-    single_call: bool = False  # parallel_tool_calls=false: only the first call of a turn is handed on
+    single_call: bool = False  # parallel_tool_calls=false: only the first call of a turn is returned
     stream: bool = False
     include_usage: bool = False
-    overruled: tuple[str, ...] = ()  # fields that the run's own rules replace
+    overruled: tuple[str, ...] = ()  # fields that the run's own settings override
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatAnswer:
-    """What the model said, as the agent sees it."""
+    """The model's answer, as the agent receives it.
+
+    ChatAnswer(message=message, finish="stop", num_prompt_tokens=12, num_completion_tokens=3)
+    """
 
     message: Message
-    thought: str = ""  # what a model that thinks aloud thought; agents need not tell it again
+    thought: str = ""  # the text inside <think>; agents need not send it back
     finish: Finish
     num_prompt_tokens: int
     num_completion_tokens: int
@@ -146,7 +155,7 @@ class _Request(msgspec.Struct):
 
 
 def read_request(body: bytes) -> ChatRequest:
-    """A checked request. Raises ApiError, status 400, naming the field and the mend."""
+    """A checked request. Raises ApiError, status 400, naming the field and how to fix it."""
     try:
         fields: dict[str, Any] = msgspec.json.decode(body, type=dict[str, Any])
         request = msgspec.json.decode(body, type=_Request)
@@ -172,7 +181,7 @@ def read_request(body: bytes) -> ChatRequest:
 
 
 def _forced(fields: dict[str, Any]) -> tuple[str, ...]:
-    """`tool_choice` where it would force a call: only constrained sampling could, so the model decides."""
+    """`tool_choice` if it would force a call: only constrained sampling could do that, so the model decides."""
     choice = fields.get("tool_choice")
     return ("tool_choice",) if choice == "required" or isinstance(choice, dict) else ()
 
@@ -183,11 +192,11 @@ def _refuse_unsupported(fields: dict[str, Any]) -> None:
             continue
         if name not in REFUSED:
             raise ApiError(400, f"unknown field {name!r}: leave it out", code="unknown_parameter", param=name)
-        neutral, mend = REFUSED[name]
+        neutral, hint = REFUSED[name]
         if value not in neutral and not (name == "tool_choice" and not fields.get("tools")):
             shown = json.dumps(value)
             shown = shown if len(shown) <= 80 else shown[:77] + "..."
-            raise ApiError(400, f"{name}={shown} is not supported here: {mend}", code="unsupported_value", param=name)
+            raise ApiError(400, f"{name}={shown} is not supported here: {hint}", code="unsupported_value", param=name)
 
 
 def _to_message(message: _Message, index: int) -> Message:
@@ -222,7 +231,7 @@ def _to_call(call: _Call, where: str) -> ToolCall:
 
 
 def read_arguments(text: str) -> dict[str, Any]:
-    """The arguments of a call. Raises ValueError, saying why, unless they are a JSON object that can be recorded."""
+    """The arguments of a call. Raises ValueError with the reason unless they are a JSON object that can be recorded."""
     try:
         arguments = json.loads(text or "{}", strict=False)
         msgspec.msgpack.encode(arguments)  # no lone surrogates, no integers beyond 64 bits
@@ -264,7 +273,7 @@ def answer_events(answer: ChatAnswer, *, model: str, include_usage: bool) -> Ite
 
 
 def message_body(message: Message) -> dict[str, Any]:
-    """A message as OpenAI writes it."""
+    """A message in OpenAI's format."""
     body: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.role == "tool":
         body["tool_call_id"] = message.tool_call_id or ""
@@ -282,7 +291,7 @@ def message_body(message: Message) -> dict[str, Any]:
 
 
 def models_body(model: str) -> dict[str, Any]:
-    """The list of models: one."""
+    """The list of models, with one entry."""
     return {"object": "list", "data": [{"id": model, "object": "model", "created": 0, "owned_by": "agentrl"}]}
 
 

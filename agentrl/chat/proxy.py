@@ -1,9 +1,9 @@
-"""Serves chat sessions to OpenAI clients over loopback HTTP: an address and a key of its own for each episode.
+"""Serves chat sessions to OpenAI clients over loopback HTTP; each episode has its own address and key.
 
     POST /SESSION/v1/chat/completions   one call; server-sent events with stream=true
     GET  /SESSION/v1/models             the one model
 
-Knows HTTP and nothing of tokens or episodes. One server for all sessions runs while there is one.
+One server for all sessions runs while there is a session. Independent of tokens and episodes.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ log = logging.getLogger(__name__)
 HOST = "127.0.0.1"
 MODEL = "policy"
 MAX_BODY_BYTES = 64 * 1024**2
-# A connection serves one call: a kept one that the server closes just as the client writes would fail that call.
+# A connection serves one call: the server could close a kept connection just as the client writes the next call.
 HEADERS = {"connection": "close"}
 CLIENT_GONE = 499
 
 
 class Chat(Protocol):
-    """Whoever answers the calls of a session."""
+    """Answers the calls of one session, such as a ChatSession."""
 
     async def answer(self, request: ChatRequest) -> ChatAnswer:
         """Raises ApiError."""
@@ -51,7 +51,7 @@ class Chat(Protocol):
 
 
 @dataclass(kw_only=True, eq=False)
-class _Seat:
+class _ServedSession:
     """A session that is being served."""
 
     chat: Chat
@@ -60,27 +60,31 @@ class _Seat:
 
 
 class ChatProxy:
-    """Serves any number of sessions; the server starts with the first and stops with the last."""
+    """Serves any number of sessions; the server starts with the first and stops with the last.
+
+    async with ChatProxy().session(session) as endpoint:
+        client = AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key)
+    """
 
     def __init__(self) -> None:
-        self._seats: dict[str, _Seat] = {}
-        self._told: set[str] = set()
+        self._sessions: dict[str, _ServedSession] = {}
+        self._reported: set[str] = set()
         self._gate = asyncio.Lock()
         self._server = AsyncExitStack()
         self._url = ""
 
     @asynccontextmanager
     async def session(self, chat: Chat) -> AsyncIterator[Endpoint]:
-        """Serve `chat` for the length of the block; calls that are still running when it is left are cancelled."""
-        name, seat = secrets.token_hex(8), _Seat(chat=chat, key=f"sk-{secrets.token_urlsafe(24)}")
-        self._seats[name] = seat
+        """Serve `chat` within the block; calls that still run at its end are cancelled."""
+        name, served = secrets.token_hex(8), _ServedSession(chat=chat, key=f"sk-{secrets.token_urlsafe(24)}")
+        self._sessions[name] = served
         try:
             url = await self._start()
-            yield Endpoint(base_url=f"{url}/{name}/v1", api_key=seat.key, model=MODEL)
+            yield Endpoint(base_url=f"{url}/{name}/v1", api_key=served.key, model=MODEL)
         finally:
-            del self._seats[name]
+            del self._sessions[name]
             try:
-                await _cancelled(seat.calls)
+                await _cancelled(served.calls)
             finally:
                 await self._stop_if_empty()
 
@@ -92,7 +96,7 @@ class ChatProxy:
 
     async def _stop_if_empty(self) -> None:
         async with self._gate:
-            if self._url and not self._seats:
+            if self._url and not self._sessions:
                 self._url = ""
                 await self._server.aclose()
 
@@ -105,11 +109,11 @@ class ChatProxy:
 
         @app.post("/{name}/v1/chat/completions")
         async def completions(name: str, request: Request) -> Response:
-            seat = self._seat(name, request)
+            served = self._served(name, request)
             asked = read_request(await _body(request))
-            self._seat(name, request)  # the session may have ended while the body was on its way
-            self._tell(asked)
-            answer = await _unless_client_gone(request, asyncio.ensure_future(seat.chat.answer(asked)), seat.calls)
+            self._served(name, request)  # the session may have ended while the body was on its way
+            self._report_overruled(asked)
+            answer = await _unless_client_gone(request, asyncio.ensure_future(served.chat.answer(asked)), served.calls)
             if answer is None:
                 return Response(status_code=CLIENT_GONE)
             if not asked.stream:
@@ -119,7 +123,7 @@ class ChatProxy:
 
         @app.get("/{name}/v1/models")
         async def models(name: str, request: Request) -> Response:
-            self._seat(name, request)
+            self._served(name, request)
             return JSONResponse(models_body(MODEL), headers=HEADERS)
 
         @app.api_route("/{path:path}", methods=["GET", "POST", "PUT", "PATCH", "DELETE"])
@@ -133,16 +137,16 @@ class ChatProxy:
 
         return app
 
-    def _seat(self, name: str, request: Request) -> _Seat:
-        seat = self._seats.get(name)
-        if seat is None or not is_bearer(request.headers.get("authorization", ""), seat.key):
+    def _served(self, name: str, request: Request) -> _ServedSession:
+        served = self._sessions.get(name)
+        if served is None or not is_bearer(request.headers.get("authorization", ""), served.key):
             raise _over()
-        return seat
+        return served
 
-    def _tell(self, asked: ChatRequest) -> None:
+    def _report_overruled(self, asked: ChatRequest) -> None:
         for name in asked.overruled:
-            if name not in self._told:
-                self._told.add(name)
+            if name not in self._reported:
+                self._reported.add(name)
                 log.warning("an agent sets %r: not obeyed, the run's own sampling rules hold", name)
 
 
@@ -156,9 +160,9 @@ async def _body(request: Request) -> bytes:
 async def _unless_client_gone(
     request: Request, call: asyncio.Task[ChatAnswer], calls: set[asyncio.Task[ChatAnswer]]
 ) -> ChatAnswer | None:
-    """What `call` comes to; None when the client hangs up, by which it is cancelled. In `calls` meanwhile.
+    """The result of `call`; None when the client disconnects, which cancels it. It is in `calls` meanwhile.
 
-    Raises ApiError, also when somebody else cancels the call: its session is over then.
+    Raises ApiError, also when the call is cancelled because its session ended.
     """
     calls.add(call)
     gone = asyncio.ensure_future(request.receive())  # after the body, the only message is the disconnection
@@ -177,7 +181,7 @@ def _over() -> ApiError:
 
 
 async def _cancelled(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    """Cancel and see them end; what they came to is nobody's concern any more."""
+    """Cancel tasks, wait for their end and ignore their results."""
     for task in (tasks := list(tasks)):
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

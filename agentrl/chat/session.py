@@ -1,7 +1,7 @@
-"""One episode's chat, whoever answers: which calls are let through, how many were answered, and why it ended.
+"""The chat session of one agent's episode: which calls are accepted, how many were answered, and why it ended.
 
-Knows no HTTP, no tokens and no engine. A call that does not fit the run's limits is refused, and the session remembers
-why: an agent that gives up then has come to an end and has not failed. A part that fails ends the session.
+A call that exceeds the run's limits is refused, and the session remembers why: an agent that then gives up has ended
+and has not failed. A part that fails ends the session. Independent of HTTP, tokens and engines.
 """
 
 from __future__ import annotations
@@ -19,14 +19,19 @@ from agentrl.types import Message, StopReason
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """A call that the run's limits did not allow."""
+    """Why the last call beyond the run's limits was refused."""
 
     stop_reason: StopReason
     reason: str
 
 
 class ChatSession(ABC):
-    """Answers the calls of one agent; they may overlap. `max_calls` is how many answers it may have."""
+    """Answers the calls of one agent; they may overlap. The agent may have `max_calls` answers.
+
+    async with proxy.session(session) as endpoint:
+        await env.run(task=task, endpoint=endpoint)
+    session.records
+    """
 
     def __init__(self, *, max_calls: int) -> None:
         self._max_calls = max_calls
@@ -38,7 +43,7 @@ class ChatSession(ABC):
         self.generate_s = 0.0
         """Time spent waiting for the model, summed over calls."""
         self.refusal: Refusal | None = None
-        """The last call that was refused for the run's limits."""
+        """The last refusal, if any."""
 
     @property
     @abstractmethod
@@ -48,7 +53,7 @@ class ChatSession(ABC):
     @property
     @abstractmethod
     def messages(self) -> Sequence[Message]:
-        """The conversation with the last answer."""
+        """The messages of the conversation with the last answer."""
 
     @abstractmethod
     async def _play(self, request: ChatRequest) -> ChatAnswer:
@@ -60,18 +65,18 @@ class ChatSession(ABC):
         return self._num_running > 0
 
     async def failure(self) -> None:
-        """Waits for a part to fail. Raises its error when it does; never returns."""
+        """Wait until a part fails and raise its error; never returns."""
         await asyncio.shield(self._failed)
 
     def raise_failure(self) -> None:
-        """Raises the error of the part that failed, if one has."""
+        """Raise the error of the part that failed, if one has."""
         if self._failed.done():
             self._failed.result()
 
     async def answer(self, request: ChatRequest) -> ChatAnswer:
-        """Play one call. Cancelling it aborts it where it is played, and nothing of it is recorded.
+        """Answer one call. Cancelling it aborts its generation, and nothing of it is recorded.
 
-        Raises ApiError: 400 for what the agent can mend, 500 once a part has failed.
+        Raises ApiError: 400 for what the agent can fix, 500 once a part has failed.
         """
         if self._failed.done():
             raise _gone()
@@ -95,7 +100,7 @@ class ChatSession(ABC):
     def _fail(self, error: AgentRLError) -> ApiError:
         if not self._failed.done():
             self._failed.set_exception(error)
-            self._failed.exception()  # an episode that has ended meanwhile does not ask
+            self._failed.exception()  # retrieved: an episode that has ended does not ask for it
         return _gone()
 
 

@@ -1,6 +1,6 @@
-"""A chat session played through an Engine by token ids, and recorded token by token: what can be trained on.
+"""A chat session by token ids: each call is generated through an Engine and recorded, and can be trained on.
 
-Knows no HTTP. The engine's tokens are the only record of what the model said.
+The engine's tokens are the only record of what the model said. Independent of HTTP.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class TokenSession(ChatSession):
 
     @property
     def messages(self) -> Sequence[Message]:
-        """Of the segment with the last answer."""
+        """See ChatSession."""
         return self.store.latest.messages if self.store.latest is not None else ()
 
     async def _play(self, request: ChatRequest) -> ChatAnswer:
@@ -90,14 +90,14 @@ class TokenSession(ChatSession):
                 "Please reduce the length of the messages."
             )
             raise self._refuse(StopReason.MAX_CONTEXT, reason, code="context_length_exceeded")
-        wished = request.max_tokens or self._config.max_turn_tokens
-        max_tokens = min(wished, self._config.max_turn_tokens, room)
+        wanted = request.max_tokens or self._config.max_turn_tokens
+        max_tokens = min(wanted, self._config.max_turn_tokens, room)
         return replace(self._sampling, max_tokens=max_tokens, stop=request.stop)
 
     def _read(
         self, completion: Completion, request: ChatRequest, *, number: int, num_prompt_tokens: int
     ) -> tuple[Message, ChatAnswer]:
-        """What the model said, and what the agent is shown of it: no stop string, and its thoughts apart."""
+        """The message as generated, and the answer for the agent: without the stop string, thoughts separate."""
         text = self._tokenizer.assistant_text(completion.token_ids)
         cut = min((at for stop in request.stop if (at := text.find(stop)) >= 0), default=len(text))
         thinking = self._tokenizer.opens_thought
@@ -121,7 +121,7 @@ class TokenSession(ChatSession):
 
 
 def _split_thought(content: str, *, thinking: bool) -> tuple[str, str]:
-    """(thought, the rest). A thought that was cut short is all there is. `thinking`: the prompt opened it."""
+    """(thought, the rest). A thought that was cut short takes the whole text. `thinking`: the prompt opened it."""
     if not thinking and not content.lstrip().startswith(THINK_OPEN):
         return "", content
     thought, _, rest = content.partition(THINK_CLOSE)

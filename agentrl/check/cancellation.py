@@ -1,4 +1,4 @@
-"""Cancels an episode at one await after the other, and looks whether it is closed. Knows no particular environment."""
+"""Cancels an episode at each of its awaits in turn, and checks that it is closed."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     from sandbox.client import SandboxClient
 
 MAX_POINTS = 32
-"""Awaits at which an episode is cancelled: all of them, or so many spread over all of them."""
+"""Awaits at which an episode is cancelled: all of them, or this many spread evenly."""
 LEFT_OPEN_S = 5.0
-"""Within this time the sandbox must have taken its sessions back."""
+"""Deadline for the sandbox to have its sessions back."""
 NUM_LOOKS = 10
 
 
 @dataclass(kw_only=True)
 class _Suspensions:
-    """Awaits `work`, counts how often it gives the loop its turn, and calls `on_reach` at the given one."""
+    """Awaits `work`, counts how often it yields to the event loop, and calls `on_reach` at yield number `reach`."""
 
     work: Coroutine[Any, Any, Any]
     reach: int = 0
@@ -65,7 +65,7 @@ async def find_unclosed(
     sandbox: SandboxClient | None,
     limit_s: float,
 ) -> tuple[int, str | None]:
-    """How often it was cancelled, and what was found wrong, if anything. Raises what the uncancelled episode raises."""
+    """(number of cancellations, the first problem found or None). Raises what the uncancelled episode raises."""
     before = None if sandbox is None else (await sandbox.health()).sessions
     num_awaits = await _count_awaits(make_env(), task, script, limit_s)
     stride = max(1, -(-num_awaits // MAX_POINTS))
@@ -104,7 +104,7 @@ async def _cancelled_at(env: Env, task: Task, script: Sequence[Message], point: 
 
 
 class _Inside:
-    """An environment whose own methods are watched: `num_awaits` over all of them, and whether `close` ended well."""
+    """An environment whose methods are instrumented: counts their awaits, and records whether `close` finished."""
 
     def __init__(self, env: Env, *, reach: int = 0) -> None:
         self.env = env
@@ -118,11 +118,11 @@ class _Inside:
     def _watched(self, name: str, method: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Any]:
         async def call(*args: Any, **kwargs: Any) -> Any:
             async def work() -> Any:
-                await asyncio.sleep(0)  # so that there is a place to cancel at, whatever the method does
+                await asyncio.sleep(0)  # so that there is an await to cancel at, whatever the method does
                 return await method(*args, **kwargs)
 
             watch = _Suspensions(work=work(), reach=self._reach - self.num_awaits)
-            # While it closes, an episode is cancelled from outside, as a run does: `close` is protected from that.
+            # During `close` the cancellation comes from outside, as in a run: the driver protects `close` from it.
             inside = asyncio.current_task()
             watch.on_reach = self.on_reach if name == "close" or inside is None else inside.cancel
             try:
@@ -136,7 +136,7 @@ class _Inside:
 
 
 async def _left_open(sandbox: SandboxClient, before: int) -> int:
-    """Sessions beyond those of before that are still there when they had time to go."""
+    """Sessions beyond `before` that are still open after LEFT_OPEN_S."""
     for _ in range(NUM_LOOKS):
         left = (await sandbox.health()).sessions - before
         if left <= 0:

@@ -1,6 +1,6 @@
-"""Judges an environment before anyone trains on it: contract, clean-up, unicode, and the gold answer of every row.
+"""Checks an environment before anyone trains on it: contract, cleanup, unicode, and the gold answer of every row.
 
-Plays scripted episodes through the real sandbox; knows no tokens, no engine, no console.
+Plays scripted episodes through the real sandbox. Independent of engines and the console.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 NUM_CONCURRENT = 16
 MAX_FAILURES = 20
-"""Rows that may fail before the rest is left unplayed: the first ones tell enough."""
+"""After this many failed rows the rest is not played."""
 MAX_SHOWN = 5
 NUM_DEMONSTRATED = 100
 EPISODE_LIMIT_S = 120.0
@@ -37,7 +37,10 @@ UNICODE = "naïve ∑ x² ≠ 10 — 日本語 🙂 <|im_end|>"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One thing that was looked at."""
+    """The result of one check.
+
+    Check(name="tasks", ok=True, detail="30 rows")
+    """
 
     name: str
     ok: bool
@@ -46,7 +49,11 @@ class Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckReport:
-    """All checks, in the order they were made."""
+    """All checks, in the order they were made.
+
+    report = await check_env(Capitals, data=None, sandbox=None)
+    assert report.ok, [check for check in report.checks if not check.ok]
+    """
 
     env: str
     checks: tuple[Check, ...]
@@ -69,9 +76,11 @@ async def check_env(
     """Check a class on its `test` tasks. Shared resources are opened once for all that is played.
 
     Args:
-        limit: only the first so many rows are played; None plays all.
-        tokenizer: folder or hub name of the one whose turns are checked; None takes bytes with ChatML turns.
-        progress: called with (rows done, rows in all).
+        data: file of rows, passed to `tasks`.
+        sandbox: the service that the episodes use; None if they need none.
+        limit: number of rows to play, from the first; None plays all.
+        tokenizer: folder or hub name of the tokenizer whose turns are checked; None: one of bytes with ChatML turns.
+        progress: called with (rows done, rows in total).
 
     A failing check is in the report, not an exception; ConfigError (rows that cannot be read, say) is raised.
     """
@@ -121,7 +130,7 @@ class _Inspector:
         await self._check("gold and wrong answers", self._answers)
 
     async def _check(self, name: str, look: Callable[[], Awaitable[str]]) -> None:
-        """Run one check: it returns a detail or raises _Finding; an error of the environment is a finding, too."""
+        """Run one check: it returns a detail or raises _Finding; an error of the environment is a finding too."""
         try:
             self.checks.append(Check(name=name, ok=True, detail=await look()))
         except (_Finding, AgentRLError, TimeoutError) as error:

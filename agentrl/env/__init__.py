@@ -1,5 +1,11 @@
 """Environments: the classes that users write, and how one is found, made and driven. Exports all of it.
 
+    base.py, tool_env.py, agent_env.py  the classes to derive from
+    driver.py    one episode: start, turns, score, close
+    registry.py  finds and makes environments; entry_points.py finds those of other packages
+    shared.py    resources that all episodes of a process share
+    canary.py    episodes with a known outcome
+
 May import: `agentrl.types`, `agentrl.errors`, `agentrl.supervision`, `agentrl.tools`, `sandbox.client`. Start reading
 in `base.py`, then `tool_env.py`; `driver.py` plays an episode, `registry.py` finds a class.
 """

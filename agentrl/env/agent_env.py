@@ -1,6 +1,6 @@
-"""`AgentEnv`: an environment whose episode is somebody else's agent loop, which talks OpenAI's chat completions.
+"""`AgentEnv`: an environment whose episode is played by an agent with its own loop, over OpenAI's chat completions.
 
-Knows where the agent finds its model, and nothing of tokens, recordings or engines.
+Defines where the agent finds its model; independent of tokens, recordings and engines.
 """
 
 from __future__ import annotations
@@ -25,18 +25,21 @@ _IN_FOLDER = 'cd "$1" && shift && exec "$@" >"$0"'
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """Where an agent finds its model. It serves this one episode, and nothing after it."""
+    """Where an agent finds its model, for the length of one episode.
+
+    OpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key).chat.completions.create(model=endpoint.model, ...)
+    """
 
     base_url: str
     api_key: str = field(repr=False)
     model: str
 
     def variables(self) -> dict[str, str]:
-        """Environment variables from which OpenAI's clients configure themselves; no web proxy for this machine."""
+        """Environment variables that configure OpenAI's clients, without a web proxy for this machine."""
         no_proxy = ",".join(filter(None, (os.environ.get("NO_PROXY"), "127.0.0.1,localhost")))
         return {
             "OPENAI_BASE_URL": self.base_url,
-            "OPENAI_API_BASE": self.base_url,  # of older clients
+            "OPENAI_API_BASE": self.base_url,  # read by older clients
             "OPENAI_API_KEY": self.api_key,
             "OPENAI_MODEL": self.model,
             "NO_PROXY": no_proxy,
@@ -47,8 +50,15 @@ class Endpoint:
 class AgentEnv(Env):
     """One episode of an agent that brings its own loop, tools and prompts. Override `run` and `score`.
 
-    `run` is `async def`, or a plain function, which then runs in a thread of its own. What it raises is a failure
-    of the environment: the episode is played again and never scored. So it must catch what the model can cause.
+    `run` is `async def`, or a plain function, which then runs in a thread of its own. An exception from it is a failure
+    of the environment: the episode is played again and never scored. So `run` must catch what the model can cause.
+
+        class Solver(AgentEnv):
+            async def run(self, *, task, endpoint):
+                self.said = await run_command(["python", "agent.py", task.prompt], endpoint=endpoint)
+
+            async def score(self, episode):
+                return {"correct": float(task_is_solved(self.said))}
     """
 
     max_turns: ClassVar[int] = 64
@@ -56,7 +66,7 @@ class AgentEnv(Env):
 
     @abstractmethod
     def run(self, *, task: Task, endpoint: Endpoint) -> Awaitable[None] | None:
-        """Let the agent work on the task until it is done. Keep on `self` what `score` needs to see."""
+        """Let the agent work on the task until it is done. Keep on `self` what `score` needs."""
 
     async def reset(self, *, task: Task, seed: int | None = None) -> tuple[list[Message], dict[str, Any]]:
         """Not used: the agent writes its own messages."""
@@ -74,16 +84,16 @@ async def run_command(
     env: Mapping[str, str] | None = None,
     cwd: str | Path | None = None,
 ) -> str:
-    """Run an agent program, in any language, to its end; returns what it wrote to standard output.
+    """Run an agent program, in any language, to its end; returns its standard output, the last MAX_OUTPUT_BYTES of it.
 
-    It finds its model by the variables of `Endpoint.variables`, next to this process's own and `env`. Its whole
-    process group is gone when this returns, raises or is cancelled, and when this process dies.
+    It finds its model by the variables of `Endpoint.variables`, in addition to this process's own and `env`. Its whole
+    process group is killed when this returns, raises or is cancelled, and when this process dies.
 
     Args:
         cwd: folder to run in; None is the current one.
 
     Raises:
-        EnvError: it could not be started, or ended with another code than 0; the end of standard error is quoted.
+        EnvError: it could not be started, or its exit code is not 0; the end of standard error is quoted.
     """
     with tempfile.TemporaryDirectory(prefix="agentrl-agent-") as folder:
         output, errors = Path(folder, "stdout"), Path(folder, "stderr")

@@ -1,7 +1,7 @@
-"""Canaries: programs and answers whose outcome is known, tried in the real sandbox and the real grader.
+"""Canaries: programs and answers with a known outcome, run in the real sandbox and the real grader.
 
-A part that fails raises, and nothing is scored; a part that answers wrongly would be trained on. Canaries look for
-that when a run starts and every few steps. Knows no tokens, no engine, no learner.
+A part that fails raises, and nothing is scored; but a part that answers wrongly would be trained on. Canaries detect
+that when a run starts and every few steps. Independent of tokens, engines and the learner.
 """
 
 from __future__ import annotations
@@ -32,20 +32,22 @@ BAD_PROGRAM = "print('before')\n1 / 0"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Canary:
-    """A scripted episode of an environment whose outcome is known.
+    """A scripted episode of an environment with a known outcome.
 
-    An environment offers some with a classmethod `canaries() -> Sequence[Canary]`: a right and a wrong answer for each
+    An environment offers them by a classmethod `canaries() -> Sequence[Canary]`: a right and a wrong answer for each
     way it grades, and a call of each tool that can break on its own.
+
+        Canary(task=task, script=(Message(role="assistant", content="\\\\boxed{7}"),), correct=1.0)
     """
 
     task: Task
-    script: tuple[Message, ...]  # what the assistant says
-    correct: float  # the reward named `correct`
-    tool_texts: tuple[str, ...] = ()  # what the tools answer, in order
+    script: tuple[Message, ...]  # the assistant's turns
+    correct: float  # the expected reward named `correct`
+    tool_texts: tuple[str, ...] = ()  # the tools' expected answers, in order
 
 
 def canaries_of(env_class: type[Env]) -> Sequence[Canary]:
-    """What the class offers; none where it offers none."""
+    """The canaries of a class; empty if it offers none."""
     offer: Callable[[], Sequence[Canary]] | None = getattr(env_class, "canaries", None)
     return () if offer is None else offer()
 
@@ -53,9 +55,11 @@ def canaries_of(env_class: type[Env]) -> Sequence[Canary]:
 class Canaries:
     """All canaries of a run.
 
+        await Canaries(env_class, make_env=make_env, sandbox=sandbox).check(when="before the first step")
+
     Args:
-        make_env: an environment for one episode.
-        sandbox: the service that the episodes use; None where there is none.
+        make_env: makes an environment for one episode.
+        sandbox: the service that the episodes use; None if there is none.
     """
 
     def __init__(self, env_class: type[Env], *, make_env: Callable[[], Env], sandbox: SandboxClient | None) -> None:
@@ -64,7 +68,7 @@ class Canaries:
         self._sandbox = sandbox
 
     async def check(self, *, when: str) -> None:
-        """Try all. Raises CanaryFailed at the first wrong outcome, InfraError when a part goes on failing.
+        """Run all. Raises CanaryFailed at the first wrong outcome, InfraError when a part keeps failing.
 
         Args:
             when: named in errors: `before the first step`.
@@ -83,12 +87,12 @@ class Canaries:
                 raise
             except (InfraError, TimeoutError) as error:
                 if number == MAX_TRIES - 1:
-                    raise InfraError(f"canary: no outcome after {MAX_TRIES} tries: {error}") from error
-                log.warning("canary: try %d failed: %s", number + 1, error)
+                    raise InfraError(f"canary: no outcome after {MAX_TRIES} attempts: {error}") from error
+                log.warning("canary: attempt %d failed: %s", number + 1, error)
                 await asyncio.sleep(backoff_s(number, base_s=BACKOFF_S))
 
     async def _run_programs(self, when: str) -> None:
-        """The sandbox keeps variables, prints what a program prints, and says that a bad one is bad."""
+        """Check that the sandbox keeps variables, returns a program's output, and reports a failing program."""
         assert self._sandbox is not None
         with boundary(SandboxError, "canary"):
             async with self._sandbox.session(seed=0) as session:
@@ -116,6 +120,6 @@ class Canaries:
 
 def _failed(when: str, what: str) -> CanaryFailed:
     return CanaryFailed(
-        f"canary {when}: {what}. Rewards since the last good check cannot be trusted: mend the part, and go on from a "
-        "checkpoint of before"
+        f"canary {when}: {what}. Rewards since the last good check cannot be trusted: fix the part, then resume from "
+        "an earlier checkpoint"
     )

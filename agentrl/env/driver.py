@@ -1,6 +1,6 @@
-"""One episode, driven: start, advance, score, close; every failure attributed once, every environment closed.
+"""Drives one episode: start, turns, score, close. Every failure is attributed once, every environment is closed.
 
-Knows messages and environments; nothing of tokens, engines or HTTP.
+Independent of tokens, engines and HTTP: a Speaker says the assistant's turns.
 """
 
 from __future__ import annotations
@@ -26,9 +26,12 @@ CLOSE_TIMEOUT_S = 30.0
 
 @contextlib.contextmanager
 def attributed(what: str, *, passing: type[Exception] | tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Failures inside become SandboxError where the sandbox service failed, EnvError otherwise; once.
+    """Turn failures inside into SandboxError if the sandbox service failed, else into EnvError.
 
-    Errors already attributed, cancellation, and the types in `passing` go through untouched.
+    Errors that are already attributed, cancellation, and the types in `passing` pass unchanged.
+
+        with attributed("MyEnv.step"):
+            result = await env.step(action)
     """
     try:
         yield
@@ -143,7 +146,7 @@ async def _play_script(env: Env, task: Task, messages: Sequence[Message], seed: 
 
 
 async def start(env: Env, task: Task, seed: int | None) -> list[Message]:
-    """`reset`, its failures attributed."""
+    """Call `reset` and attribute its failures. Raises EnvError, SandboxError."""
     env.unwrapped._scope = Scope(task=task, seed=seed)
     with attributed(f"{type(env.unwrapped).__name__}.reset of task {task.id}"):
         observation, _ = await env.reset(task=task, seed=seed)
@@ -153,7 +156,7 @@ async def start(env: Env, task: Task, seed: int | None) -> list[Message]:
 
 
 async def advance(env: Env, action: Action) -> StepResult:
-    """`step`, its failures attributed and its result checked."""
+    """Call `step`, attribute its failures and check its result. Raises EnvError, SandboxError."""
     with attributed(f"{type(env.unwrapped).__name__}.step"):
         result = StepResult(*await env.step(action))
     if not math.isfinite(result.reward):
@@ -164,7 +167,7 @@ async def advance(env: Env, action: Action) -> StepResult:
 
 
 async def scored(env: Env, episode: Episode, *, timeout_s: float | None = None) -> Episode:
-    """The episode with its named rewards and their weighted sum.
+    """Call `score`; returns the episode with its named rewards and their weighted sum.
 
     Raises EnvError when it takes too long, a name is unknown to `reward_weights` or missing, or a value is not finite.
     """
@@ -191,7 +194,7 @@ async def scored(env: Env, episode: Episode, *, timeout_s: float | None = None) 
 
 
 def total_reward(env: Env, rewards: Mapping[str, float], step_reward: float) -> float:
-    """What is trained on: the weighted sum of the named rewards and of what `step` returned (weight 1 by default)."""
+    """The trained reward: the weighted sum of the named rewards and of what `step` returned (weight 1 by default)."""
     weights = env.reward_weights
     named = sum(weights[key] * value for key, value in rewards.items())
     return float(named + weights.get(STEP_REWARD, 1.0) * step_reward)
@@ -199,7 +202,7 @@ def total_reward(env: Env, rewards: Mapping[str, float], step_reward: float) -> 
 
 @dataclass(kw_only=True)
 class _Closing:
-    """Whether the task it belongs to is closing an environment now, and was cancelled meanwhile."""
+    """Whether an episode's task is closing its environment now, and whether it was cancelled meanwhile."""
 
     is_active: bool = False
     is_cancelled: bool = False
@@ -209,10 +212,10 @@ _CLOSING: ContextVar[_Closing | None] = ContextVar("closing", default=None)
 
 
 async def uninterrupted_close(episode: Awaitable[T]) -> T:
-    """Run `episode` in a task of its own, in which a cancellation waits for `close` to end.
+    """Run `episode` in a task of its own, where a cancellation waits for `close` to end.
 
-    So an environment that is closing when its episode is cancelled still closes wholly, and in the very task that
-    opened what it holds.
+    So an environment that is closing when its episode is cancelled still closes completely, and in the task that opened
+    its resources.
     """
     closing = _Closing()
     token = _CLOSING.set(closing)
@@ -226,7 +229,7 @@ async def uninterrupted_close(episode: Awaitable[T]) -> T:
         except asyncio.CancelledError:
             if job.done():
                 if not job.cancelled():
-                    job.exception()  # else asyncio would print it: nobody has asked for it
+                    job.exception()  # retrieved, so that asyncio does not print it
                 raise
             if closing.is_active:
                 closing.is_cancelled = True
@@ -236,7 +239,7 @@ async def uninterrupted_close(episode: Awaitable[T]) -> T:
 
 
 async def close(env: Env) -> None:
-    """`close`, and all that was made for its tools, under a deadline.
+    """Close the environment and its tools' interpreter, each under a deadline.
 
     A failure is logged, not raised: it must not hide how the episode ended.
     """

@@ -1,4 +1,4 @@
-"""What all episodes of a worker share, opened once and closed whatever happens. Knows no episode."""
+"""Resources that all episodes of a process share: opened once, closed whatever happens. Independent of episodes."""
 
 from __future__ import annotations
 
@@ -30,10 +30,13 @@ async def opened(
     wrappers: Iterable[WrapEnv] = (),
     **kwargs: Any,
 ) -> AsyncIterator[Callable[[], Env]]:
-    """Yields the function that makes an environment for one episode; the shared resources are open meanwhile.
+    """Open the shared resources; yields the function that makes an environment for one episode.
 
     The arguments are those of `make`. Raises ConfigError; EnvError or SandboxError when `open_shared` fails or takes
     more than OPEN_TIMEOUT_S. A failure to close is logged: it must not hide how the work ended.
+
+        async with opened("Search-v0") as make_env:
+            episode = await play_script(make_env(), task, script)
     """
     env_class = load_env_class(target) if isinstance(target, str) else target
     name = f"{env_class.__name__}.open_shared"
@@ -54,7 +57,7 @@ async def opened(
 
 
 async def _leave(manager: Any, name: str) -> None:
-    """Left as after a success: what follows the `yield` is run although nobody wrote `try` and `finally` around it."""
+    """Leave as after a success, so that the code after `yield` runs even without `try` and `finally` around it."""
     try:
         async with asyncio.timeout(CLOSE_TIMEOUT_S):
             await manager.__aexit__(None, None, None)

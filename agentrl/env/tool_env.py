@@ -1,4 +1,4 @@
-"""`ToolEnv`: an environment whose tools are its own methods. Routes the calls of a turn; knows no call format."""
+"""`ToolEnv`: an environment whose tools are its own methods. Independent of how a model writes calls."""
 
 from __future__ import annotations
 
@@ -20,14 +20,23 @@ if TYPE_CHECKING:
 class ToolEnv(Env):
     """An environment whose `@tool` methods the model may call; a turn without a call ends the episode.
 
-    A call that cannot be understood (unknown tool, bad JSON, bad arguments), and one whose tool raises ToolError, is
-    answered by a short `tool` message and counted in `info["tool_errors"]`.
+    A call that is not valid (unknown tool, bad JSON, bad arguments), or whose tool raises ToolError, is answered by a
+    short `tool` message and counted in `info["tool_errors"]`.
+
+        class Shop(ToolEnv):
+            async def reset(self, *, task, seed=None):
+                return [user(task.prompt)], {}
+
+            @tool
+            async def price(self, item: str) -> float:
+                "Price of an item in euros."
+                return PRICES[item]
     """
 
     max_parallel_calls: ClassVar[int] = 4
     tool_timeout_s: ClassVar[float] = 240.0
-    """Deadline of one call; beyond it the episode failed (EnvError). Below rollout.episode_timeout_s, so that a part
-    that hangs is a failure of that part and not a low score."""
+    """Deadline of one call; after it the episode has failed (EnvError). Below rollout.episode_timeout_s, so that a part
+    that hangs counts as a failure of that part and not as a low score."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -42,7 +51,7 @@ class ToolEnv(Env):
         for index, call in enumerate(calls):
             text, is_error = await self._answer(call, index)
             num_errors += is_error
-            # A tool may hand on lone surrogates from hostile output; they are no text and no tokenizer takes them.
+            # A tool may pass on lone surrogates from hostile output; no tokenizer accepts them.
             text = text.encode(errors="replace").decode()
             observation.append(Message(role="tool", content=text, tool_call_id=call.id))
         for error in action.parse_errors:
@@ -56,7 +65,7 @@ class ToolEnv(Env):
         return StepResult(observation, 0.0, not observation, False, info)
 
     async def _answer(self, call: ToolCall, index: int) -> tuple[str, bool]:
-        """What the model sees, and whether the call was in error."""
+        """The text for the model, and whether the call failed."""
         if index >= self.max_parallel_calls:
             return f"Error: at most {self.max_parallel_calls} tool calls a turn; this one was not run", True
         spec = self.tools.get(call.name)

@@ -1,6 +1,6 @@
-"""Notes on the run's board when an episode waits for its environment, and with it for tools, sandbox or grader.
+"""Reports to the run's wait graph when an episode waits for its environment: for tools, the sandbox or a grader.
 
-Knows nothing of what the environment does.
+Independent of what the environment does.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ from agentrl.types import Message, Task
 from agentrl.wrappers import Wrapper
 
 
-class NotedEnv(Wrapper):
-    """Changes nothing."""
+class MonitoredEnv(Wrapper):
+    """A wrapper that only reports waits.
+
+    env = MonitoredEnv(make(Capitals), wait_graph)
+    """
 
     def __init__(self, env: Env, wait_graph: WaitGraph) -> None:
         super().__init__(env)
@@ -42,11 +45,11 @@ class NotedEnv(Wrapper):
         return self._wait_graph.waiting("episodes", on=f"environment {type(self.unwrapped).__name__}", what=what)
 
 
-def noted(make_env: Callable[[], Env], wait_graph: WaitGraph) -> Callable[[], Env]:
-    """As `make_env`. What brings a loop of its own (AgentEnv) stays as it is: no wrapper sees its turns."""
+def monitored(make_env: Callable[[], Env], wait_graph: WaitGraph) -> Callable[[], Env]:
+    """`make_env` with monitoring. An AgentEnv stays as it is: it has no turns that a wrapper could see."""
 
     def make() -> Env:
         env = make_env()
-        return env if isinstance(env.unwrapped, AgentEnv) else NotedEnv(env, wait_graph)
+        return env if isinstance(env.unwrapped, AgentEnv) else MonitoredEnv(env, wait_graph)
 
     return make

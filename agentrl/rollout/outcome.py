@@ -1,4 +1,4 @@
-"""What a finished episode counts for in the loss, and what overlength costs it. Pure: records in, records out."""
+"""The weight of a finished episode in the loss, and the penalty for overlength. Pure: records in, records out."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from agentrl.config import RolloutConfig
 from agentrl.types import Message, StopReason, Trajectory
 
 OVERLONG = "overlong"
-"""Name of the punishment among the rewards."""
+"""Name of the penalty among the rewards."""
 BOX = "\\boxed{"
 
 
 def judged(segments: Sequence[Trajectory], config: RolloutConfig) -> tuple[Trajectory, ...]:
-    """The segments of one episode with their weights, and the reward after punishment.
+    """The segments of one episode with their weights, and with the reward after the overlength penalty.
 
-    Each of S segments weighs 1/S: an episode counts once, however often it forked. Weight 0 leaves it out of the loss;
-    its reward stays in its group's baseline, as where these rules come from.
+    Each of S segments has weight 1/S: an episode counts once, however often it forked. Weight 0 leaves it out of the
+    loss; its reward stays in its group's baseline, as in the papers of these rules.
     """
     weight = 0.0 if _is_masked(segments, config) else 1 / len(segments)
     punishment = 0.0
@@ -27,7 +27,7 @@ def judged(segments: Sequence[Trajectory], config: RolloutConfig) -> tuple[Traje
 
 
 def soft_overlong_punishment(num_tokens: int, *, max_tokens: int, cache_tokens: int) -> float:
-    """DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13), as a positive number to take off the reward.
+    """DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13), as a positive number to subtract from the reward.
 
         0 for |y| <= L_max - L_cache;  (|y| - (L_max - L_cache)) / L_cache up to L_max;  1 beyond
 
@@ -35,12 +35,15 @@ def soft_overlong_punishment(num_tokens: int, *, max_tokens: int, cache_tokens: 
         num_tokens: |y|, tokens of the response.
         max_tokens: L_max.
         cache_tokens: L_cache.
+
+    >>> soft_overlong_punishment(90, max_tokens=100, cache_tokens=20)
+    0.5
     """
     return min(1.0, max(0.0, (num_tokens - (max_tokens - cache_tokens)) / cache_tokens))
 
 
 def is_void(message: Message) -> bool:
-    """Whether a turn has neither a whole call nor a boxed answer (SimpleTIR, arXiv 2509.02479, section 3)."""
+    """Whether a turn has neither a complete call nor a boxed answer (SimpleTIR, arXiv 2509.02479, section 3)."""
     return not message.tool_calls and BOX not in message.content
 
 
@@ -51,17 +54,20 @@ def _is_masked(segments: Sequence[Trajectory], config: RolloutConfig) -> bool:
 
 
 def _said(segments: Sequence[Trajectory], config: RolloutConfig) -> list[Message]:
-    """What the model said in the episode, but for the notes with which a segment ends that was summarized."""
+    """The model's turns in the episode, without the notes that end a summarized segment."""
     out: list[Message] = []
     for segment in segments:
-        spoken = [m for m in segment.messages if m.role == "assistant"][-len(segment.turns) :] if segment.turns else []
-        is_noted = config.compaction == "summarize" and segment is not segments[-1]
-        out += spoken[:-1] if is_noted else spoken
+        num_turns = len(segment.turns)
+        said = (
+            [message for message in segment.messages if message.role == "assistant"][-num_turns:] if num_turns else []
+        )
+        ends_with_notes = config.compaction == "summarize" and segment is not segments[-1]
+        out += said[:-1] if ends_with_notes else said
     return out
 
 
 def _punishment(segment: Trajectory, config: RolloutConfig) -> float:
-    """A generation that was cut at the limit would have gone beyond it."""
+    """The penalty of one segment; the full one if a generation was cut at the limit."""
     if segment.stop_reason is StopReason.MAX_CONTEXT:
         return 1.0
     num_opening = len(segment.turns[0].observation_ids)

@@ -1,4 +1,11 @@
-"""Messages to token ids and back: what the model reads and what it wrote, append-only.
+"""Messages <-> token ids, exactly: what the engine sampled is never rendered or tokenized again.
 
-May import: `agentrl.config`, `agentrl.types`. Start reading in `tokenizer.py`.
+    tokenizer.py       TurnTokenizer: everything below behind one interface
+    codec.py           text <-> ids of one vocabulary
+    strategies.py      turns by a chat template or as raw text; renderers_strategy.py by the renderers package
+    tool_formats.py    how tool calls are written; tool_calls.py parses them
+    context_window.py  the token record of an episode that our loop plays
+    branches.py        the token record of an agent's calls, which may branch
+
+May import: types, errors, config. Start reading in `tokenizer.py`.
 """

@@ -1,9 +1,9 @@
-"""The record of one agent's calls as segments: token sequences that only grow. Knows no engine and no HTTP.
+"""The record of one agent's calls as segments: token sequences that only grow.
 
-A call whose messages are those of an earlier call, its answer, and new ones without an assistant's, continues that
-call's tokens: only the new messages are encoded, and what the model said stands as it was sampled. Anything else opens
-a segment, with a prompt rendered afresh, or copied up to the answer that it branches from; either way the prompt is
-no action of the new segment, so that every sampled token is an action exactly once over all segments.
+A call continues an earlier one if its messages are those of the earlier call, its answer, and new messages without an
+assistant's. Then only the new messages are encoded, and the answer stays as it was sampled. Any other call opens a new
+segment, whose prompt is rendered anew, or copied up to the answer where it branches off. The prompt contains no action
+of the new segment, so every sampled token is an action exactly once over all segments. Independent of engines and HTTP.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _Tools = Sequence[dict[str, Any]]
 
 
 @dataclass(kw_only=True, eq=False)
-class Segment:
-    """A conversation that grew without a break."""
+class BranchSegment:
+    """A conversation that grew without a break, as an agent's calls produced it."""
 
     token_ids: list[int] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
-    """As they were said; the agent may have been shown less, and may have told less."""
+    """As generated; the agent may have received less (no thoughts) and may send back less."""
     turns: list[Turn] = field(default_factory=list)
     is_busy: bool = False
     """A call that continues it is under way."""
@@ -35,13 +35,13 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where the answer to a call will be recorded."""
+    """Where the answer to a call will be recorded: see SegmentStore.place."""
 
-    segment: Segment
+    segment: BranchSegment
     num_tokens: int  # of the segment, up to the call
-    observation_ids: tuple[int, ...]  # what the segment does not hold yet
-    messages: tuple[Message, ...]  # as they were said, up to the call
-    history: tuple[Message, ...]  # the same as the agent tells it
+    observation_ids: tuple[int, ...]  # tokens of the prompt that the segment does not hold yet
+    messages: tuple[Message, ...]  # as generated, up to the call
+    history: tuple[Message, ...]  # the same messages as the agent sent them
     tools: tuple[dict[str, Any], ...]
 
     @property
@@ -54,7 +54,7 @@ class Place:
 class _Answer:
     """A recorded answer that later calls may continue."""
 
-    segment: Segment
+    segment: BranchSegment
     num_turns: int  # of the segment, up to and with this answer
     num_tokens: int
     num_messages: int
@@ -63,21 +63,26 @@ class _Answer:
 
     @property
     def is_open(self) -> bool:
-        """Whether its segment ends with it, and nobody is about to continue it."""
+        """Whether its segment ends with it, and no call that continues it is under way."""
         return self.num_turns == len(self.segment.turns) and not self.segment.is_busy
 
 
 class SegmentStore:
-    """All segments of one episode. Calls may overlap: `place` each, then `commit` or `release` it."""
+    """All segments of one episode. Calls may overlap: `place` each, then `commit` or `release` it.
+
+    place = store.place(messages, tools)
+    completion = await generate(place.prompt_ids)
+    store.commit(place, completion, said=said, shown=shown)
+    """
 
     def __init__(self, tokenizer: TurnTokenizer) -> None:
         self._tokenizer = tokenizer
         self._answers: dict[bytes, list[_Answer]] = {}
         self._appendable: dict[tuple[str, ...], bool] = {}
-        self.segments: list[Segment] = []
-        """Those with at least one answer, oldest first."""
-        self.latest: Segment | None = None
-        """The one that holds the last answer."""
+        self.segments: list[BranchSegment] = []
+        """Segments with at least one answer, oldest first."""
+        self.latest: BranchSegment | None = None
+        """The segment with the last answer."""
 
     def place(self, messages: Sequence[Message], tools: _Tools) -> Place:
         """Find what the call continues. Raises ConfigError when the chat template refuses the messages."""
@@ -85,14 +90,14 @@ class SegmentStore:
         known, new = messages[:num_known], messages[num_known:]
         answer = self._find(known, tools) if num_known and self._can_append(new) else None
         if answer is None:
-            segment, said = Segment(), list(messages)
+            segment, said = BranchSegment(), list(messages)
             ids = self._tokenizer.first_prompt(messages, tools)
         else:
             segment, said = answer.segment, [*answer.segment.messages[: answer.num_messages], *new]
             ids = self._tokenizer.observation(new, previous=answer.completion.token_ids)
             if not answer.is_open:
                 ids = [*segment.token_ids[: answer.num_tokens], *ids]
-                segment = Segment()
+                segment = BranchSegment()
         segment.is_busy = True
         return Place(
             segment=segment,
@@ -104,7 +109,7 @@ class SegmentStore:
         )
 
     def commit(self, place: Place, completion: Completion, *, said: Message, shown: Message) -> None:
-        """Record what was sampled: what it says, and what of that the agent was shown and will tell again."""
+        """Record a completion. `said`: the message it contains; `shown`: what the agent received and will send back."""
         segment = place.segment
         if len(segment.token_ids) != place.num_tokens:
             raise AssertionError("a segment grew while a call that continues it was under way")
@@ -126,11 +131,11 @@ class SegmentStore:
         self._answers.setdefault(_key([*place.history, shown], place.tools), []).append(answer)
 
     def release(self, place: Place) -> None:
-        """The call was not answered."""
+        """Give up a place whose call was not answered."""
         place.segment.is_busy = False
 
     def _find(self, known: Sequence[Message], tools: _Tools) -> _Answer | None:
-        """The answer that ends `known`. Where the model said the same twice, the calls' ids tell, then who is free."""
+        """The answer that ends `known`. If the model gave it twice, the calls' ids decide, then which one is open."""
         answers = self._answers.get(_key(known, tools), ())
         ids = [call.id for call in known[-1].tool_calls]
         return max(
@@ -140,7 +145,7 @@ class SegmentStore:
         )
 
     def _can_append(self, new: Sequence[Message]) -> bool:
-        """Whether messages of these roles are written alike whatever went before."""
+        """Whether messages of these roles are written the same way after every dialogue."""
         roles = tuple(message.role for message in new)
         if roles not in self._appendable:
             self._appendable[roles] = self._tokenizer.can_append(roles)
@@ -148,7 +153,7 @@ class SegmentStore:
 
 
 def _key(messages: Sequence[Message], tools: _Tools) -> bytes:
-    """What makes two histories the same. Not the ids of calls, which leave no token, nor space around an answer."""
+    """A digest of a history. It ignores call ids, which produce no token, and space around an answer."""
     parts = [
         (
             message.role,

@@ -1,7 +1,7 @@
-"""Text <-> token ids, with added tokens where we say so and nowhere else. Knows no template and no dialogue.
+"""Text <-> token ids, with added tokens only where the caller asks for them. Independent of templates and dialogues.
 
-Two tokenizers of one vocabulary: the model's, and the same without its added tokens. By the second one a text such as
-`<|im_end|>` is encoded as the characters that it is.
+Two tokenizers share one vocabulary: the model's, and the same without its added tokens. The second one encodes a text
+such as `<|im_end|>` as plain characters.
 """
 
 from __future__ import annotations
@@ -12,15 +12,18 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 MAX_TOKEN_CHARS = 128
-"""Longer tokens are rare; a text is cut to what this many characters a token can need before it is encoded."""
+"""Longer tokens are rare: before a text is encoded, it is cut to this many characters per wanted token."""
 
 MAX_CACHED_CHARS = 32
-"""Texts up to this length are encoded once: the template's own pieces come with every turn."""
+"""Texts up to this length are cached: the template's own pieces recur in every turn."""
 MAX_CACHED_TEXTS = 4096
 
 
 class Codec:
     """Encodes and decodes for one vocabulary.
+
+        codec = Codec(tokenizers.Tokenizer.from_file("tokenizer.json"))
+        codec.decode(codec.encode("<|im_end|>"))  # "<|im_end|>", of plain characters
 
     Args:
         backend: a `tokenizers.Tokenizer`.
@@ -40,10 +43,10 @@ class Codec:
             tokenizer.no_padding()
         self._short: dict[str, tuple[int, ...]] = {}
         self._glue_tokens = _any_of(self.added_ids)
-        self._spoken_tokens = _any_of([token.content for token in added.values() if not token.special])
+        self._assistant_tokens = _any_of([token.content for token in added.values() if not token.special])
 
     def encode(self, text: str) -> list[int]:
-        """Content: whatever it says, no added token comes of it."""
+        """Ids of a content; it never becomes an added token, whatever it contains."""
         if len(text) > MAX_CACHED_CHARS:
             return list(self._literal.encode(text, add_special_tokens=False).ids)
         if text not in self._short:
@@ -53,12 +56,12 @@ class Codec:
         return list(self._short[text])
 
     def encode_whole(self, text: str) -> list[int]:
-        """A whole dialogue as the model's own tokenizer reads it, added tokens and all."""
+        """Ids of a whole dialogue by the model's own tokenizer, added tokens included."""
         ids: list[int] = self._original.encode(text, add_special_tokens=False).ids
         return ids
 
     def encode_parts(self, parts: Sequence[str | int]) -> list[int]:
-        """Ids stand; neighbouring texts are encoded as one run, as the model saw them in pre-training."""
+        """Ids are kept; neighbouring texts are encoded as one run, as the model saw them in pre-training."""
         ids: list[int] = []
         run: list[str] = []
         for part in (*parts, None):
@@ -73,12 +76,12 @@ class Codec:
         return ids
 
     def glue(self, text: str) -> list[str | int]:
-        """The template's own text as added-token ids and the text between them."""
+        """The template's own text, split into added-token ids and the text between them."""
         return self._split(text, self._glue_tokens)
 
-    def spoken(self, text: str) -> list[str | int]:
-        """What a model writes: markers such as `<tool_call>` are tokens; those that end a turn are not."""
-        return self._split(text, self._spoken_tokens)
+    def assistant_parts(self, text: str) -> list[str | int]:
+        """A model's own text: markers such as `<tool_call>` become tokens; special tokens that end a turn do not."""
+        return self._split(text, self._assistant_tokens)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of any ids, special tokens spelled out."""
@@ -86,7 +89,7 @@ class Codec:
         return text
 
     def decode_marked(self, token_ids: Sequence[int], marker: str) -> tuple[str, list[int] | None]:
-        """The text, and where in it `marker` stands as a token of its own. None: the vocabulary has no such token."""
+        """The text, and the positions where `marker` was one token; None where the vocabulary has no such token."""
         marker_id = self.added_ids.get(marker)
         text = self.decode(token_ids)
         if marker_id is None or text.count(marker) == token_ids.count(marker_id):
@@ -101,12 +104,13 @@ class Codec:
         return text + self.decode(token_ids[start:]), places
 
     def truncate(self, text: str, max_tokens: int, *, keep: str = "both") -> str:
-        """At most `max_tokens` tokens of `text`; a note stands for what was cut.
+        """At most `max_tokens` tokens of `text`, including a note that replaces what was cut.
 
-        `keep`: the `head`, the `tail`, or `both` with the middle cut.
+        Args:
+            keep: `head`, `tail`, or `both` (the middle is cut).
         """
         if len(text) < max_tokens and len(text.encode()) < max_tokens:
-            return text  # a token holds a byte at least
+            return text  # a token holds at least one byte
         text = cut_chars(text, 2 * max(max_tokens, 1) * MAX_TOKEN_CHARS, keep=keep, note="")
         encoding = self._literal.encode(text, add_special_tokens=False)
         num_tokens = len(encoding.ids)
@@ -134,7 +138,11 @@ class Codec:
 
 
 def cut_chars(text: str, max_chars: int, *, keep: str = "both", note: str = "\n[... cut ...]\n") -> str:
-    """At most `max_chars` characters of `text`, and a note where some are missing."""
+    """At most `max_chars` characters of `text`, plus a note where some were cut.
+
+    >>> cut_chars("abcdefgh", 4, note="..")
+    'ab..gh'
+    """
     if len(text) <= max_chars:
         return text
     num_tail = {"both": max_chars // 2, "head": 0, "tail": max_chars}[keep]
@@ -142,21 +150,21 @@ def cut_chars(text: str, max_chars: int, *, keep: str = "both", note: str = "\n[
 
 
 def _ends(text: str, offsets: Sequence[tuple[int, int]], num_head: int, num_tail: int, note: str) -> str:
-    """That many tokens of both ends, and the note between them."""
+    """`num_head` and `num_tail` tokens of the ends, with the note between them."""
     head = text[: offsets[num_head - 1][1]] if num_head else ""
     return head + note + (text[offsets[-num_tail][0] :] if num_tail else "")
 
 
 def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
-    """A pattern with one group that matches any of `tokens`, longest first; never matches when there are none."""
+    """A pattern with one group that matches any of `tokens`, longest first; it never matches without tokens."""
     ordered = sorted(tokens, key=len, reverse=True)
     return re.compile("(" + "|".join(map(re.escape, ordered)) + ")" if ordered else r"((?!))")
 
 
 def _without_first_space(state: dict[str, Any]) -> dict[str, Any]:
-    """SentencePiece-like tokenizers put a space before the first word of a text and take it off when decoding.
+    """Disable the space that SentencePiece-like tokenizers add before a text and remove when decoding.
 
-    Ours are pieces from the middle of a dialogue, which has its first token before them: they get none and lose none.
+    Our texts are pieces from the middle of a dialogue, so they must keep exactly the spaces they have.
     """
     changed = _replaced(state.get("pre_tokenizer"), {"type": "Metaspace", "prepend_scheme": "first"})
     if changed is None:
@@ -169,7 +177,7 @@ def _without_first_space(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _replaced(node: dict[str, Any] | None, wanted: dict[str, Any]) -> dict[str, Any] | None:
-    """The node, or the sequence it stands in, with prepend_scheme `never`; None where it is not there."""
+    """The node, or the sequence that contains it, with prepend_scheme `never`; None where it is absent."""
     if node is None:
         return None
     if wanted.items() <= node.items():

@@ -1,8 +1,9 @@
 """One episode's token record under a context limit: it only grows, or it forks.
 
-A fork begins a new segment whose prompt holds less: old observations left out, or a summary in place of the dialogue.
-What the model said stands in it as it was sampled, and is context there, no action: over all segments every sampled
-token is an action exactly once, behind the very tokens that the engine saw. Knows no engine and no environment.
+A fork begins a new segment with a shorter prompt: old observations are left out, or a summary replaces the dialogue.
+Earlier turns of the model stay as they were sampled and are context there, not actions. So over all segments every
+sampled token is an action exactly once, after exactly the tokens that the engine received. Independent of engines and
+environments.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from agentrl.tokens.tool_calls import THINK_CLOSE
 from agentrl.types import Completion, Message, Turn
 
 MIN_DROPPED_SHARE = 0.25
-"""While there is room for a turn, old output is dropped when it is this share of the prompt: a fork costs a prompt."""
+"""While there is room for a turn, old output is dropped only if it is this share of the prompt."""
 DROPPED = "[earlier output left out]"
 SUMMARY_REQUEST = (
     "\n\n[The context is nearly full. Write down now all that you need to go on: what was asked, what you tried, what "
@@ -29,17 +30,17 @@ SUMMARY_HEADER = "\n\nYou have worked on this before. Your notes:\n"
 
 @dataclass(kw_only=True)
 class ContextSegment:
-    """Tokens that grew without a break."""
+    """A part of an episode whose tokens grew without a break."""
 
     token_ids: list[int] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
-    """As this segment shows them."""
+    """As the prompt of this segment shows them."""
 
 
 @dataclass(kw_only=True)
 class _Round:
-    """A turn of the model, and what came back."""
+    """A turn of the model and the environment's answer."""
 
     said: Message
     completion: Completion
@@ -48,7 +49,13 @@ class _Round:
 
 
 class ContextWindow:
-    """What the model has before it, and the segments that came of it."""
+    """The prompt of one episode's next turn, and the segments recorded so far.
+
+    window.open([user("What is 2 + 2?")])
+    completion = await generate(window.prompt())
+    window.record(completion, said)
+    window.observe(result.observation)
+    """
 
     def __init__(self, tokenizer: TurnTokenizer, config: RolloutConfig, tools: Sequence[dict[str, Any]]) -> None:
         self._tokenizer = tokenizer
@@ -62,17 +69,17 @@ class ContextWindow:
 
     @property
     def segment(self) -> ContextSegment:
-        """The one under way."""
+        """The segment that is growing now."""
         return self.segments[-1]
 
     @property
     def num_tokens(self) -> int:
-        """Of the prompt that the model would get now."""
+        """Length of the prompt that the model would get now."""
         return len(self.segment.token_ids) + len(self._pending)
 
     @property
     def num_opening_tokens(self) -> int:
-        """Of the episode's first prompt. Raises IndexError before the first turn."""
+        """Length of the episode's first prompt. Raises IndexError before the first turn."""
         return len(self.segments[0].turns[0].observation_ids)
 
     def open(self, messages: Sequence[Message]) -> None:
@@ -81,7 +88,7 @@ class ContextWindow:
         self._begin(messages, self._tokenizer.first_prompt(messages, self._tools))
 
     def prompt(self) -> list[int]:
-        """All tokens the model is to continue; checked to extend what was prompted and said before. [T]"""
+        """All tokens to continue [T]. Raises AssertionError unless they extend the recorded turns."""
         segment = self.segment
         if segment.turns:
             last = segment.turns[-1].completion.token_ids
@@ -90,7 +97,7 @@ class ContextWindow:
         return segment.token_ids + self._pending
 
     def record(self, completion: Completion, said: Message) -> None:
-        """Append what was prompted and what was sampled."""
+        """Append the pending prompt tokens and the completion, whose message is `said`."""
         segment = self.segment
         segment.turns.append(Turn(observation_ids=tuple(self._pending), completion=completion))
         segment.token_ids += self._pending
@@ -101,17 +108,17 @@ class ContextWindow:
         self._rounds.append(_Round(said=said, completion=completion, answer=[]))
 
     def observe(self, messages: Sequence[Message]) -> list[Message]:
-        """Append what came back of the last turn, cut to size, and return it so.
+        """Append the answer to the last turn, cut to its limits, and return it as appended.
 
-        It is encoded whole first: mostly it fits, and was then encoded once.
+        It is encoded before it is cut: mostly it fits, and is then encoded only once.
         """
         last = self._rounds[-1]
-        config, spoken = self._config, last.completion.token_ids
+        config, completion_ids = self._config, last.completion.token_ids
         shown = [self._cut_chars(message) for message in messages]
-        self._pending = self._tokenizer.observation(shown, previous=spoken)
+        self._pending = self._tokenizer.observation(shown, previous=completion_ids)
         if len(self._pending) > config.tool_output_tokens // max(_num_answers(shown), 1):
             shown = self.cut(shown)
-            self._pending = self._tokenizer.observation(shown, previous=spoken)
+            self._pending = self._tokenizer.observation(shown, previous=completion_ids)
         last.answer, last.num_answer_tokens = shown, len(self._pending)
         self.segment.messages.extend(shown)
         return shown
@@ -136,7 +143,7 @@ class ContextWindow:
 
     @property
     def is_nearly_full(self) -> bool:
-        """Whether the prompt is beyond `compact_at_tokens`, and a fork would leave out what is worth one."""
+        """Whether the prompt is longer than `compact_at_tokens` and a fork would free enough."""
         config = self._config
         if config.compaction == "none" or self.num_tokens <= config.compaction_tokens:
             return False
@@ -147,7 +154,7 @@ class ContextWindow:
         return num_old >= MIN_DROPPED_SHARE * self.num_tokens or (num_old > 0 and not has_room)
 
     def drop_old(self) -> None:
-        """Fork: all observations but the last leave a word in their place. What the model said stands."""
+        """Fork: replace all observations except the last by a short note. The model's turns stay as they are."""
         for round_ in self._rounds[:-1]:
             round_.answer = [replace(m, content=DROPPED) if m.role == "tool" else m for m in round_.answer]
         ids = self._tokenizer.first_prompt(self._opening, self._tools)
@@ -161,14 +168,14 @@ class ContextWindow:
         self._rounds = rounds
 
     def ask_for_summary(self) -> None:
-        """The pending observation, with the request for notes at its end."""
+        """Append the request for notes to the pending observation."""
         *others, last = self._rounds[-1].answer
         messages = [*others, replace(last, content=last.content + SUMMARY_REQUEST)]
         self.segment.messages[-1] = messages[-1]
         self._pending = self._tokenizer.observation(messages, previous=self._rounds[-1].completion.token_ids)
 
     def take_summary(self) -> None:
-        """Fork: the opening, with the last turn as the model's notes."""
+        """Fork: keep the opening, with the last turn as the model's notes."""
         text = self._rounds[-1].said.content
         notes = text.rpartition(THINK_CLOSE)[2].strip()
         *before, last = self._opening

@@ -1,7 +1,7 @@
-"""Turns of a model family as the `renderers` package writes them (https://pypi.org/project/renderers). Optional.
+"""Turns of a model family as the optional `renderers` package writes them (https://pypi.org/project/renderers).
 
-The package is shown placeholders for contents, and our codec for its tokenizer puts the contents in their place, so
-that they never become special tokens. It knows families by the hub name of their models, or by its own name for one.
+The package renders placeholders instead of contents. Our codec, which it takes for its tokenizer, then inserts the
+contents, so that they never become special tokens. A family is found by a model's hub name, or by the package's name.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from agentrl.types import Message, Role, user
 
 
 class LibraryStrategy:
-    """A renderer of the package. Raises ConfigError when it cannot serve the vocabulary at hand."""
+    """A Strategy over a renderer of the package. Raises ConfigError when it cannot write for this vocabulary.
+
+    strategy = load_strategy(codec, "qwen3", eos_id=eos_id, template_args={})
+    """
 
     def __init__(self, vocabulary: Vocabulary, renderer: Any, *, family: str) -> None:
         self.name = f"renderers' {family}"
@@ -38,20 +41,20 @@ class LibraryStrategy:
         bodies = self._vocabulary.hide(messages)
         return list(self._renderer.render_ids(bodies, tools=functions, add_generation_prompt=True))
 
-    def told(self, tools: Sequence[dict[str, Any]]) -> str:
+    def tools_as_text(self, tools: Sequence[dict[str, Any]]) -> str:
         """See Strategy."""
         return self._codec.decode(self.opening([user("x")], tools))
 
-    def following(self, messages: Sequence[Message], *, spoken: Sequence[int]) -> list[int]:
+    def following(self, messages: Sequence[Message], *, completion_ids: Sequence[int]) -> list[int]:
         """See Strategy. Raises ConfigError where the package would render the whole dialogue again.
 
-        The package is shown a turn of one word: what it writes behind a turn must not hang on what was said in it.
+        The package renders a turn of one word: what it writes after a turn must not depend on the turn's content.
         """
         ids = self._after(messages)
-        return ids[1:] if spoken and spoken[-1] == self.close_id else ids
+        return ids[1:] if completion_ids and completion_ids[-1] == self.close_id else ids
 
     def _after(self, messages: Sequence[Message]) -> list[int]:
-        """Ids behind an assistant turn that was cut short, its close token first."""
+        """Ids after an assistant turn that was cut short, its close token first."""
         bodies = self._vocabulary.hide(messages)
         bridged = self._renderer.bridge_to_next_turn(self._opened, list(self._said), bodies)
         known = [*self._opened, *self._said]
@@ -69,7 +72,7 @@ class LibraryStrategy:
 
 
 def family_of(model: str) -> str | None:
-    """The package's name for the family of a model of the hub; None where it is not installed or knows it not."""
+    """The package's name for the family of a hub model; None where the package is missing or does not know it."""
     if Path(model).exists():
         return None
     try:
@@ -89,7 +92,7 @@ def load_strategy(
         from renderers.configs import config_from_name
     except ImportError as error:
         raise MissingDependencyError(
-            f"model.renderer={family!r} is of the renderers package: pip install 'agentrl[renderers]'"
+            f"model.renderer={family!r} needs the renderers package: pip install 'agentrl[renderers]'"
         ) from error
     try:
         config = config_from_name(family)
@@ -103,7 +106,7 @@ def load_strategy(
 
 
 class Vocabulary:
-    """What the package wants of a tokenizer. Its own text is parsed for special tokens; contents never are."""
+    """The tokenizer interface that the package needs. Its own text is parsed for special tokens; contents never are."""
 
     name_or_path = ""
     unk_token_id = None
@@ -114,9 +117,9 @@ class Vocabulary:
         self._hidden: list[Pieces] = []
 
     def hide(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """The messages as the package takes them, placeholders for contents, which `encode` replaces from now on."""
+        """The messages for the package, with placeholders for contents, which `encode` replaces from now on."""
         self._hidden = [
-            self.codec.spoken(format_message(m)) if m.role == "assistant" else [m.content] for m in messages
+            self.codec.assistant_parts(format_message(m)) if m.role == "assistant" else [m.content] for m in messages
         ]
         return [
             {"role": m.role, "content": placeholder(i), **({"tool_call_id": m.tool_call_id} if m.tool_call_id else {})}
@@ -124,7 +127,7 @@ class Vocabulary:
         ]
 
     def encode(self, text: str, *args: Any, **kwargs: Any) -> list[int]:
-        """Ids of the package's text, hidden contents put in."""
+        """Ids of the package's text, with the hidden contents inserted."""
         parts: Pieces = []
         for piece in split_pieces(text):
             parts.extend(self._hidden[piece] if isinstance(piece, int) else self.codec.glue(piece))
@@ -135,6 +138,6 @@ class Vocabulary:
         return self.codec.decode([token_ids] if isinstance(token_ids, int) else list(token_ids))
 
     def convert_tokens_to_ids(self, tokens: Any) -> Any:
-        """Ids of added tokens; None for one that the vocabulary has not."""
+        """Ids of added tokens; None for one that the vocabulary does not have."""
         ids = self.codec.added_ids
         return ids.get(tokens) if isinstance(tokens, str) else [ids.get(token) for token in tokens]

@@ -1,8 +1,9 @@
-"""How turns become tokens: by the difference that a chat template makes, or as raw text. Knows no engine, no format.
+"""Turns of a dialogue as tokens: by the suffix difference of a chat template, or as raw text.
 
-The template is rendered with placeholders where contents go. Only the template's own text (the glue) may produce
-added tokens such as `<|im_end|>`. What follows the placeholder of an assistant turn in a whole synthetic dialogue is
-what must be appended after a real one (suffix difference), so nothing the model said is ever tokenized again.
+The template is rendered with placeholders in the place of contents. Only the template's own text (the glue) may produce
+added tokens such as `<|im_end|>`. The text that follows an assistant turn's placeholder in a synthetic dialogue is the
+text to append after a real turn (suffix difference), so nothing the model said is ever tokenized again. Independent of
+engines and tool formats.
 """
 
 from __future__ import annotations
@@ -23,46 +24,53 @@ from agentrl.types import Message, Role
 Template = Callable[[list[dict[str, Any]], "list[Any] | None", bool], str]
 """(messages, tools, add_generation_prompt) -> text. May raise whatever the template raises."""
 Pieces = list[str | int]
-"""Glue texts, and the numbers of the contents between them."""
+"""Glue texts, and between them the index of each content."""
 
 # Private-use characters: no template writes them, and none strips or splits them.
 _PLACEHOLDER = re.compile("\ue000(\\d+)\ue001")
 _ARGUMENT = "\ue002"
 _PROBE = '"\n\\.'
-"""Comes out changed of a template that writes a content as JSON."""
+"""A template that writes contents as JSON changes this text."""
 OBSERVATIONS: tuple[tuple[Role, ...], ...] = (("tool",), ("tool", "tool"), ("user",))
 MAX_OPENINGS = 256
-"""Kept rendered, by roles and tools."""
+"""Rendered openings that are cached, by roles and tools."""
 _Calls = Literal["none", "objects", "texts"]
-"""How a synthetic assistant turn before tool messages holds its calls: not, with arguments as objects, as JSON text."""
+"""How a synthetic assistant turn before tool messages holds its calls: none, arguments as objects, or as JSON text."""
 
 
 class Strategy(Protocol):
-    """Turns of one model family as token ids."""
+    """Turns of one model family as token ids.
+
+    ids = strategy.opening([user("What is 2 + 2?")], tools=())
+    ids += completion_ids
+    ids += strategy.following([user("Sure?")], completion_ids=completion_ids)
+    """
 
     name: str
     close_id: int
-    """Ends an assistant turn."""
+    """The token that ends an assistant turn."""
 
     def opening(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
         """Ids of a whole dialogue, generation prompt included. Raises ConfigError when it cannot be written."""
 
-    def told(self, tools: Sequence[dict[str, Any]]) -> str:
-        """The text of an opening with these tools; empty where the strategy has no way to tell of them."""
+    def tools_as_text(self, tools: Sequence[dict[str, Any]]) -> str:
+        """The text of an opening with these tools; empty where the strategy cannot describe tools."""
 
-    def following(self, messages: Sequence[Message], *, spoken: Sequence[int]) -> list[int]:
-        """New ids after an assistant turn that came to `spoken`: its close token where it has none, then `messages`."""
+    def following(self, messages: Sequence[Message], *, completion_ids: Sequence[int]) -> list[int]:
+        """New ids after an assistant turn of `completion_ids`: its close token if it was cut short, then `messages`."""
 
     def can_append(self, roles: Sequence[Role]) -> bool:
-        """Whether messages of `roles` are written alike whatever went before."""
+        """Whether messages of `roles` are written the same way after every dialogue."""
 
 
 class TemplateStrategy:
-    """Suffix difference of a chat template.
+    """A Strategy: the suffix difference of a chat template.
 
-    A template that refuses a lone `tool` message is shown one with the calls it answers; one that has no such role
-    gets tool output as a user's message, and one without a system role has it in the first user's message.
-    Raises ConfigError with the reason when nothing of that works.
+    A template that refuses a `tool` message alone gets one with the calls it answers. One without that role gets tool
+    output as a user message; one without a system role gets the system text in the first user message. Raises
+    ConfigError with the reason when none of this works.
+
+        strategy = TemplateStrategy(codec, template, name="Qwen/Qwen2.5-0.5B-Instruct")
     """
 
     def __init__(self, codec: Codec, template: Template, *, name: str) -> None:
@@ -92,38 +100,38 @@ class TemplateStrategy:
         return self._encode(self._openings[key], messages)
 
     def _grown(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
-        """A dialogue with tool output turn by turn, as a rollout would have it: synthetic calls never reach a model."""
+        """A dialogue with tool output, built turn by turn as in a rollout: synthetic calls never reach a model."""
         turns = [i for i, message in enumerate(messages) if message.role == "assistant"]
         if not turns or messages[turns[0] - 1].role == "tool":
-            raise ConfigError(f"the {self.name} wants an assistant's turn before a tool message")
+            raise ConfigError(f"the {self.name} needs an assistant turn before a tool message")
         ids = self.opening(messages[: turns[0]], tools)
         for start, end in zip(turns, [*turns[1:], len(messages)], strict=True):
-            spoken = self._codec.encode_parts(self._content(messages[start]))
-            ids += [*spoken, *self.following(messages[start + 1 : end], spoken=spoken)]
+            turn = self._codec.encode_parts(self._content(messages[start]))
+            ids += [*turn, *self.following(messages[start + 1 : end], completion_ids=turn)]
         return ids
 
-    def told(self, tools: Sequence[dict[str, Any]]) -> str:
+    def tools_as_text(self, tools: Sequence[dict[str, Any]]) -> str:
         """See Strategy."""
         return self._render(["user"], tools=list(tools))
 
-    def following(self, messages: Sequence[Message], *, spoken: Sequence[int]) -> list[int]:
+    def following(self, messages: Sequence[Message], *, completion_ids: Sequence[int]) -> list[int]:
         """See Strategy."""
         messages = self._adapted(messages)
         ids = self._encode(self._after(tuple(m.role for m in messages)), messages)
-        return ids[1:] if spoken and spoken[-1] == self.close_id else ids
+        return ids[1:] if completion_ids and completion_ids[-1] == self.close_id else ids
 
     def can_append(self, roles: Sequence[Role]) -> bool:
         """See Strategy."""
         try:
             return self._changes_with_history(self._as_written(roles)) is None
-        except ConfigError:  # refused here; perhaps not where it is rendered as a whole
+        except ConfigError:  # a dialogue rendered as a whole may still be accepted
             return False
 
     def _roles(self) -> tuple[Role, ...]:
         return (*(("system",) if self._has_system else ()), "user", *(("tool",) if self._has_tool_role else ()))
 
     def _adapted(self, messages: Sequence[Message]) -> list[Message]:
-        """With no role that the template has not."""
+        """The messages in roles that the template has."""
         out: list[Message] = []
         for message in messages:
             role, content = message.role, message.content
@@ -150,7 +158,7 @@ class TemplateStrategy:
         return True
 
     def _find_close(self) -> tuple[int, str]:
-        """The token with which the template ends an assistant turn, and its text."""
+        """The token that ends an assistant turn in the template, and its text."""
         _, _, rest = self._render(("user", "assistant", "user")).partition(placeholder(1))
         found = self._codec.glue(rest)
         if found and isinstance(found[0], str) and not found[0].strip():
@@ -160,7 +168,7 @@ class TemplateStrategy:
         return found[0], next(text for text, i in self._codec.added_ids.items() if i == found[0])
 
     def _settle_tools(self) -> None:
-        """The first way to show tool messages that does not change with what went before."""
+        """Choose the first way to write tool messages that does not depend on the dialogue before them."""
         reasons = []
         ways: tuple[_Calls, ...] = ("none", "objects", "texts")
         for self._calls in ways:
@@ -187,7 +195,7 @@ class TemplateStrategy:
         expected = self._after(roles)
         found = [self._glue_after(longer, roles)]
         if self._has_system:
-            # A template may show the system text with the newest message only; then it is in the opening, and no more.
+            # A template may show the system text with the newest message only; then only the opening contains it.
             with contextlib.suppress(ConfigError):
                 found.append(self._glue_after(("system", "user", "assistant"), roles))
         if any(pieces != expected and not _repeats_earlier(pieces) for pieces in found):
@@ -195,7 +203,7 @@ class TemplateStrategy:
         return None
 
     def _writes_json(self, role: Role) -> bool:
-        """Whether contents of `role` stand in a JSON string. Raises ConfigError when they are changed otherwise."""
+        """Whether contents of `role` are written as a JSON string. Raises ConfigError when they change otherwise."""
         roles: tuple[Role, ...] = (role,)
         if role != "user":
             roles = ("user", "assistant", "tool") if role == "tool" else ("system", "user")
@@ -209,15 +217,15 @@ class TemplateStrategy:
         raise ConfigError(f"the {self.name} rewrites the content of {role} messages")
 
     def _after(self, roles: tuple[Role, ...]) -> Pieces:
-        """Glue after the content of an assistant turn that messages of `roles` follow, generation prompt included."""
+        """Glue after the content of an assistant turn followed by messages of `roles`, with the generation prompt."""
         if roles not in self._cache:
             self._cache[roles] = self._glue_after(("user", "assistant"), roles)
         return self._cache[roles]
 
     def _glue_after(self, before: tuple[Role, ...], roles: tuple[Role, ...]) -> Pieces:
-        """Pieces from the close token of the last turn of `before`, when messages of `roles` follow.
+        """Pieces from the close token of the last turn of `before` on, when messages of `roles` follow.
 
-        Contents are numbered from 0; a negative number is a content of `before` that the template put there.
+        Contents are numbered from 0; a negative number is a content of `before` that the template repeats.
         """
         text = self._render([*before, *roles])
         last = placeholder(len(before) - 1)
@@ -237,7 +245,7 @@ class TemplateStrategy:
     def _render(
         self, roles: Sequence[Role], *, tools: list[Any] | None = None, extra: dict[int, str] | None = None
     ) -> str:
-        """The template's text with a placeholder for each content, `extra` behind some."""
+        """The template's text with a placeholder for each content; `extra` texts follow some of them."""
         messages = _synthetic(roles, self._calls, extra or {})
         try:
             text = self._template(messages, tools or None, True)
@@ -256,14 +264,19 @@ class TemplateStrategy:
         return self._codec.encode_parts(parts)
 
     def _content(self, message: Message) -> Pieces:
-        """The parts of a message: markers are tokens in what a model said, and text in all else."""
+        """The parts of a message: markers are tokens in assistant messages and text in all others."""
         if message.role == "assistant":
-            return self._codec.spoken(format_message(message))
+            return self._codec.assistant_parts(format_message(message))
         return [_escaped(message.content) if message.role in self._json_roles else message.content]
 
 
 class RawStrategy:
-    """No template: contents follow each other as text, as a base model reads them. Append-only by construction."""
+    """A Strategy without a template: contents follow each other as text, as a base model reads them.
+
+    Append-only by construction. Raises ConfigError for a vocabulary without an end-of-text token.
+
+        strategy = RawStrategy(codec, bos_id=None, eos_id=0, name="my-base-model")
+    """
 
     def __init__(self, codec: Codec, *, bos_id: int | None, eos_id: int | None, name: str) -> None:
         self.name = f"raw text of {name}"
@@ -277,17 +290,17 @@ class RawStrategy:
         """See Strategy."""
         parts: Pieces = []
         for message in messages:
-            spoken = message.role == "assistant"
-            parts += self._codec.spoken(format_message(message)) if spoken else [message.content]
+            is_assistant = message.role == "assistant"
+            parts += self._codec.assistant_parts(format_message(message)) if is_assistant else [message.content]
             parts.append("\n\n")
         return [*self._start, *self._codec.encode_parts(parts)]
 
-    def told(self, tools: Sequence[dict[str, Any]]) -> str:
+    def tools_as_text(self, tools: Sequence[dict[str, Any]]) -> str:
         """See Strategy."""
         return ""
 
-    def following(self, messages: Sequence[Message], *, spoken: Sequence[int]) -> list[int]:
-        """See Strategy. What the model said is not closed: it goes on after the text."""
+    def following(self, messages: Sequence[Message], *, completion_ids: Sequence[int]) -> list[int]:
+        """See Strategy. The model's turn is not closed: its text goes on after the messages."""
         return self._codec.encode("\n\n" + "".join(f"{message.content}\n\n" for message in messages))
 
     def can_append(self, roles: Sequence[Role]) -> bool:
@@ -296,7 +309,7 @@ class RawStrategy:
 
 
 def _synthetic(roles: Sequence[Role], calls: _Calls, extra: dict[int, str]) -> list[dict[str, Any]]:
-    """A dialogue of placeholders, in which every tool message answers a call where `calls` says so."""
+    """A dialogue of placeholders. Unless `calls` is "none", every tool message answers a call."""
     messages: list[dict[str, Any]] = []
     for i, role in enumerate(roles):
         message: dict[str, Any] = {"role": role, "content": placeholder(i) + extra.get(i, "")}
@@ -314,12 +327,12 @@ def _synthetic(roles: Sequence[Role], calls: _Calls, extra: dict[int, str]) -> l
 
 
 def placeholder(index: int) -> str:
-    """Stands for content `index` while a template is rendered."""
+    """The text that replaces content `index` while a template is rendered."""
     return f"\ue000{index}\ue001"
 
 
 def split_pieces(text: str) -> Pieces:
-    """Rendered text as glue and the numbers of contents."""
+    """Split rendered text into glue and content indices."""
     parts = _PLACEHOLDER.split(text)
     return [int(part) if i % 2 else part for i, part in enumerate(parts)]
 

@@ -1,6 +1,6 @@
-"""What every strategy must pass before anything is trained with it: synthetic dialogues, judged from outside.
+"""Checks that every strategy must pass before anything is trained with it, on synthetic dialogues.
 
-Knows no template: a strategy is asked for tokens as a rollout would ask. Each check returns a reason, or None.
+Independent of templates: a strategy is called as in a rollout. Each check returns a reason, or None when it passes.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ TEXTS = (
 )
 _ROLES: tuple[tuple[Role, ...], ...] = (("tool",), ("tool", "tool"), ("user",))
 Whole = Callable[[Sequence[Message]], str]
-"""The text of a dialogue as the chat template writes it."""
+"""Renders a whole dialogue by the chat template."""
 
 
-def self_test(codec: Codec, strategy: Strategy, *, whole: Whole | None) -> None:
-    """Raises ConfigError with the strategy's name and the first reason."""
+def check_strategy(codec: Codec, strategy: Strategy, *, whole: Whole | None) -> None:
+    """Raises ConfigError with the strategy's name and the first failure; `whole`: None without a chat template."""
     checks: tuple[Callable[[], str | None], ...] = (
         lambda: contents_stay_contents(codec),
         lambda: _agrees_as_a_whole(codec, strategy, whole),
@@ -40,7 +40,7 @@ def self_test(codec: Codec, strategy: Strategy, *, whole: Whole | None) -> None:
 
 
 def contents_stay_contents(codec: Codec) -> str | None:
-    """No text becomes an added token, and all come back."""
+    """No text becomes an added token, and every text survives encoding and decoding."""
     for text in (*TEXTS, *codec.added_ids):
         ids = codec.encode(text)
         if set(ids) & set(codec.added_ids.values()):
@@ -51,12 +51,12 @@ def contents_stay_contents(codec: Codec) -> str | None:
 
 
 def _agrees_as_a_whole(codec: Codec, strategy: Strategy, whole: Whole | None) -> str | None:
-    """An opening made in pieces is what the model's own tokenizer makes of the template's text."""
+    """An opening encoded in pieces equals the template's text encoded by the model's own tokenizer."""
     for text in TEXTS[:3] if whole is not None else ():
         for messages in ([user(text)], [system(text), user(text)]):
             try:
                 expected = codec.encode_whole(whole(messages)) if whole is not None else []
-            except Exception:  # jinja2 errors of any kind: it has no system role
+            except Exception:  # jinja2 errors of any kind: the template has no system role
                 if messages[0].role == "system":
                     continue
                 raise
@@ -82,12 +82,12 @@ def _contents_are_shown_and_open_nothing(codec: Codec, strategy: Strategy) -> st
 
 def _after(strategy: Strategy, roles: Sequence[Role], text: str) -> list[int]:
     messages = [Message(role=role, content=text, tool_call_id=f"call_{i}") for i, role in enumerate(roles)]
-    return strategy.following(messages, spoken=[strategy.close_id])
+    return strategy.following(messages, completion_ids=[strategy.close_id])
 
 
 def _cut_turns_are_closed(codec: Codec, strategy: Strategy) -> str | None:
     messages = [Message(role="tool", content=""), Message(role="tool", content="b")]
     said = codec.encode("some words")
-    whole = strategy.following(messages, spoken=[*said, strategy.close_id])
-    cut = strategy.following(messages, spoken=said)
+    whole = strategy.following(messages, completion_ids=[*said, strategy.close_id])
+    cut = strategy.following(messages, completion_ids=said)
     return None if cut in ([strategy.close_id, *whole], whole) else "a turn cut short is not closed like a whole one"

@@ -1,6 +1,7 @@
-"""Messages -> token ids, appended and never re-rendered. Knows no engine and no environment.
+"""Messages -> token ids, appended and never rendered again. Independent of engines and environments.
 
-A TurnTokenizer is a vocabulary (codec), a way to write turns (strategy), and a way to write tool calls (format).
+A TurnTokenizer combines a vocabulary (Codec), a way to write turns (Strategy), and a way to write tool calls
+(ToolFormat).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from agentrl.errors import ConfigError
 from agentrl.tokens import renderers_strategy as library_turns
 from agentrl.tokens.codec import Codec
 from agentrl.tokens.strategies import RawStrategy, Strategy, Template, TemplateStrategy
-from agentrl.tokens.strategy_checks import contents_stay_contents, self_test
+from agentrl.tokens.strategy_checks import check_strategy, contents_stay_contents
 from agentrl.tokens.tool_calls import THINK_OPEN, ParsedText
 from agentrl.tokens.tool_formats import ToolFormat, make_format
 from agentrl.types import Message, Role
@@ -24,7 +25,12 @@ _Tools = Sequence[dict[str, Any]]
 
 
 class TurnTokenizer:
-    """Turns of one model as token ids. `load` refuses a tokenizer for which no strategy passes the self-test."""
+    """Turns of one model as token ids. `load` refuses a tokenizer for which no strategy passes its checks.
+
+    tokenizer = TurnTokenizer.load("Qwen/Qwen2.5-0.5B-Instruct")
+    prompt_ids = tokenizer.first_prompt([user("What is 2 + 2?")])
+    parsed = tokenizer.parse(completion.token_ids, tools=())
+    """
 
     def __init__(
         self, codec: Codec, strategy: Strategy, *, eos_token_id: int | None, name: str, tool_format: str = "auto"
@@ -34,11 +40,11 @@ class TurnTokenizer:
         self.close_id = strategy.close_id
         self.added_ids = codec.added_ids
         self.stop_token_ids = tuple(dict.fromkeys(i for i in (self.close_id, eos_token_id) if i is not None))
-        self.opens_thought = codec.decode(strategy.following([_USER], spoken=())).rstrip().endswith(THINK_OPEN)
+        self.opens_thought = codec.decode(strategy.following([_USER], completion_ids=())).rstrip().endswith(THINK_OPEN)
         self.format: ToolFormat = make_format(tool_format, codec, strategy, thinking=self.opens_thought)
         self._codec = codec
         self._eos_token_id = eos_token_id
-        self._speaking: dict[str, TurnTokenizer] = {tool_format: self}
+        self._by_format: dict[str, TurnTokenizer] = {tool_format: self}
 
     @classmethod
     def load(cls, path: str, *, renderer: str = "auto", template_args: Mapping[str, Any] | None = None) -> Self:
@@ -51,7 +57,7 @@ class TurnTokenizer:
                 knows the model, else the chat template, else (only without one) raw text.
             template_args: variables for the chat template, such as enable_thinking.
 
-        Raises ConfigError when it cannot be loaded, or naming for every strategy tried what failed.
+        Raises ConfigError when it cannot be loaded, or with the failed check of every strategy that was tried.
         """
         from transformers import PreTrainedTokenizerFast
 
@@ -65,74 +71,76 @@ class TurnTokenizer:
         return cls(codec, strategy, eos_token_id=tokenizer.eos_token_id, name=path)
 
     def with_tool_format(self, tool_format: str) -> TurnTokenizer:
-        """The same with another format of tool calls (`rollout.tool_format`). Raises ConfigError for an unknown one."""
-        if tool_format not in self._speaking:
+        """This tokenizer with another tool-call format (`rollout.tool_format`). Raises ConfigError if unknown."""
+        if tool_format not in self._by_format:
             other = TurnTokenizer(
                 self._codec, self.strategy, eos_token_id=self._eos_token_id, name=self.name, tool_format=tool_format
             )
-            other._speaking = self._speaking
-            self._speaking[tool_format] = other
-        return self._speaking[tool_format]
+            other._by_format = self._by_format
+            self._by_format[tool_format] = other
+        return self._by_format[tool_format]
 
     def first_prompt(self, messages: Sequence[Message], tools: _Tools = ()) -> list[int]:
-        """Ids of the whole opening, generation prompt included. Raises ConfigError if the template drops something."""
+        """Ids of the whole opening with the generation prompt. Raises ConfigError if the template drops a content."""
         return self.strategy.opening(*self.format.opening(messages, tools))
 
     def observation(self, messages: Sequence[Message], *, previous: Sequence[int]) -> list[int]:
-        """The new ids only: what stands between the model's last token and its next turn.
+        """The new ids only: everything between the model's last token and its next turn.
 
-        `previous` are the ids of the completion before. Where it was cut before its close token, that token is
-        inserted. Everything returned was written by us: action mask 0.
+        All returned ids have action mask 0.
+
+        Args:
+            previous: ids of the completion before. If it was cut before its close token, that token is inserted.
         """
         is_open = bool(previous) and previous[-1] not in self.stop_token_ids
         raw = self.format.continuation(messages) if is_open else None
         if raw is not None:
             return self._codec.encode(raw)
-        return self.strategy.following(self.format.shown(messages), spoken=previous)
+        return self.strategy.following(self.format.shown(messages), completion_ids=previous)
 
     def can_append(self, roles: Sequence[Role]) -> bool:
-        """Whether messages of `roles` are written alike whatever went before."""
+        """Whether messages of `roles` are written the same way after every dialogue."""
         return self.strategy.can_append(roles)
 
     def parse(self, token_ids: Sequence[int], *, tools: _Tools, id_prefix: str = "call") -> ParsedText:
-        """A completion taken apart by its ids: text, calls, and what did not parse."""
-        return self.format.parse(self._spoken(token_ids), tools=tools, id_prefix=id_prefix)
+        """Parse a completion by its ids into text, calls, and errors of what did not parse."""
+        return self.format.parse(self._without_stop_token(token_ids), tools=tools, id_prefix=id_prefix)
 
     def demonstration(self, messages: Sequence[Message], tools: _Tools = ()) -> tuple[list[int], list[int]]:
-        """(token_ids [T], action_mask [T]) of a whole scripted episode, by the very code path of a rollout.
+        """(token_ids [T], action_mask [T]) of a whole scripted episode, by the same code path as a rollout.
 
         Assistant turns and their close token have mask 1, all else 0. Messages after the last assistant turn are not
-        rendered: no rollout would show them to the model. Raises ValueError without an assistant message.
+        rendered, since a rollout would not show them to the model. Raises ValueError without an assistant message.
         """
         turns = [i for i, m in enumerate(messages) if m.role == "assistant"]
         if not turns:
             raise ValueError("a demonstration needs at least one assistant message")
         token_ids = self.first_prompt(messages[: turns[0]], tools)
         mask = [0] * len(token_ids)
-        spoken: list[int] = []
+        turn_ids: list[int] = []
         for n, index in enumerate(turns):
             if n:
-                seen = self.observation(messages[turns[n - 1] + 1 : index], previous=spoken)
+                seen = self.observation(messages[turns[n - 1] + 1 : index], previous=turn_ids)
                 token_ids += seen
                 mask += [0] * len(seen)
-            spoken = self.turn(messages[index])
-            token_ids += spoken
-            mask += [1] * len(spoken)
+            turn_ids = self.turn(messages[index])
+            token_ids += turn_ids
+            mask += [1] * len(turn_ids)
         return token_ids, mask
 
     def turn(self, message: Message) -> list[int]:
-        """A whole assistant turn as the model should write it, with the token that ends it where one does."""
+        """A whole assistant turn as the model should write it, with the token that ends it unless a stop text does."""
         text = self.format.write(message)
         ids = self.encode_assistant(text)
         return ids if any(stop in text for stop in self.format.stop) else [*ids, self.close_id]
 
     def encode_assistant(self, text: str) -> list[int]:
         """Text as the model writes it: a marker such as `<tool_call>` is one token where the vocabulary has it."""
-        return self._codec.encode_parts(self._codec.spoken(text))
+        return self._codec.encode_parts(self._codec.assistant_parts(text))
 
     def assistant_text(self, token_ids: Sequence[int]) -> str:
-        """What the model said, without the stop token it ended with."""
-        return self.decode(self._spoken(token_ids))
+        """The text of a completion, without the stop token at its end."""
+        return self.decode(self._without_stop_token(token_ids))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of any ids, special tokens spelled out."""
@@ -143,10 +151,10 @@ class TurnTokenizer:
         return self._codec.count(text)
 
     def truncate(self, text: str, max_tokens: int, *, keep: str = "both") -> str:
-        """At most `max_tokens` tokens of `text`: `both` ends, its `head` or its `tail`, and a note for what was cut."""
+        """At most `max_tokens` tokens of `text`: see Codec.truncate."""
         return self._codec.truncate(text, max_tokens, keep=keep)
 
-    def _spoken(self, token_ids: Sequence[int]) -> Sequence[int]:
+    def _without_stop_token(self, token_ids: Sequence[int]) -> Sequence[int]:
         ended = bool(token_ids) and token_ids[-1] in self.stop_token_ids
         return token_ids[:-1] if ended else token_ids
 
@@ -155,7 +163,7 @@ _USER = Message(role="user", content="x")
 
 
 def _choose(codec: Codec, tokenizer: Any, renderer: str, template_args: dict[str, Any], path: str) -> Strategy:
-    """The first strategy that passes. Raises ConfigError with what failed of each."""
+    """The first strategy that passes its checks. Raises ConfigError with the failure of each."""
     if reason := contents_stay_contents(codec):
         raise ConfigError(f"the tokenizer of {path} cannot be trained with: {reason}")
     family = library_turns.family_of(path) if renderer == "auto" else renderer
@@ -175,11 +183,11 @@ def _choose(codec: Codec, tokenizer: Any, renderer: str, template_args: dict[str
 
 
 def _made(way: str, codec: Codec, tokenizer: Any, template_args: dict[str, Any], path: str) -> Strategy:
-    """A strategy that has passed the self-test. Raises ConfigError."""
+    """A strategy that has passed its checks. Raises ConfigError."""
     eos_id: int | None = tokenizer.eos_token_id
     if way == "raw":
         strategy: Strategy = RawStrategy(codec, bos_id=tokenizer.bos_token_id, eos_id=eos_id, name=path)
-        self_test(codec, strategy, whole=None)
+        check_strategy(codec, strategy, whole=None)
         return strategy
     if not tokenizer.chat_template:
         raise ConfigError(f"the tokenizer of {path} has no chat template; add chat_template.jinja to the folder")
@@ -188,7 +196,7 @@ def _made(way: str, codec: Codec, tokenizer: Any, template_args: dict[str, Any],
         strategy = TemplateStrategy(codec, template, name=path)
     else:
         strategy = library_turns.load_strategy(codec, way, eos_id=eos_id, template_args=template_args)
-    self_test(
+    check_strategy(
         codec, strategy, whole=lambda m: template([{"role": x.role, "content": x.content} for x in m], None, True)
     )
     return strategy

@@ -1,6 +1,6 @@
-"""How a model writes tool calls as text: parse, and its inverse, format. Hermes JSON, and blocks of code.
+"""Tool calls as text: parsing, and its inverse, formatting. Hermes JSON, and blocks of code.
 
-Knows nothing of tokens, schemas or environments. Nothing is repaired: what does not parse is reported, never guessed.
+Nothing is repaired: what does not parse is reported, never guessed. Independent of tokens, schemas and environments.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ _DECODER = json.JSONDecoder(strict=False)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedText:
-    """An assistant turn taken apart. A malformed call stays in `content`, and one line about it is in `errors`."""
+    """A parsed assistant turn. A malformed call stays in `content`, and `errors` has one line about it.
+
+    parse_hermes('<tool_call>{"name": "f", "arguments": {}}</tool_call>').tool_calls[0].name  # "f"
+    """
 
     content: str
     tool_calls: tuple[ToolCall, ...]
@@ -34,9 +37,12 @@ def parse_hermes(
 ) -> ParsedText:
     """Split a turn into its text and its calls, in order.
 
-    Calls inside `<think>` are thoughts, not calls; `thinking` says that the prompt itself had opened the thought.
-    The JSON is decoded from the opener onwards, so code that contains `</tool_call>` in a string is no problem.
-    `openers` are the places of the true openers, where the token record tells; None: every `<tool_call>` is one.
+    Calls inside `<think>` do not count. The JSON is decoded from the opener onwards, so code that contains
+    `</tool_call>` in a string is no problem.
+
+    Args:
+        thinking: whether the prompt already opened a thought.
+        openers: positions of the real openers, by the token record; None: every `<tool_call>` is one.
     """
     if openers is None:
         openers = [match.start() for match in re.finditer(re.escape(OPEN), text)]
@@ -95,10 +101,14 @@ def format_code(content: str, tool_calls: Sequence[ToolCall], block: CodeBlock) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeBlock:
-    """How code stands in a text."""
+    """How a block of code is written in a text.
+
+    >>> FENCE.wrap("print(1)")
+    '```python\\nprint(1)\\n```\\n'
+    """
 
     pattern: re.Pattern[str]
-    """Matches a whole block; its group `code` is what runs."""
+    """Matches a whole block; its group `code` is the code to run."""
     begins: str
     ends: str
     """Writing this ends the turn."""
@@ -110,7 +120,7 @@ class CodeBlock:
         return f"{self.head}{code}{self.tail}"
 
     def trouble(self, text: str) -> tuple[str, ...]:
-        """What is wrong with a text that has no whole block; nothing where none was begun."""
+        """The error of a text that has an incomplete block; empty where none was begun."""
         if self.begins in text:
             return (f"the code block is not closed: it begins with {self.head!r} and ends with {self.tail!r}",)
         if self.ends in text:
@@ -156,7 +166,7 @@ def _after_thought(text: str, *, thinking: bool) -> int:
 
 
 def _decode_call(text: str, start: int) -> tuple[str, dict[str, object], int]:
-    """Name, arguments, and where the block ends. Raises ValueError with a sentence for the model."""
+    """Name, arguments, and the end of the block. Raises ValueError with a sentence for the model."""
     start = _skip_space(text, start)
     try:
         call, end = _DECODER.raw_decode(text, start)

@@ -1,8 +1,8 @@
-"""Which tool-call format an episode uses: what the model is told, where it stops, how its calls and answers are put.
+"""Tool-call formats: the instructions, the stop texts, and how calls and their answers are written.
 
 hermes: `<tool_call>` JSON in the chat template's own turns. fences and retool: code in the middle of one long
-assistant turn, its output put behind it as raw text, no template between (SimpleTIR, arXiv 2509.02479; ReTool, arXiv
-2504.11536). Knows no engine and no environment.
+assistant turn, with its output appended as raw text and no template between (SimpleTIR, arXiv 2509.02479; ReTool, arXiv
+2504.11536). Independent of engines and environments.
 """
 
 from __future__ import annotations
@@ -57,30 +57,34 @@ and its output follows in <interpreter></interpreter>. Then go on. {does}"""
 
 
 class ToolFormat(Protocol):
-    """One way to write calls and their answers."""
+    """One way to write calls and their answers.
+
+    messages, tools = tool_format.opening([user("What is 6 * 7?")], env.tool_schemas())
+    parsed = tool_format.parse(token_ids, tools=tools, id_prefix="call_0")
+    """
 
     name: str
     stop: tuple[str, ...]
-    """Texts that end a turn where the model has tools."""
+    """Texts that end a turn if the model has tools."""
 
     def opening(self, messages: Sequence[Message], tools: _Tools) -> tuple[list[Message], _Tools]:
-        """What the strategy is to render: the messages with our instructions, and the tools left to the template."""
+        """The messages to render, with our instructions, and the tools that the template itself describes."""
 
     def parse(self, token_ids: Sequence[int], *, tools: _Tools, id_prefix: str) -> ParsedText:
-        """A turn, without its stop token, taken apart."""
+        """Parse a turn, given without its stop token."""
 
     def write(self, message: Message) -> str:
-        """An assistant message as the model should write it. Raises ValueError when the format cannot say it."""
+        """An assistant message as the model should write it. Raises ValueError when the format cannot express it."""
 
     def shown(self, messages: Sequence[Message]) -> list[Message]:
-        """An observation as messages for the strategy."""
+        """An observation as messages for the strategy to render."""
 
     def continuation(self, messages: Sequence[Message]) -> str | None:
-        """An observation as raw text behind an open turn; None where it must be turns of its own."""
+        """An observation as raw text that continues an open turn; None where it must be turns of its own."""
 
 
 class HermesFormat:
-    """Hermes / Qwen `<tool_call>` JSON, answered by tool messages."""
+    """The ToolFormat of Hermes and Qwen: `<tool_call>` JSON, answered by tool messages."""
 
     name: str = "hermes"
     stop: tuple[str, ...] = ()
@@ -89,10 +93,10 @@ class HermesFormat:
         self._codec = codec
         self._strategy = strategy
         self._thinking = thinking
-        self._is_told: dict[bytes, bool] = {}
+        self._template_teaches: dict[bytes, bool] = {}
 
     def opening(self, messages: Sequence[Message], tools: _Tools) -> tuple[list[Message], _Tools]:
-        """See ToolFormat. A template that teaches this format tells the model itself; for others we do."""
+        """See ToolFormat. Instructions are added only if the template does not describe this format itself."""
         if not tools or self._teaches(tools):
             return list(messages), tools
         listed = "\n".join(json.dumps(schema["function"], ensure_ascii=False) for schema in tools)
@@ -100,13 +104,13 @@ class HermesFormat:
 
     def _teaches(self, tools: _Tools) -> bool:
         key = msgspec.json.encode(tools)
-        if key not in self._is_told:
-            text = self._strategy.told(tools)
-            self._is_told[key] = OPEN in text and all(schema["function"]["name"] in text for schema in tools)
-        return self._is_told[key]
+        if key not in self._template_teaches:
+            text = self._strategy.tools_as_text(tools)
+            self._template_teaches[key] = OPEN in text and all(schema["function"]["name"] in text for schema in tools)
+        return self._template_teaches[key]
 
     def parse(self, token_ids: Sequence[int], *, tools: _Tools, id_prefix: str) -> ParsedText:
-        """See ToolFormat. Where the vocabulary has a token for `<tool_call>`, only that token opens a call."""
+        """See ToolFormat. If the vocabulary has a token for `<tool_call>`, only that token opens a call."""
         text, openers = self._codec.decode_marked(token_ids, OPEN)
         return parse_hermes(text, id_prefix=id_prefix, thinking=self._thinking, openers=openers)
 
@@ -124,7 +128,7 @@ class HermesFormat:
 
 
 class CodeFormat:
-    """Code in the text of one assistant turn, for environments with one tool of one argument."""
+    """A ToolFormat of code in the text of one assistant turn, for environments with one tool of one argument."""
 
     def __init__(self, name: str, codec: Codec, *, block: CodeBlock, prompt: str, answer: str) -> None:
         self.name = name
@@ -135,7 +139,7 @@ class CodeFormat:
         self._answer = answer
 
     def opening(self, messages: Sequence[Message], tools: _Tools) -> tuple[list[Message], _Tools]:
-        """See ToolFormat. Raises ConfigError for tools that are not one with one argument."""
+        """See ToolFormat. Raises ConfigError unless there is one tool with one argument."""
         if not tools:
             return list(messages), ()
         _the_argument(tools, self.name)
@@ -155,7 +159,7 @@ class CodeFormat:
         return format_code(message.content, message.tool_calls, self._block)
 
     def shown(self, messages: Sequence[Message]) -> list[Message]:
-        """See ToolFormat. A turn that the model closed is answered by a user's."""
+        """See ToolFormat. A turn that the model closed is answered by a user message."""
         return [
             Message(role="user", content=self._answer.format(text=m.content).strip("\n")) if m.role == "tool" else m
             for m in messages
@@ -169,7 +173,7 @@ class CodeFormat:
 
 
 def make_format(name: str, codec: Codec, strategy: Strategy, *, thinking: bool) -> ToolFormat:
-    """The format of a name. auto: fences without a chat template, else hermes. Raises ConfigError for another name."""
+    """The format with this name. auto: fences without a chat template, else hermes. Raises ConfigError if unknown."""
     if name == "auto":
         name = "fences" if isinstance(strategy, RawStrategy) else "hermes"
     if name == "hermes":
@@ -184,14 +188,14 @@ def make_format(name: str, codec: Codec, strategy: Strategy, *, thinking: bool) 
 
 
 def with_instructions(messages: Sequence[Message], text: str) -> list[Message]:
-    """The messages with `text` at the end of the system message, which is made where there is none."""
+    """The messages with `text` at the end of the system message, which is added if there is none."""
     if messages and messages[0].role == "system":
         return [replace(messages[0], content=f"{messages[0].content}\n\n{text}"), *messages[1:]]
     return [system(text), *messages]
 
 
 def _the_argument(tools: _Tools, format_name: str) -> tuple[str, str]:
-    """The one tool's name and its one argument's. Raises ConfigError."""
+    """The names of the only tool and its only argument. Raises ConfigError."""
     arguments = list(tools[0]["function"].get("parameters", {}).get("properties", {}))
     if len(tools) != 1 or len(arguments) != 1:
         names = [schema["function"]["name"] for schema in tools]

@@ -23,7 +23,7 @@ from agentrl.errors import ConfigError, DiskError
 from agentrl.report.console import TrainConsole
 from agentrl.report.metrics import MetricsLog
 from agentrl.rollout.group import GroupPlayer
-from agentrl.rollout.monitored_env import noted
+from agentrl.rollout.monitored_env import monitored
 from agentrl.rollout.settings import settings_of
 from agentrl.run_folder import RunFolder
 from agentrl.supervision.secrets import Secrets
@@ -146,7 +146,7 @@ class Training:
                 within_s = self._config.engine.start_timeout_s
                 with self._wait_graph.waiting("run", on="engine", what="its start", within_s=within_s):
                     await launch_engines.engines_ready(servers, self._config.engine)
-            make_env = noted(make_env, self._wait_graph)
+            make_env = monitored(make_env, self._wait_graph)
             player = GroupPlayer(make_env, settings_of(self._config), TokenRunners(tokenizer))
             on_tokens = partial(self._wait_graph.beat, "engine")
             async with launch_engines.engine_client(

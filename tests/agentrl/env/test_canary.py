@@ -88,12 +88,12 @@ async def test_a_grader_that_knows_right_from_wrong_passes() -> None:
 async def test_a_grader_that_does_not_is_found_and_named(env_class: type[Env], said: str) -> None:
     with pytest.raises(CanaryFailed, match=re.escape(f"canary here: the grader {said}")) as caught:
         await check(env_class)
-    assert "go on from a checkpoint of before" in str(caught.value)
+    assert "resume from an earlier checkpoint" in str(caught.value)
 
 
 async def test_a_grader_that_raises_is_tried_again_and_then_given_up() -> None:
     await check(FaultyTwice)
-    with pytest.raises(InfraError, match=r"no outcome after 3 tries: .*RuntimeError: no memory"):
+    with pytest.raises(InfraError, match=r"no outcome after 3 attempts: .*RuntimeError: no memory"):
         await check(Faulty)
 
 
@@ -126,7 +126,7 @@ async def test_a_sandbox_that_computes_otherwise_is_found(
 
 async def test_a_sandbox_that_is_gone_is_named() -> None:
     async with SandboxClient("http://127.0.0.1:9") as nowhere:
-        with pytest.raises(InfraError, match=r"no outcome after 3 tries: canary: SandboxGone"):
+        with pytest.raises(InfraError, match=r"no outcome after 3 attempts: canary: SandboxGone"):
             await check(Integers, nowhere)
 
 

@@ -109,7 +109,7 @@ def test_tool_output_is_written_as_the_family_writes_it(tmp_path: Path, turns: T
     assert without_prefilled(turns.decode(ids)) == family.tool_answer
 
 
-def test_every_family_is_told_of_tools_in_the_format_that_is_parsed(turns: TurnTokenizer) -> None:
+def test_every_family_template_teaches_of_tools_in_the_format_that_is_parsed(turns: TurnTokenizer) -> None:
     told = turns.decode(turns.first_prompt([system("Be brief."), user("hi")], TOOLS))
     assert "<tool_call>" in told and "python" in told and "Be brief." in told
 

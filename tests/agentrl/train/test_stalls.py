@@ -12,7 +12,7 @@ import pytest
 
 from agentrl.env import Action, Env, StepResult
 from agentrl.errors import LearnerError, RunStalled
-from agentrl.rollout.monitored_env import noted
+from agentrl.rollout.monitored_env import monitored
 from agentrl.run_folder import RunFolder
 from agentrl.supervision.status import read_status
 from agentrl.supervision.wait_graph import WaitGraph
@@ -46,7 +46,7 @@ async def ended_by_name(
     tmp_path: Path, tokenizer: TurnTokenizer, engine: YesAndNo, env_class: type[Env] = SayYes
 ) -> RunStalled:
     wait_graph = WaitGraph()
-    parts = {"wait_graph": wait_graph, "env_class": env_class, "make_env": noted(env_class, wait_graph)}
+    parts = {"wait_graph": wait_graph, "env_class": env_class, "make_env": monitored(env_class, wait_graph)}
     with pytest.raises(RunStalled) as caught:
         async with watched(wait_graph, QUICK, dump=tmp_path / "t" / "logs" / "stall.txt"):
             await run_with(make_config(tmp_path), engine, tokenizer, parts=parts)

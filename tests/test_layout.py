@@ -17,13 +17,11 @@ MIN_FILE_LINES = 60
 SMALL_FILES = {
     "agentrl/__main__.py": "`python -m agentrl`",
     "agentrl/buffer/ess_guard.py": "one rule of admission, tested by itself",
-    "agentrl/check/byte_tokenizer.py": "a tokenizer without a model, for check_env alone",
     "agentrl/config/section.py": "the base of all sections: each imports it",
     "agentrl/engine/vllm/auth_middleware.py": "loaded by name inside vLLM's server",
     "agentrl/engine/vllm/device.py": "loaded inside vLLM's worker",
     "agentrl/engine/vllm/plugin.py": "the entry point that vLLM loads",
     "agentrl/engine/vllm/worker.py": "loaded by name inside vLLM's worker",
-    "agentrl/env/episode.py": "records that base, driver and providers share",
     "agentrl/rollout/monitored_env.py": "a wrapper that a run adds, independent of rollouts",
     "agentrl/supervision/backoff.py": "one rule, used by children, clients and retries",
     "agentrl/supervision/orphan_guard.py": "runs inside every child process",

@@ -126,7 +126,7 @@ def test_an_opening_with_a_tool_message_before_any_turn_is_refused_where_the_tem
     tmp_path: Path,
 ) -> None:
     turns = TurnTokenizer.load(str(write_family(FAMILIES["mistral"], tmp_path)))
-    with pytest.raises(ConfigError, match="wants an assistant's turn"):
+    with pytest.raises(ConfigError, match="needs an assistant turn"):
         turns.first_prompt([user("q"), Message(role="tool", content="R")])
 
 

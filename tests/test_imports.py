@@ -1,4 +1,4 @@
-"""The import rules of the product, frozen: one direction for every module, nothing heavy, nobody else's packages."""
+"""The order of imports: one direction for every module of the product, nothing heavy at import, the right packages."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("agentrl", "envs", "sandbox", "trainer")
 HEAVY = ("torch", "vllm", "deepspeed", "transformers")
 
-# Modules and packages of agentrl: each imports earlier ones alone, also inside of functions.
+# Modules and packages of agentrl: each imports only earlier ones, also inside functions.
 ORDER = (
     *("types", "errors", "config", "run_folder", "supervision", "tools", "tokens", "env", "wrappers", "data"),
     *("engine", "testing", "rollout", "chat", "report", "buffer", "check", "train", "cli", "__main__"),
 )
-# What each package imports of the other three.
+# What each package may import of the other three.
 ALLOWED = {
     "sandbox": set(),
     "agentrl": {"sandbox.client", "sandbox.protocol", "sandbox.__main__"},
@@ -42,7 +42,7 @@ MODULES = _modules()
 
 
 def imports_of(path: Path) -> set[str]:
-    """Modules of the product that a file imports, at its top or in a function; not what only a type checker reads."""
+    """Modules of the product that a file imports, at its top or in a function, except for the type checker."""
     found: set[str] = set()
     todo: list[ast.AST] = [ast.parse(path.read_text())]
     while todo:
@@ -64,7 +64,7 @@ GRAPH = {name: imports_of(path) for name, path in MODULES.items()}
 
 
 def unit(module: str) -> str:
-    """What the order speaks of: agentrl.env for agentrl.env.driver, envs for envs.aime."""
+    """The part that a module belongs to: agentrl.env for agentrl.env.driver, envs for envs.aime."""
     return ".".join(module.split(".")[: 2 if module.startswith("agentrl.") else 1])
 
 
@@ -75,17 +75,17 @@ def is_allowed(importer: str, imported: str) -> bool:
     if here.split(".")[0] != there.split(".")[0]:
         allowed = ALLOWED[here.split(".")[0]]
         return imported in allowed or there.split(".")[0] in allowed
-    if here == "agentrl":  # the facade of all
+    if here == "agentrl":  # exports what environments are written with
         return True
     return there != "agentrl" and ORDER.index(there.split(".")[1]) < ORDER.index(here.split(".")[1])
 
 
-def test_every_part_of_agentrl_stands_in_the_order() -> None:
+def test_every_part_of_agentrl_has_a_place_in_the_order() -> None:
     assert {name.split(".")[1] for name in MODULES if name.startswith("agentrl.")} == set(ORDER)
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_modules_import_only_what_stands_before_them(package: str) -> None:
+def test_modules_import_only_earlier_parts(package: str) -> None:
     wrong = [
         f"{module} imports {imported}"
         for module, names in sorted(GRAPH.items())
@@ -95,7 +95,7 @@ def test_modules_import_only_what_stands_before_them(package: str) -> None:
     assert wrong == []
 
 
-def test_no_module_imports_itself_by_way_of_others() -> None:
+def test_the_graph_of_modules_has_no_cycle() -> None:
     try:
         TopologicalSorter(GRAPH).prepare()
     except CycleError as error:

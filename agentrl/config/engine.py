@@ -11,7 +11,7 @@ from agentrl.config.section import Choices, Section
 Port = Annotated[int, Field(ge=0, le=65535)]
 UpdateOrder = Annotated[
     Literal["simultaneous", "rolling"],
-    Choices({"simultaneous": "all at once", "rolling": "one after the other, while the rest go on generating"}),
+    Choices({"simultaneous": "all at once", "rolling": "one after the other, while the others generate"}),
 ]
 Device = Annotated[
     Literal["auto", "cpu", "cuda"],
@@ -91,7 +91,7 @@ class EngineConfig(Section):
     request_timeout_s: PositiveFloat = 120.0
     """Longest wait for an answer, or for its next tokens."""
     update_timeout_s: PositiveFloat = 300.0
-    """Deadline of one weight update. After it the engine goes on with the previous weights."""
+    """Deadline of one weight update. After it the engine continues with the previous weights."""
     parity_bound: PositiveFloat | Literal["auto"] = "auto"
     """Largest allowed |engine - learner| logprob on the probe text after an update. auto: by model.dtype, see
     docs/engine.md."""

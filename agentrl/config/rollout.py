@@ -61,7 +61,7 @@ Compaction = Annotated[
         {
             "none": "nothing: the episode ends when the context is full",
             "drop": "leave old tool output out of the prompt",
-            "summarize": "let the model write notes, and go on from those",
+            "summarize": "let the model write notes, and continue from those",
         }
     ),
 ]

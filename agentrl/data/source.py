@@ -141,7 +141,7 @@ def _stream(env_class: type[Env], config: EnvConfig, seed: int) -> Iterator[Task
     if config.train_data is None:
         yield first
         yield from rows
-        # A generator that ended is a finite set: go on with it, epoch after epoch.
+        # A generator that ended is a finite set: repeat it, epoch after epoch.
         rows = iter(env_class.tasks("train", data=config.train_data, seed=seed))
         yield from endless(list(islice(rows, MAX_FINITE_ROWS)), seed=seed)
     drawn, ids = [first], {first.id}

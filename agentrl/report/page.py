@@ -83,8 +83,8 @@ def _subtitle(config: dict[str, Any]) -> str:
     rollout, algorithm = config["rollout"], config["algorithm"]
     return (
         f"{config['env']['target']} · {config['model']['path']} · {rollout['groups_per_step']} groups of "
-        f"{rollout['group_size']} a step, max lag {rollout['max_lag']} · baseline {algorithm['baseline']}, step scale "
-        f"{algorithm['step_scale']} · lr {config['learner']['lr']:g} · seed {config['seed']}"
+        f"{rollout['group_size']} per step, max lag {rollout['max_lag']} · baseline {algorithm['baseline']}, step "
+        f"scale {algorithm['step_scale']} · lr {config['learner']['lr']:g} · seed {config['seed']}"
     )
 
 

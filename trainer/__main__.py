@@ -1,6 +1,6 @@
 """`python -m trainer`: the learner process, under plain python, torchrun or the DeepSpeed launcher.
 
-The only place of the learner that reads and sets environment variables.
+The only module of the learner that reads and sets environment variables, besides `ranks.join`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import sys
 from pathlib import Path
 from typing import get_args
 
-from agentrl import config as config_module
+from agentrl import config as configs
 from agentrl.config.engine import Transfer
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.supervision import secrets
 
 
 def main() -> int:
-    """Exit code: 0 when the run ended as it should, 1 with one line on stderr when not, 2 for wrong arguments."""
+    """Returns the exit code: 0 when the run is over, 1 after an error (one line on stderr), 2 for wrong arguments."""
     arguments = _arguments()
     signal.signal(signal.SIGTERM, _leave)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
@@ -40,7 +40,7 @@ def _run(arguments: argparse.Namespace) -> None:
     token = secrets.read(secrets.RUN, {**os.environ, **given})
     if not token:
         raise ConfigError(f"set {secrets.RUN} to the orchestrator's token")
-    config = config_module.load(arguments.config)
+    config = configs.load(arguments.config)
     os.environ.setdefault("OMP_NUM_THREADS", str(config.learner.num_threads))  # before anything loads OpenMP
     from trainer import ranks
 
@@ -48,10 +48,10 @@ def _run(arguments: argparse.Namespace) -> None:
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
-    # After the defaults: DeepSpeed reads its accelerator when it is imported.
-    from trainer import loop as serve
+    # After the defaults are set: DeepSpeed reads its accelerator when it is imported.
+    from trainer import loop
 
-    serve.run(
+    loop.run(
         config,
         orchestrator_url=arguments.orchestrator,
         token=token,
@@ -65,25 +65,23 @@ def _run(arguments: argparse.Namespace) -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m trainer", description="The learner of one run.")
     parser.add_argument("--config", type=Path, required=True, help="resolved JSON of the run")
-    parser.add_argument("--orchestrator", required=True, help="base URL")
-    parser.add_argument("--token-file", help=f"holds the token where {secrets.RUN} is not set")
-    parser.add_argument("--weights-dir", type=Path, required=True, help="where versions for the engine are written")
-    parser.add_argument("--run-dir", type=Path, required=True, help="the run's folder; checkpoints go there")
+    parser.add_argument("--orchestrator", required=True, help="its base URL")
+    parser.add_argument("--token-file", help=f"file with the token, if {secrets.RUN} is not set")
+    parser.add_argument("--weights-dir", type=Path, required=True, help="where weights for the engines are written")
+    parser.add_argument("--run-dir", type=Path, required=True, help="the run's folder, for checkpoints")
     parser.add_argument(
         "--weight-transfer",
         choices=get_args(Transfer),
         default="safetensors",
-        help="how weights reach the engine; that of engine.weight_transfer, resolved",
+        help="how weights reach the engines: engine.weight_transfer, resolved",
     )
-    parser.add_argument(
-        "--resume", type=Path, help="checkpoint of the learner to go on from, or the folder in which they lie"
-    )
+    parser.add_argument("--resume", type=Path, help="checkpoint of the learner to continue from, or a folder of them")
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)  # the DeepSpeed launcher passes it
     return parser.parse_args()
 
 
 def _leave(signum: int, frame: object) -> None:
-    """SIGTERM as an ordinary exit, so that half-written folders are removed on the way out."""
+    """Turn SIGTERM into an ordinary exit, so that half-written folders are removed."""
     raise SystemExit(128 + signum)
 
 

@@ -1,34 +1,32 @@
-"""The learner's whole state in a folder, and back: a run that goes on from it is to the bit the one that never stopped.
+"""Saves the learner's whole state in a folder and loads it: a resumed run is bit-identical to one that never stopped.
 
-The trained weights and the optimizer as DeepSpeed saves them, the random state of every rank, and the learner's own
-numbers. A folder appears whole or not at all: it is written under another name, flushed to the disk, and renamed.
-Knows nothing of batches, of weights for engines or people, or of the rest of a run.
+The state is the trained weights and the optimizer as DeepSpeed saves them, the random state of every rank, and the
+learner's own numbers. A folder appears whole or not at all. Independent of batches, weight transfer and the rest of a
+run.
 
-DeepSpeed's files are pickles, which can run code when they are loaded: load only what you saved.
+DeepSpeed's files are pickles, which can run code when they are loaded: load only checkpoints that you saved.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import random
 import shutil
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
 import torch
-from torch import distributed
 
 from agentrl.errors import ConfigError, LearnerError, boundary
-from trainer.gradient.score_sums import full_shape
-
-if TYPE_CHECKING:
-    from trainer.learner import Learner
+from trainer import ranks
+from trainer.learner import Learner
+from trainer.whole_folder import remove_unfinished, unfinished, whole_folder
 
 log = logging.getLogger(__name__)
 
@@ -39,18 +37,18 @@ DEEPSPEED_TAG = "deepspeed"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What must be the same when a checkpoint is loaded: by it DeepSpeed divides its files."""
+    """What must be the same when a checkpoint is loaded: DeepSpeed's files depend on it."""
 
     num_ranks: int
     zero_stage: int
     dtype: str
-    weights: str  # digest of the weights' names, shapes, and which are trained
-    frozen: str  # model.path, where the others come from again; empty where all are trained
+    weights: str  # digest of the weights' names and shapes, and of which are trained
+    frozen: str  # model.path, from which untrained weights are loaded again; empty if all are trained
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What is in the folder. Written last: a folder without one is no checkpoint."""
+    """The content of a checkpoint's folder. Written last: a folder without it is incomplete."""
 
     format: int
     setup: Setup
@@ -59,37 +57,34 @@ class Manifest:
 
 
 def save(learner: Learner, root: Path, *, keep: int) -> Path:
-    """Write `root/v<policy_version>`, then remove all but the `keep` newest up to it. Every rank calls it.
+    """Write `root/v<policy_version>`, then remove all but the `keep` newest up to it. Every rank must call it.
 
-    Raises LearnerError when it cannot be written; what was there before stays.
+    Raises LearnerError if it cannot be written; earlier checkpoints are not touched then.
     """
     folder = root / f"v{learner.policy_version}"
-    temporary = root / f".{folder.name}.writing"
-    is_first_rank = distributed.get_rank() == 0
+    is_first = ranks.is_first()
     with boundary(LearnerError, f"writing the checkpoint {folder}"):
-        if is_first_rank:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
-        distributed.barrier()
-        learner.engine.save_checkpoint(
-            str(temporary), tag=DEEPSPEED_TAG, save_latest=False, exclude_frozen_parameters=True
-        )
-        torch.save(_random_state(), temporary / _rank_file())
-        distributed.barrier()
-        if is_first_rank:
-            _write_manifest(learner, temporary)
-            _flush(temporary)
-            _take_place(temporary, folder)
+        # A run that was resumed before this version writes it again: the folder may exist.
+        with whole_folder(folder, is_durable=True) if is_first else nullcontext(unfinished(folder)) as temporary:
+            ranks.barrier()
+            learner.engine.save_checkpoint(
+                str(temporary), tag=DEEPSPEED_TAG, save_latest=False, exclude_frozen_parameters=True
+            )
+            torch.save(_random_state(), temporary / _rank_file())
+            ranks.barrier()
+            if is_first:
+                _write_manifest(learner, temporary)
+        if is_first:
             _rotate(root, keep, version=learner.policy_version)
-        distributed.barrier()
+        ranks.barrier()
     return folder
 
 
 def load(learner: Learner, path: Path) -> Path:
-    """Give `learner` the state in `path`, a checkpoint, or a folder of them, of which the newest. Every rank calls it.
+    """Load `path`, a checkpoint or a folder of checkpoints (then the newest), into `learner`. Every rank must call it.
 
-    What the config sets (learning rate, `rho_base` given as a number) is the config's. Returns the checkpoint's folder.
-    Raises ConfigError when it is not there, not whole, or of another set-up; nothing was changed then.
+    Settings of the config (learning rate, `rho_base` given as a number) override the saved ones. Returns the
+    checkpoint's folder. Raises ConfigError if it is missing, incomplete or of another setup; nothing is changed then.
     """
     folder = newest(path)
     manifest = _whole_manifest(folder)
@@ -109,41 +104,39 @@ def load(learner: Learner, path: Path) -> Path:
 
 
 def newest(path: Path) -> Path:
-    """`path` if it is a checkpoint's folder; else the newest checkpoint in it. Raises ConfigError without any."""
+    """`path` if it is a checkpoint's folder; else the newest checkpoint in it. Raises ConfigError if there is none."""
     if _version_of(path) is not None or (path / MANIFEST).exists():
         return path
     folders = sorted(_checkpoints(path), key=_version_or_zero)
     if not folders:
-        raise ConfigError(f"{path}: no checkpoint of a learner there; give a folder v<version>, or the one with these")
+        raise ConfigError(f"{path}: no checkpoint of a learner there; give a folder v<version>, or its parent folder")
     return folders[-1]
 
 
 def oldest_version(root: Path) -> int | None:
-    """The version of the oldest checkpoint in `root`; None without any."""
+    """The version of the oldest checkpoint in `root`; None if there is none."""
     return min(map(_version_or_zero, _checkpoints(root)), default=None)
 
 
 def _whole_manifest(folder: Path) -> Manifest:
-    """Raises ConfigError, with the mend, when anything that was written is not there."""
+    """Raises ConfigError, saying how to fix it, if a file is missing or has another size."""
     others = [str(other) for other in _checkpoints(folder.parent) if other != folder and (other / MANIFEST).exists()]
-    mend = f"delete it, and resume from {' or '.join(others)}" if others else "there is no other beside it"
+    fix = f"delete it, and resume from {' or '.join(others)}" if others else "there is no other checkpoint beside it"
     try:
         text = (folder / MANIFEST).read_bytes()
     except OSError as error:
-        raise ConfigError(f"{folder} is no whole checkpoint: {MANIFEST}: {error.strerror}; {mend}") from error
+        raise ConfigError(f"{folder} is an incomplete checkpoint: {MANIFEST}: {error.strerror}; {fix}") from error
     try:
         manifest = msgspec.json.decode(text, type=Manifest)
     except (msgspec.ValidationError, msgspec.DecodeError) as error:
-        raise ConfigError(
-            f"{folder} was not written by this version of agentrl: {MANIFEST}: {error}; {mend}"
-        ) from error
+        raise ConfigError(f"{folder} was not written by this version of agentrl: {MANIFEST}: {error}; {fix}") from error
     if manifest.format != FORMAT:
-        raise ConfigError(f"{folder} has format {manifest.format}, this version of agentrl reads {FORMAT}; {mend}")
+        raise ConfigError(f"{folder} has format {manifest.format}, this version of agentrl reads {FORMAT}; {fix}")
     for name, num_bytes in manifest.num_bytes.items():
         file = folder / name
         present = file.stat().st_size if file.exists() else 0
         if present != num_bytes:
-            raise ConfigError(f"{folder} is torn: {name} has {present} of {num_bytes} bytes; {mend}")
+            raise ConfigError(f"{folder} is incomplete: {name} has {present} of {num_bytes} bytes; {fix}")
     return manifest
 
 
@@ -156,19 +149,21 @@ def _check_setup(folder: Path, saved: Setup, present: Setup) -> None:
         if theirs != ours:
             raise ConfigError(
                 f"{folder} was saved with {key}={theirs}, this learner has {ours}: start with {theirs}, or begin a new "
-                "run from the weights that the old one exported"
+                "run from the weights that the old run exported"
             )
     if saved.weights != present.weights:
-        raise ConfigError(f"{folder} was saved from another model: its weights have other names or shapes; set model")
+        raise ConfigError(
+            f"{folder} was saved from another model: its weights have other names or shapes; set model.path"
+        )
 
 
 def _setup_of(learner: Learner) -> Setup:
     digest = hashlib.sha256()
     is_whole = all(weight.requires_grad for weight in learner.model.parameters())
     for name, weight in learner.model.named_parameters():
-        digest.update(f"{name} {tuple(full_shape(weight))} {weight.requires_grad}\n".encode())
+        digest.update(f"{name} {tuple(ranks.whole_shape(weight))} {weight.requires_grad}\n".encode())
     return Setup(
-        num_ranks=distributed.get_world_size(),
+        num_ranks=ranks.count(),
         zero_stage=learner.engine.zero_optimization_stage(),
         dtype=str(next(learner.model.parameters()).dtype).removeprefix("torch."),
         weights=digest.hexdigest(),
@@ -190,37 +185,13 @@ def _files(folder: Path) -> Iterator[Path]:
     return (path for path in folder.rglob("*") if path.is_file())
 
 
-def _flush(folder: Path) -> None:
-    for path in (*folder.rglob("*"), folder):
-        _fsync(path)
-
-
-def _fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _take_place(temporary: Path, folder: Path) -> None:
-    """Also of a checkpoint of the same version, which a run that was resumed before it makes again."""
-    replaced = temporary.with_suffix(".replaced")
-    if folder.exists():
-        os.rename(folder, replaced)
-    os.rename(temporary, folder)
-    _fsync(folder.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
-
-
 def _rotate(root: Path, keep: int, *, version: int) -> None:
-    """Later versions are of a run that was resumed before them: what follows now is another story."""
+    """Later versions are removed too: they belong to a run that was then resumed from an earlier version."""
     by_version = {_version_or_zero(folder): folder for folder in _checkpoints(root)}
     kept = sorted(number for number in by_version if number <= version)[-keep:]
     for number in by_version.keys() - kept:
         shutil.rmtree(by_version[number])
-    for left_over in (*root.glob(".v*.writing"), *root.glob(".v*.replaced")):
-        shutil.rmtree(left_over, ignore_errors=True)
+    remove_unfinished(root, "v*")
 
 
 def _checkpoints(root: Path) -> list[Path]:
@@ -236,7 +207,7 @@ def _version_or_zero(path: Path) -> int:
 
 
 def _rank_file() -> str:
-    return f"rank_{distributed.get_rank()}.pt"
+    return f"rank_{ranks.index()}.pt"
 
 
 def _random_state() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""DeepSpeed's settings from ours, and the engine that follows from them. Knows no gradients and no batches."""
+"""DeepSpeed's settings, derived from our config, and its engine. Independent of gradients and batches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ REDUCE_BUCKET_ELEMENTS = 50_000_000
 
 
 def deepspeed_config(config: Config) -> dict[str, Any]:
-    """DeepSpeed's JSON, wholly derived from ours (https://www.deepspeed.ai/docs/config-json)."""
+    """DeepSpeed's JSON config (https://www.deepspeed.ai/docs/config-json). Everything in it comes from ours."""
     learner = config.learner
     zero: dict[str, Any] = {
         "stage": learner.zero_stage,
@@ -35,17 +35,18 @@ def deepspeed_config(config: Config) -> dict[str, Any]:
 
 
 def start_engine(model: Any, config: Config) -> Any:
-    """DeepSpeed's engine around `model` and torch's AdamW, which has seen no step yet in any stage.
+    """DeepSpeed's engine around `model` and torch's AdamW, with an optimizer state that has seen no step.
 
-    torch's own rather than DeepSpeed's CPU Adam, also where it is offloaded: that one does not resume to the bit.
+    torch's AdamW and not DeepSpeed's CPU Adam, also with offload: a run with the latter does not resume
+    bit-identically.
     """
     import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    # DeepSpeed would compile a shared-memory collective at start: half a minute, and a compiler at run time.
+    # Otherwise DeepSpeed compiles a shared-memory collective at start, which takes half a minute and needs a compiler.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    # Without a rate until it starts: in stage 0 with bfloat16 DeepSpeed makes a step of zero gradient on its own, which
-    # would decay the weights, and count in Adam's bias correction.
+    # The rate is 0 during initialization: in stage 0 with bfloat16 DeepSpeed makes a step of zero gradient by itself,
+    # which would decay the weights. Its state is cleared below, since it would count in Adam's bias correction.
     optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], lr=0.0)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=deepspeed_config(config))
     optimizer.state.clear()
@@ -54,7 +55,7 @@ def start_engine(model: Any, config: Config) -> Any:
 
 
 def set_rates(engine: Any, config: Config) -> None:
-    """Give the optimizer the config's hyperparameters, whatever it had."""
+    """Set the optimizer's hyperparameters to the config's, whatever they were."""
     learner = config.learner
     for group in engine.optimizer.param_groups:
         group |= {"lr": learner.lr, "betas": learner.betas, "weight_decay": learner.weight_decay}

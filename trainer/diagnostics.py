@@ -1,7 +1,7 @@
-"""What a step says about itself: metrics from the terms of all trajectories, of all ranks. Knows no tensors of a model.
+"""Metrics of a step, from the statistics of all trajectories of all ranks. Independent of models.
 
-Every number is finite: weights are shown up to e^80, and a step with no finite trajectory shows counts only.
-docs/algorithms.md says what each number means and what to do when it looks bad.
+Every number is finite: weights are reported up to e^80, and for a step without a finite trajectory only counts are.
+docs/algorithms.md explains each number and what to do when it looks bad.
 Shapes: _B trajectories of the step, _E episodes of a group.
 """
 
@@ -15,16 +15,15 @@ from torch import Tensor
 
 from agentrl.config.algorithm import AlgorithmConfig
 from trainer.objective import baselines, vcpo
-from trainer.objective import estimates as objective
 from trainer.objective.ratios import LARGEST_LOG_WEIGHT
-from trainer.step_stats import GroupTerms, TrajectoryTerms
+from trainer.step_stats import GroupStats, TrajectoryStats
 
 LAG_BUCKETS = (("0", 0), ("1_2", 2), ("3_8", 8), ("9_up", math.inf))
 LENGTH_BUCKETS = (("to_128", 128), ("to_512", 512), ("to_2048", 2048), ("above", math.inf))  # action tokens
 HEALTHY_MEAN_WEIGHT = (0.8, 1.25)
 
-# Baselines whose variance is compared: from the sizes of a group's episodes' weighted scores, rewards and lengths.
-# otb's would need every token's own score; trainer/variance.py compares it by measuring.
+# The compared baselines as functions of a group's weighted score norms, rewards and lengths (per episode).
+# otb would need every token's own score; trainer/split_variance.py measures its variance instead.
 _RULES: Mapping[str, Callable[[Tensor, Tensor, Tensor], Tensor | None]] = {
     "none": lambda size_E, reward_E, length_E: torch.zeros_like(reward_E),
     "mean": lambda size_E, reward_E, length_E: baselines.mean(reward_E),
@@ -35,13 +34,13 @@ _RULES: Mapping[str, Callable[[Tensor, Tensor, Tensor], Tensor | None]] = {
 }
 
 
-def members(groups: Sequence[GroupTerms]) -> list[TrajectoryTerms]:
+def members(groups: Sequence[GroupStats]) -> list[TrajectoryStats]:
     """All trajectories of the step. [B]"""
     return [trajectory for group in groups for trajectory in group.trajectories]
 
 
-def counts(groups: Sequence[GroupTerms]) -> dict[str, float]:
-    """How much of what the step was made of."""
+def counts(groups: Sequence[GroupStats]) -> dict[str, float]:
+    """Numbers of trajectories, tokens and groups, and their lag."""
     trajectories = members(groups)
     lags = [trajectory.lag for trajectory in trajectories]
     return {
@@ -55,8 +54,8 @@ def counts(groups: Sequence[GroupTerms]) -> dict[str, float]:
     }
 
 
-def policy(groups: Sequence[GroupTerms]) -> dict[str, float]:
-    """Divergence and entropy per action token, and agreement with the engine where both had the same weights."""
+def policy(groups: Sequence[GroupStats]) -> dict[str, float]:
+    """Divergence and entropy per action token, and the difference to the engine where both had the same weights."""
     finite = _finite(groups)
     metrics = {}
     if num_actions := sum(trajectory.num_action_tokens for trajectory in finite):
@@ -69,16 +68,16 @@ def policy(groups: Sequence[GroupTerms]) -> dict[str, float]:
     return metrics
 
 
-def weights(groups: Sequence[GroupTerms], *, max_weight: float | None) -> dict[str, float]:
-    """Importance weights of the trajectories whose numbers are finite, and where the baselines lie.
+def weights(groups: Sequence[GroupStats], *, max_weight: float | None) -> dict[str, float]:
+    """Importance weights of the trajectories whose numbers are finite, and the groups' baselines.
 
-    `max_weight` is the c at which the truncated ESS ratio is taken; None leaves the weights as they are.
+    `max_weight` is the c at which weights are truncated for the truncated ESS ratio; None does not truncate.
     """
     finite = _finite(groups)
     if not finite:
         return {}
     log_weight_B = _log_weights(finite)
-    weight_B = log_weight_B.clamp(max=LARGEST_LOG_WEIGHT).exp()
+    weight_B = _weights(finite)
     limit = math.inf if max_weight is None else math.log(max_weight)
     return {
         "learner/ess_ratio": float(vcpo.ess_ratio(log_weight_B)),
@@ -90,10 +89,12 @@ def weights(groups: Sequence[GroupTerms], *, max_weight: float | None) -> dict[s
     }
 
 
-def signs(groups: Sequence[GroupTerms], *, algorithm: AlgorithmConfig, grad_norm: float | None) -> dict[str, float]:
-    """The same by lag and by length, and the variance of the gradient under each baseline.
+def breakdowns(
+    groups: Sequence[GroupStats], *, algorithm: AlgorithmConfig, grad_norm: float | None
+) -> dict[str, float]:
+    """Weights by lag and by length, and the variance of the gradient under each baseline.
 
-    `grad_norm` is the norm of the step's gradient before clipping; None where the step was refused.
+    `grad_norm` is the norm of the step's gradient before clipping; None if the step was refused.
     """
     finite = _finite(groups)
     by_lag = _buckets(finite, "lag", LAG_BUCKETS, lambda trajectory: trajectory.lag)
@@ -102,15 +103,16 @@ def signs(groups: Sequence[GroupTerms], *, algorithm: AlgorithmConfig, grad_norm
     return by_lag | by_length | variances
 
 
-def variance(groups: Sequence[GroupTerms], *, algorithm: AlgorithmConfig, grad_norm: float) -> dict[str, float]:
-    """Trace of the covariance of the step's gradient, in use and under each baseline, where norms were measured.
+def variance(groups: Sequence[GroupStats], *, algorithm: AlgorithmConfig, grad_norm: float) -> dict[str, float]:
+    """Trace of the covariance of the step's gradient, under the baseline in use and under each other one.
 
         tr Cov(g) = (sum_e |x_e|^2 - B |g|^2) / (B (B - 1))        x_e = (R_e - b) / s * sum_i w_i score_i
 
-    with g their mean, over B episodes e and their trajectories i; within an episode scores are taken for orthogonal.
-    This is what a split of the batch into halves gives on average over all splits, without splitting. It takes the
-    episodes for independent, which a baseline made from their own group breaks by O(1/G). For baselines that are
-    not in use |g| is that of the one in use: equal in expectation, since a constant baseline does not move the mean.
+    with g their mean, over B episodes e and their trajectories i; scores within an episode are assumed orthogonal. This
+    is the average, over all splits of the batch into halves, of what one split gives. It assumes independent episodes;
+    a baseline made from its own group violates this by O(1/G). For baselines that are not in use, |g| is that of the
+    one in use: equal in expectation, since a constant baseline does not change the mean. Empty where no norms were
+    measured.
     """
     size = sum(len(group.episodes()) for group in groups)
     active = [group for group in groups if group.has_gradient and not any(m.non_finite() for m in group.trajectories)]
@@ -130,34 +132,42 @@ def variance(groups: Sequence[GroupTerms], *, algorithm: AlgorithmConfig, grad_n
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
-def alarms(metrics: Mapping[str, float]) -> list[str]:
-    """What in these metrics a person should look at now."""
+def mean_weight(groups: Sequence[GroupStats]) -> float | None:
+    """Mean importance weight of the trajectories whose numbers are finite; None if there is none."""
+    finite = _finite(groups)
+    return float(_weights(finite).mean()) if finite else None
+
+
+def alarms(mean_weight: float | None) -> list[str]:
+    """Messages about numbers that need a person's attention now."""
     low, high = HEALTHY_MEAN_WEIGHT
-    found = []
-    mean_weight = metrics.get("learner/mean_weight")
-    if mean_weight is not None and not low <= mean_weight <= high:
-        found.append(
-            f"mean importance weight {mean_weight:.3g} is outside [{low}, {high}]: the policy leaves the data; "
-            "lower rollout.max_lag or learner.lr"
-        )
-    return found
+    if mean_weight is None or low <= mean_weight <= high:
+        return []
+    return [
+        f"mean importance weight {mean_weight:.3g} is outside [{low}, {high}]: the policy is leaving the data; "
+        "lower rollout.max_lag or learner.lr"
+    ]
 
 
-def _finite(groups: Sequence[GroupTerms]) -> list[TrajectoryTerms]:
+def _finite(groups: Sequence[GroupStats]) -> list[TrajectoryStats]:
     return [trajectory for trajectory in members(groups) if not trajectory.non_finite()]
 
 
-def _log_weights(trajectories: Sequence[TrajectoryTerms]) -> Tensor:
+def _log_weights(trajectories: Sequence[TrajectoryStats]) -> Tensor:
     return torch.tensor([trajectory.log_weight for trajectory in trajectories], dtype=torch.float64)
 
 
-def _clip_fraction(trajectories: Sequence[TrajectoryTerms]) -> float:
+def _weights(trajectories: Sequence[TrajectoryStats]) -> Tensor:
+    return _log_weights(trajectories).clamp(max=LARGEST_LOG_WEIGHT).exp()
+
+
+def _clip_fraction(trajectories: Sequence[TrajectoryStats]) -> float:
     num_weights = sum(trajectory.num_weights for trajectory in trajectories)
     return sum(trajectory.num_clipped for trajectory in trajectories) / max(1, num_weights)
 
 
-def _baseline_shifts(groups: Sequence[GroupTerms]) -> dict[str, float]:
-    """Where the groups' baselines lie, seen from their mean rewards."""
+def _baseline_shifts(groups: Sequence[GroupStats]) -> dict[str, float]:
+    """The groups' baselines relative to their mean rewards."""
     shifts = [g.baseline_minus_mean for g in groups if g.has_gradient and math.isfinite(g.baseline_minus_mean)]
     if not shifts:
         return {"learner/baseline_minus_mean": 0.0}
@@ -170,12 +180,12 @@ def _baseline_shifts(groups: Sequence[GroupTerms]) -> dict[str, float]:
 
 
 def _buckets(
-    trajectories: Sequence[TrajectoryTerms],
+    trajectories: Sequence[TrajectoryStats],
     axis: str,
     edges: Sequence[tuple[str, float]],
-    key: Callable[[TrajectoryTerms], float],
+    key: Callable[[TrajectoryStats], float],
 ) -> dict[str, float]:
-    """One set of numbers a bucket that has trajectories; a bucket ends at its edge, inclusive."""
+    """Numbers of each bucket that has trajectories; a bucket includes its upper edge."""
     total = sum(_contribution(trajectory) for trajectory in trajectories)
     metrics, lower = {}, -math.inf
     for name, upper in edges:
@@ -186,7 +196,7 @@ def _buckets(
     return metrics
 
 
-def _bucket(inside: Sequence[TrajectoryTerms], total: float) -> dict[str, float]:
+def _bucket(inside: Sequence[TrajectoryStats], total: float) -> dict[str, float]:
     if not inside:
         return {}
     log_weight_B = _log_weights(inside)
@@ -202,14 +212,14 @@ def _bucket(inside: Sequence[TrajectoryTerms], total: float) -> dict[str, float]
     return metrics
 
 
-def _contribution(trajectory: TrajectoryTerms) -> float:
-    """Its part in |x_e|^2, and so in the squared norm of the gradient, taking scores for orthogonal."""
+def _contribution(trajectory: TrajectoryStats) -> float:
+    """Its part in |x_e|^2, and so in the squared norm of the gradient, as if scores were orthogonal."""
     size = trajectory.weight * trajectory.advantage * trajectory.score_norm
-    return size * size  # where ** would raise, this is infinite
+    return size * size  # infinite on overflow, where ** would raise
 
 
 def _square_sum(
-    group: GroupTerms, rule: Callable[[Tensor, Tensor, Tensor], Tensor | None], algorithm: AlgorithmConfig
+    group: GroupStats, rule: Callable[[Tensor, Tensor, Tensor], Tensor | None], algorithm: AlgorithmConfig
 ) -> float:
     """sum_e |x_e|^2 of one group under another baseline."""
     episodes = group.episodes()
@@ -218,6 +228,6 @@ def _square_sum(
     sizes = [math.hypot(*(segment.weight * segment.score_norm for segment in segments)) for segments in episodes]
     size_E = torch.tensor(sizes, dtype=torch.float64)
     baseline = rule(size_E, reward_E, length_E)
-    std = float(objective.reward_std(reward_E)) if algorithm.normalize_by_std else 1.0
+    std = float(baselines.reward_std(reward_E)) if algorithm.normalize_by_std else 1.0
     centered_E = reward_E if baseline is None else reward_E - baseline
     return float((size_E * centered_E / std).square().sum())

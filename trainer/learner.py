@@ -1,6 +1,6 @@
-"""One optimizer step from one batch: checks it, estimates the gradient, hands it to DeepSpeed, measures.
+"""One optimizer step from one batch: checks it, estimates the gradient, hands it to DeepSpeed, reports metrics.
 
-Owns the model and the DeepSpeed engine. Knows nothing of HTTP, of where weights go, or of how batches are made.
+Owns the model and the DeepSpeed engine. Independent of HTTP, weight transfer and how batches are made.
 """
 
 from __future__ import annotations
@@ -10,38 +10,57 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 
 from agentrl.config import Config
 from agentrl.errors import LearnerError, StaleTrajectoryError
 from agentrl.types import Batch, StepOutput, TrajectoryGroup
-from trainer import diagnostics as vitals
-from trainer import ranks
-from trainer import startup_proof as self_test
+from trainer import diagnostics, ranks, startup_proof
 from trainer.deepspeed_settings import set_rates, start_engine
-from trainer.gradient import handoff as feed
+from trainer.gradient import handoff
 from trainer.gradient.norms import total_norm
-from trainer.gradient.score_sums import full_shape
 from trainer.gradient.step_gradient import Estimator
 from trainer.model import checkpoint_layers, load_model
 from trainer.objective import vcpo
 from trainer.packing import share_of_rank
-from trainer.step_stats import GroupTerms
-from trainer.variance import SplitVariance
+from trainer.ranks import whole_shape
+from trainer.split_variance import SplitVariance
+from trainer.step_stats import GroupStats
 
 log = logging.getLogger(__name__)
 
 MAX_BROKEN = 10
-"""Steps in a row that hold no finite gradient, before that is the learner's end: it would never learn again."""
+"""Steps in a row without a finite gradient after which the learner ends: it would not recover."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Update:
+    """How one step changed the weights."""
+
+    lr: float
+    lr_scale: float
+    rho_base: float
+    grad_norm: float  # before clipping
+
+    def metrics(self) -> dict[str, float]:
+        return {f"learner/{name}": value for name, value in asdict(self).items()}
 
 
 class Learner:
-    """The policy and its optimizer. `ranks.set_defaults` must have been called by the entry point.
+    """The policy and its optimizer. The entry point must have called `ranks.set_defaults`.
 
-    Raises ConfigError when `model.path` cannot be loaded or the architecture cannot be scored exactly.
+    Raises ConfigError if `model.path` cannot be loaded or the architecture cannot be scored exactly.
+
+    Example::
+
+        ranks.set_defaults(os.environ)
+        learner = Learner(config)
+        output = learner.step(batch)  # batch.policy_version == learner.policy_version
+        output.metrics["learner/grad_norm"]
     """
 
     def __init__(self, config: Config, *, policy_version: int = 0) -> None:
@@ -52,9 +71,9 @@ class Learner:
         self.model = load_model(config).to(self.device)
         if config.learner.gradient_checkpointing:
             checkpoint_layers(self.model)
-        self_test.prepare(self.model)
+        startup_proof.prepare(self.model)
         self.engine = start_engine(self.model, config)
-        """DeepSpeed's, which holds the weights and the optimizer."""
+        """DeepSpeed's engine, which holds the weights and the optimizer."""
         self._estimator = Estimator(
             self.model, config.algorithm, pack_tokens=config.learner.pack_tokens, gather=ranks.gather
         )
@@ -66,53 +85,56 @@ class Learner:
             gather=ranks.gather,
             reduce=ranks.add_up,
         )
-        self._say_what_exactness_costs()
+        self._log_cost_of_exact_norms()
         self._rho_base = vcpo.RhoBase(config.algorithm.rho_base)
         self._skipped_steps = 0
         self._broken_in_a_row = 0
 
     def step(self, batch: Batch) -> StepOutput:
-        """One optimizer step; every rank calls it with the same batch and gets the same answer.
+        """One optimizer step. Every rank calls it with the same batch and gets the same result.
 
-        A step whose gradient holds a NaN or an infinity is refused: the weights and the optimizer stay as they are,
-        `learner/skipped_steps` counts it and the log names the trajectory; so is one whose ESS ratio is below
-        `algorithm.refuse_below`. The policy version advances all the same,
-        so that whoever waits for version v + 1 gets it; the weights of v + 1 then equal those of v.
+        A step is refused if its gradient contains a NaN or an infinity, or if its ESS ratio is below
+        `algorithm.refuse_below`: weights and optimizer do not change, `learner/skipped_steps` counts it and the log
+        names the trajectory. The policy version advances all the same, since rollouts wait for version v + 1; the
+        weights of v + 1 then equal those of v.
 
         Raises:
             StaleTrajectoryError: a trajectory is older than the batch's max_lag.
-            LearnerError: the batch is empty, for another version, or holds tokens of a future version; or MAX_BROKEN
-                steps in a row had to be refused for numbers that are not finite.
+            LearnerError: the batch is empty, for another version, or contains tokens of a future version; or MAX_BROKEN
+                steps in a row were refused for numbers that are not finite.
         """
         started_s = time.perf_counter()
         self._check(batch)
         groups = self._estimate(batch)
-        metrics = vitals.counts(groups) | vitals.policy(groups) | self._weight_metrics(groups)
-        rho = _rho(groups)
+        metrics = diagnostics.counts(groups) | diagnostics.policy(groups) | self._weight_metrics(groups)
+        rho, update = _rho(groups), None
         broken = _refusals(groups) or ranks.gather(_overflow(self._estimator.sums.total), str)
         self._end_if_broken_for_good(broken)
         reasons = broken or _too_few(rho, self.config.algorithm.refuse_below)
         if reasons or rho is None:
             self._skipped_steps += 1
-            feed.let_go(self.engine)
+            handoff.discard(self.engine)
             log.warning("step %d refused, weights kept: %s", self.policy_version + 1, "; ".join(reasons[:5]))
         else:
-            metrics |= self._measured_variance(batch)  # under the weights that the batch was scored with
-            metrics |= self._update(rho, max_lag=max(member.lag for member in vitals.members(groups)))
-        metrics |= vitals.signs(groups, algorithm=self.config.algorithm, grad_norm=metrics.get("learner/grad_norm"))
-        for alarm in vitals.alarms(metrics):
+            metrics |= self._measured_variance(batch)  # under the weights with which the batch was scored
+            update = self._update(rho, max_lag=max(member.lag for member in diagnostics.members(groups)))
+            metrics |= update.metrics()
+        grad_norm = None if update is None else update.grad_norm
+        metrics |= diagnostics.breakdowns(groups, algorithm=self.config.algorithm, grad_norm=grad_norm)
+        for alarm in diagnostics.alarms(diagnostics.mean_weight(groups)):
             log.warning("step %d: %s", self.policy_version + 1, alarm)
         self.policy_version += 1
         step_s = time.perf_counter() - started_s
         metrics |= {
             "learner/skipped_steps": float(self._skipped_steps),
             "learner/step_s": step_s,
-            "learner/tokens_per_s": metrics["learner/num_tokens"] / step_s,
+            "learner/tokens_per_s": sum(one.num_tokens for one in diagnostics.members(groups)) / step_s,
         }
+        self._log_step(groups, rho, update, step_s)
         return StepOutput(policy_version=self.policy_version, metrics=metrics, ess_ratio=rho)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the learner knows beside weights and optimizer, as plain numbers; trainer/checkpoint.py has the rest."""
+        """The learner's state besides weights and optimizer, as plain numbers; trainer/checkpoint.py saves the rest."""
         return {
             "policy_version": self.policy_version,
             "skipped_steps": self._skipped_steps,
@@ -120,7 +142,7 @@ class Learner:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken, with the config's own learning rate and what else it sets."""
+        """Continue from a `state_dict`, with the learning rate and the other settings of the config."""
         self.policy_version = int(state["policy_version"])
         self._skipped_steps = int(state["skipped_steps"])
         self._rho_base.load_state_dict(state["rho_base"])
@@ -135,8 +157,8 @@ class Learner:
         result: list[float] = log_p_TV.gather(1, ids_T[1:, None])[:, 0].tolist()
         if not all(map(math.isfinite, result)):
             raise LearnerError(
-                f"the weights of version {self.policy_version} are broken: their logprobs are NaN or infinite. No "
-                "engine gets them. The step before was too large (learner.lr, learner.grad_clip, model.dtype)"
+                f"the weights of version {self.policy_version} are broken: their logprobs are NaN or infinite. "
+                "They are not published. The last step was too large (learner.lr, learner.grad_clip, model.dtype)"
             )
         return result
 
@@ -144,8 +166,8 @@ class Learner:
         self._broken_in_a_row = self._broken_in_a_row + 1 if reasons else 0
         if self._broken_in_a_row == MAX_BROKEN:
             raise LearnerError(
-                f"{MAX_BROKEN} steps in a row were refused, the last for: {'; '.join(reasons[:3])}. Nothing is learnt "
-                "any more: lower learner.lr, or see which trajectories these are"
+                f"{MAX_BROKEN} steps in a row were refused, the last for: {'; '.join(reasons[:3])}. The policy "
+                "no longer learns: lower learner.lr, or look at these trajectories"
             )
 
     def _check(self, batch: Batch) -> None:
@@ -163,31 +185,33 @@ class Learner:
             if newest > self.policy_version:
                 raise LearnerError(f"trajectory {trajectory.id} has tokens of the future version {newest}")
 
-    def _estimate(self, batch: Batch) -> list[GroupTerms]:
-        """Leave this rank's share of the gradient in the estimator's sums; return the terms of all ranks' groups."""
+    def _estimate(self, batch: Batch) -> list[GroupStats]:
+        """Leave this rank's share of the gradient in the estimator's sums. Statistics of all ranks' groups."""
         return ranks.gather(
             self._estimator.estimate(
                 _own_share(batch.groups),
                 policy_version=self.policy_version,
                 num_episodes=batch.num_episodes,
             ),
-            GroupTerms,
+            GroupStats,
         )
 
-    def _say_what_exactness_costs(self) -> None:
-        """Where memory was short enough to divide or offload: the sums are whole on every rank in any stage."""
+    def _log_cost_of_exact_norms(self) -> None:
+        """If memory is short enough to divide or offload weights: the sums are whole on every rank in any stage."""
         settings, sums = self.config.learner, self._estimator.sums
         if sums.has_scores and (settings.zero_stage == 3 or settings.offload_optimizer):
-            sum_bytes = 4 * sum(full_shape(weight).numel() for weight in sums.parameters)
+            sum_bytes = 4 * sum(whole_shape(weight).numel() for weight in sums.parameters)
             log.info(
                 "exact norms: every rank holds two float32 sums of %.3g GB each while it estimates a gradient; with "
                 "algorithm.baseline_norms=proxy it is one",
                 sum_bytes / 1e9,
             )
 
-    def _weight_metrics(self, groups: list[GroupTerms]) -> dict[str, float]:
+    def _weight_metrics(self, groups: list[GroupStats]) -> dict[str, float]:
         algorithm = self.config.algorithm
-        return vitals.weights(groups, max_weight=algorithm.max_weight if algorithm.treatment == "truncate" else None)
+        return diagnostics.weights(
+            groups, max_weight=algorithm.max_weight if algorithm.treatment == "truncate" else None
+        )
 
     def _measured_variance(self, batch: Batch) -> dict[str, float]:
         every = self.config.algorithm.variance_every
@@ -195,23 +219,33 @@ class Learner:
             return {}
         return self._split_variance.measure(batch.groups, policy_version=self.policy_version)
 
-    def _update(self, rho: float, *, max_lag: int) -> dict[str, float]:
-        """Hand the gradient to DeepSpeed and step at this step's own learning rate."""
+    def _update(self, rho: float, *, max_lag: int) -> _Update:
+        """Hand the gradient to DeepSpeed and make the step at its scaled learning rate."""
         rho_base = self._rho_base.observe(rho, max_lag=max_lag)
         scale = vcpo.step_scale(rho, rho_base, self.config.algorithm.step_scale)
-        feed.hand_over(self.engine, self._estimator.sums, factor=-float(distributed.get_world_size()))
+        handoff.hand_over(self.engine, self._estimator.sums, factor=-float(ranks.count()))
         own_norm = self._reduced_norm()
         with _scaled_rate(self.engine.optimizer.param_groups, scale):
             self.engine.step()
-        return {
-            "learner/lr": self.config.learner.lr * scale,
-            "learner/lr_scale": scale,
-            "learner/rho_base": rho_base,
-            "learner/grad_norm": float(self.engine.get_global_grad_norm() or own_norm),
-        }
+        return _Update(
+            lr=self.config.learner.lr * scale,
+            lr_scale=scale,
+            rho_base=rho_base,
+            grad_norm=float(self.engine.get_global_grad_norm() or own_norm),
+        )
+
+    def _log_step(self, groups: list[GroupStats], rho: float | None, update: _Update | None, step_s: float) -> None:
+        """One line per step, on the first rank."""
+        if not ranks.is_first():
+            return
+        parts = [] if rho is None else [f"ess_ratio {rho:.4g}"]
+        if update is not None:
+            parts += [f"lr_scale {update.lr_scale:.4g}", f"grad_norm {update.grad_norm:.4g}"]
+        lag_max = max(member.lag for member in diagnostics.members(groups))
+        log.info("step %d: %s", self.policy_version, ", ".join([*parts, f"lag_max {lag_max}", f"step_s {step_s:.4g}"]))
 
     def _reduced_norm(self) -> float:
-        """Norm of what lies on the parameters: in stage 0 with float32 DeepSpeed reduces there and reports no norm."""
+        """Norm of the parameters' own gradients, which DeepSpeed reduces in stage 0 with float32, reporting no norm."""
         present = [parameter.grad for parameter in self._estimator.parameters if parameter.grad is not None]
         return float(total_norm(present))
 
@@ -230,30 +264,30 @@ def _scaled_rate(param_groups: Sequence[dict[str, Any]], scale: float) -> Iterat
 
 
 def _own_share(groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
-    return share_of_rank(groups, rank=distributed.get_rank(), num_ranks=distributed.get_world_size())
+    return share_of_rank(groups, rank=ranks.index(), num_ranks=ranks.count())
 
 
-def _refusals(groups: Sequence[GroupTerms]) -> list[str]:
+def _refusals(groups: Sequence[GroupStats]) -> list[str]:
     return [
         f"trajectory {trajectory.id}: {', '.join(names)} not finite"
-        for trajectory in vitals.members(groups)
+        for trajectory in diagnostics.members(groups)
         if (names := trajectory.non_finite())
     ]
 
 
-def _rho(groups: Sequence[GroupTerms]) -> float | None:
-    """ESS ratio of the trajectories whose numbers are finite; None without any."""
-    log_weights = [member.log_weight for member in vitals.members(groups) if not member.non_finite()]
+def _rho(groups: Sequence[GroupStats]) -> float | None:
+    """ESS ratio of the trajectories whose numbers are finite; None if there is none."""
+    log_weights = [member.log_weight for member in diagnostics.members(groups) if not member.non_finite()]
     return float(vcpo.ess_ratio(torch.tensor(log_weights, dtype=torch.float64))) if log_weights else None
 
 
 def _too_few(rho: float | None, refuse_below: float | None) -> list[str]:
-    """Empty, or that too few trajectories carry the weight of all."""
+    """The reason to refuse the step because a few trajectories have nearly all the weight; else empty."""
     if rho is None or refuse_below is None or rho >= refuse_below:
         return []
     return [f"ESS ratio {rho:.3g} is below algorithm.refuse_below={refuse_below:g}"]
 
 
 def _overflow(gradients: Sequence[Tensor]) -> list[str]:
-    """Empty, or the reason why this rank's sum cannot be used."""
+    """The reason to refuse the step because this rank's sum is not finite; else empty."""
     return [] if math.isfinite(float(total_norm(gradients))) else ["the summed gradient overflows"]

@@ -1,6 +1,6 @@
-"""Low-rank adapters on the policy, through PEFT: how they are put on, and which of the model's weights have one.
+"""Low-rank adapters on the policy, through PEFT: adding them, merging them, and which weights have one.
 
-Knows nothing of gradients, of DeepSpeed, or of where weights go.
+Independent of gradients, DeepSpeed and weight transfer.
 Shapes: O and I sizes of a linear map, R the adapter's rank.
 """
 
@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from agentrl.config import LoraConfig
 from agentrl.errors import ConfigError, MissingDependencyError
 
-ADAPTER = "default"  # PEFT's name of the only one
+ADAPTER = "default"  # PEFT's name of the only adapter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
-    """What is added to one weight."""
+    """What is added to one weight: scale * B A. `adapter.merged(weight)` adds it."""
 
     down_RI: Tensor  # PEFT's lora_A
     up_OR: Tensor  # PEFT's lora_B
@@ -33,7 +33,7 @@ class Adapter:
 
     @torch.no_grad()
     def merged(self, weight_OI: Tensor) -> Tensor:
-        """W + scale * B A, summed in float32. A new tensor; all three must be whole."""
+        """W + scale * B A, in float32. A new tensor [O, I]. ZeRO-3 must not have divided any of the three."""
         return torch.addmm(weight_OI.float(), self.up_OR.float(), self.down_RI.float(), alpha=self.scale)
 
     def copied(self) -> Adapter:
@@ -44,17 +44,17 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedTensor:
-    """A tensor under the name by which others know it, and what is to be added to it."""
+    """A tensor under its name in Hugging Face layout, with the adapter to be added to it."""
 
     name: str
     tensor: Tensor
     adapter: Adapter | None = None
 
 
-def adapted(model: Any, config: LoraConfig) -> Any:
-    """`model` as a `PeftModel`: every weight frozen, an adapter that adds nothing yet on each targeted linear layer.
+def with_adapters(model: Any, config: LoraConfig) -> Any:
+    """`model` as a `PeftModel`: every weight frozen, and a new adapter, which adds zero, on each targeted linear layer.
 
-    Raises ConfigError for targets that are not there or that cannot be trained exactly, MissingDependencyError.
+    Raises ConfigError for targets that do not exist or cannot be trained exactly; MissingDependencyError without PEFT.
     """
     try:
         import peft
@@ -70,7 +70,7 @@ def adapted(model: Any, config: LoraConfig) -> Any:
         target_modules=targets if isinstance(targets, str) else list(targets),
     )
     try:
-        # In the model's own dtype: DeepSpeed keeps float32 copies of what is trained.
+        # In the model's own dtype: DeepSpeed keeps float32 copies of trained weights.
         result = peft.get_peft_model(model, settings, autocast_adapter_dtype=False)
     except ValueError as error:
         raise ConfigError(f"model.lora.target_modules: {error}") from error
@@ -79,7 +79,7 @@ def adapted(model: Any, config: LoraConfig) -> Any:
 
 
 def save(model: Any, adapters: dict[str, Adapter], folder: Path) -> None:
-    """Write PEFT's folder of `adapters`, given whole under the names of the weights that they belong to."""
+    """Write `adapters`, by the names of their weights, as a folder that PEFT can load. They must be whole."""
     from safetensors.torch import save_file
 
     folder.mkdir()
@@ -95,10 +95,10 @@ def save(model: Any, adapters: dict[str, Adapter], folder: Path) -> None:
 
 
 @contextmanager
-def stirred(model: nn.Module) -> Iterator[None]:
-    """Inside, adapters add about a sixth of their input; afterwards they are to the bit what they were.
+def perturbed(model: nn.Module) -> Iterator[None]:
+    """Inside, adapters change their layers' outputs; afterwards they are bit-identical to before.
 
-    A fresh adapter adds nothing, and every gradient of its A is zero. Whole weights are needed, not divided ones.
+    A new adapter adds zero and every gradient of its A is zero, so it could not be tested. Weights must not be divided.
     """
     layers = [layer for _, layer in _adapted_layers(base_of(model))] if is_adapted(model) else []
     adapters = [_adapter_of(layer) for layer in layers]
@@ -118,17 +118,17 @@ def stirred(model: nn.Module) -> Iterator[None]:
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Whether `adapted` made it."""
+    """Whether the module came from `with_adapters`."""
     return hasattr(module, "peft_config")
 
 
 def base_of(module: Any) -> Any:
-    """The model of transformers' own class, which PEFT wrapped; the module itself where nothing is wrapped."""
+    """The transformers model that PEFT wraps; the module itself if it is not wrapped."""
     return module.get_base_model() if is_adapted(module) else module
 
 
 def base_tensors(module: nn.Module) -> Iterator[NamedTensor]:
-    """Parameters and persistent buffers under the base model's names, in its own order; what is tied comes once."""
+    """Parameters and persistent buffers under the base model's names, in its own order; a tied tensor comes once."""
     base = base_of(module)
     layers = dict(_adapted_layers(base)) if is_adapted(module) else {}
     seen: set[int] = set()
@@ -166,8 +166,10 @@ def _check_targets(model: Any) -> None:
         if layer is head:
             raise ConfigError(
                 f"model.lora.target_modules: {name} is the output head, whose log-probabilities are computed in chunks "
-                "without an adapter; leave it out"
+                "without an adapter; remove it from the list"
             )
         if type(layer.get_base_layer()) is not nn.Linear:
             kind = type(layer.get_base_layer()).__name__
-            raise ConfigError(f"model.lora.target_modules: {name} is no linear layer but {kind}; leave it out")
+            raise ConfigError(
+                f"model.lora.target_modules: {name} is not a linear layer but {kind}; remove it from the list"
+            )

@@ -1,7 +1,6 @@
-"""The policy as the learner trains it: loaded from a folder, in its dtype, with adapters and checkpointed layers
-where so set.
+"""The policy as the learner trains it: loaded from a folder, in its dtype, with adapters or checkpointed layers if set.
 
-Knows nothing of DeepSpeed, of gradients or of where weights go.
+Independent of DeepSpeed, gradients and weight transfer.
 """
 
 from __future__ import annotations
@@ -18,9 +17,10 @@ from trainer import lora
 
 
 def load_model(config: Config) -> Any:
-    """The policy in its dtype, in eval mode: a policy gradient has no use for dropout.
+    """The policy in its dtype, in eval mode: dropout would make its log-probabilities differ from the engine's.
 
-    With `model.lora` it is a `PeftModel` whose adapters alone are trained. Raises ConfigError, MissingDependencyError.
+    With `model.lora` it is a `PeftModel` of which only the adapters are trained. Raises ConfigError and
+    MissingDependencyError.
     """
     from transformers import AutoModelForCausalLM
 
@@ -33,15 +33,15 @@ def load_model(config: Config) -> Any:
             f"model.path={config.model.path} is an adapter, not a model: use the folder of the merged model"
         )
     if config.model.lora is not None:
-        model = lora.adapted(model, config.model.lora)
+        model = lora.with_adapters(model, config.model.lora)
     return model.eval()
 
 
 def checkpoint_layers(model: Any) -> None:
-    """Keep only layers' inputs and compute the rest again in the backward. Raises ConfigError where that is unknown.
+    """Keep only the layers' inputs and recompute the rest in the backward. Raises ConfigError if that is not supported.
 
-    transformers does so in training mode only, which a layer is here in from outside; for itself it stays in eval
-    mode, since some apply dropout in their own code.
+    transformers checkpoints a layer only in training mode. So the flag is set on the layer, and cleared again while the
+    layer computes, since some architectures apply dropout in their own code.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -56,7 +56,7 @@ def checkpoint_layers(model: Any) -> None:
 
 
 def _in_eval_mode(layer: nn.Module, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-    """`checkpoint` of a call of `layer`, which is in eval mode while it computes, the second time too."""
+    """`checkpoint`, with `layer` in eval mode whenever it computes, recomputation included."""
 
     def checkpointed(call: Callable[..., Any], *inputs: Any) -> Any:
         def computed(*inputs: Any) -> Any:

@@ -1,15 +1,14 @@
-"""From episodes to packs: token-budgeted micro-batches in which trajectories lie side by side.
+"""From trajectories to packs: micro-batches under a token budget in which trajectories follow one another.
 
-Knows no model and no maths.
-
-Shapes: _S tokens of a pack that the model reads, _N its action tokens, _n its segments (one a trajectory).
+Independent of models and objectives.
+Shapes: _S tokens of a pack that the model reads, _N its action tokens, _n its segments (one per trajectory).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -20,7 +19,10 @@ from agentrl.types import Trajectory, TrajectoryGroup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActionTensors:
-    """One trajectory as the model reads it. What follows the last action is left out: it changes nothing."""
+    """One trajectory as model input. Tokens after the last action are left out: they change nothing.
+
+    `action_tensors` makes it from a `Trajectory`.
+    """
 
     input_ids_S: Tensor  # int64
     predictor_N: Tensor  # int64, position in input_ids_S whose next token is the action
@@ -30,18 +32,21 @@ class ActionTensors:
 
     @property
     def num_read(self) -> int:
-        """Tokens that the model reads."""
+        """Number of input tokens."""
         return len(self.input_ids_S)
 
     @property
     def num_actions(self) -> int:
-        """Action tokens."""
+        """Number of action tokens."""
         return len(self.target_N)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pack:
-    """Trajectories one behind the other. Nothing may attend from one segment to another."""
+    """Trajectories one after the other, as one input without padding; `join` makes it.
+
+    No token may attend to another segment.
+    """
 
     input_ids_S: Tensor  # int64
     position_ids_S: Tensor  # int64, from 0 in every segment
@@ -52,17 +57,17 @@ class Pack:
 
     @property
     def num_segments(self) -> int:
-        """Trajectories in the pack."""
+        """Number of trajectories in the pack."""
         return len(self.bounds) - 1
 
     def per_segment(self, values_N: Tensor) -> tuple[Tensor, ...]:
-        """Cut what belongs to action tokens into segments."""
-        lengths = [end - start for start, end in zip(self.action_bounds, self.action_bounds[1:], strict=False)]
+        """Split a tensor over the pack's action tokens into one part per segment."""
+        lengths = [end - start for start, end in pairwise(self.action_bounds)]
         return torch.split(values_N, lengths)
 
 
 def action_tensors(trajectory: Trajectory, device: torch.device) -> ActionTensors:
-    """Tensors of one trajectory. Raises LearnerError when its first token is an action: nothing predicts that one."""
+    """Tensors of one trajectory. Raises LearnerError if its first token is an action: no position predicts it."""
     ids = trajectory.token_ids()
     action_mask_T = torch.tensor(trajectory.action_mask(), dtype=torch.bool)
     position_N = action_mask_T.nonzero()[:, 0]
@@ -82,7 +87,7 @@ def action_tensors(trajectory: Trajectory, device: torch.device) -> ActionTensor
 
 
 def join(members: Sequence[ActionTensors]) -> Pack:
-    """Lay trajectories side by side, in this order. Each must have at least one action token."""
+    """Put trajectories into one pack, in this order. Each must have at least one action token."""
     bounds = (0, *accumulate(member.num_read for member in members))
     device = members[0].input_ids_S.device
     return Pack(
@@ -96,16 +101,20 @@ def join(members: Sequence[ActionTensors]) -> Pack:
 
 
 def plan(num_read: Sequence[int], budget_tokens: int) -> list[list[int]]:
-    """Which trajectory lies in which pack: as few packs as first-fit-decreasing finds, then evened out.
+    """Which trajectories share a pack: as few packs as first-fit-decreasing finds, then balanced.
 
-    `num_read[i]` are the tokens that trajectory i reads; each index is returned exactly once. No pack exceeds the
-    budget, except that of a single trajectory which exceeds it alone. The same lengths always give the same plan.
+    `num_read[i]` is the number of input tokens of trajectory i. Returns lists of indices; each index occurs once. No
+    pack exceeds the budget, except a pack of one trajectory that is longer by itself. The plan depends on the lengths
+    only.
+
+    >>> plan([60, 60, 30, 30, 10, 10], budget_tokens=140)
+    [[0, 2, 4], [1, 3, 5]]
     """
     order = sorted(range(len(num_read)), key=lambda index: (-num_read[index], index))
     packs = _first_fit(order, num_read, budget_tokens)
-    even = _evened(order, num_read, len(packs))
-    is_within = all(len(pack) == 1 or sum(num_read[i] for i in pack) <= budget_tokens for pack in even)
-    return [sorted(pack) for pack in (even if is_within else packs)]
+    balanced = _balanced(order, num_read, len(packs))
+    is_within = all(len(pack) == 1 or sum(num_read[i] for i in pack) <= budget_tokens for pack in balanced)
+    return [sorted(pack) for pack in (balanced if is_within else packs)]
 
 
 def _first_fit(order: Sequence[int], num_read: Sequence[int], budget_tokens: int) -> list[list[int]]:
@@ -122,8 +131,8 @@ def _first_fit(order: Sequence[int], num_read: Sequence[int], budget_tokens: int
     return packs
 
 
-def _evened(order: Sequence[int], num_read: Sequence[int], num_packs: int) -> list[list[int]]:
-    """The largest first, each to the pack with the fewest tokens so far."""
+def _balanced(order: Sequence[int], num_read: Sequence[int], num_packs: int) -> list[list[int]]:
+    """In decreasing order of length, each to the pack with the fewest tokens so far."""
     packs: list[list[int]] = [[] for _ in range(num_packs)]
     loads = [0] * num_packs
     for index in order:
@@ -134,15 +143,15 @@ def _evened(order: Sequence[int], num_read: Sequence[int], num_packs: int) -> li
 
 
 def num_tokens(group: TrajectoryGroup) -> int:
-    """All tokens of a group, observations included."""
+    """Number of tokens of a group, observations included."""
     return sum(len(trajectory.token_ids()) for trajectory in group.trajectories)
 
 
 def share_of_rank(groups: Sequence[TrajectoryGroup], *, rank: int, num_ranks: int) -> list[TrajectoryGroup]:
-    """Whole groups for one rank, balanced by tokens: the largest first, each to the rank with the fewest so far.
+    """The groups of one rank, balanced by tokens: in decreasing size, each to the rank with the fewest tokens so far.
 
     A group stays on one rank because its baseline needs all its members. Every rank computes the same split.
     """
     order = sorted(groups, key=lambda group: (-num_tokens(group), group.group_id))
-    shares = _evened(range(len(order)), [num_tokens(group) for group in order], num_ranks)
+    shares = _balanced(range(len(order)), [num_tokens(group) for group in order], num_ranks)
     return [order[index] for index in shares[rank]]

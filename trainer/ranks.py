@@ -1,12 +1,14 @@
-"""The learner's processes among themselves: joining, and passing small records on. Knows nothing of training.
+"""The learner's processes (ranks): joining them, collectives over small records, and weights that ZeRO-3 divides.
 
-Records travel as msgpack that is decoded into the type which is asked for. torch's own calls for objects pickle them.
+The only module of the trainer that calls torch.distributed. Records travel as msgpack and are decoded into the type
+that the caller names; torch's own object collectives would pickle them. Independent of training.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import MutableMapping
+from collections.abc import Iterable, MutableMapping
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -20,7 +22,7 @@ ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.
 
 
 def set_defaults(environment: MutableMapping[str, str]) -> None:
-    """For an entry point started without a launcher: one rank. A launcher's own variables stay as they are."""
+    """For an entry point started without a launcher: one rank. Variables that a launcher set are kept."""
     for name, value in ALONE.items():
         environment.setdefault(name, value)
     if not torch.cuda.is_available():
@@ -42,7 +44,7 @@ def join(*, timeout_s: float) -> torch.device:
         if int(os.environ["WORLD_SIZE"]) > 1:
             distributed.init_process_group(backend, timeout=timeout)
         else:
-            # No port: nothing else on this machine can be in the way.
+            # No port, so no other process of this machine can be in the way.
             distributed.init_process_group(backend, store=_private_store(), rank=0, world_size=1, timeout=timeout)
     return device
 
@@ -51,26 +53,77 @@ def _private_store() -> Any:
     return distributed.HashStore()  # type: ignore[attr-defined]
 
 
+def leave() -> None:
+    """Leave the process group."""
+    distributed.destroy_process_group()
+
+
+def index() -> int:
+    """This process's rank."""
+    return distributed.get_rank()
+
+
+def count() -> int:
+    """How many ranks there are."""
+    return distributed.get_world_size()
+
+
+def is_first() -> bool:
+    """Whether this is rank 0, which alone writes shared files and talks to the orchestrator."""
+    return index() == 0
+
+
+def barrier() -> None:
+    """Return once every rank has called it."""
+    distributed.barrier()
+
+
 def gather(records: list[T], kind: type[T]) -> list[T]:
-    """All ranks' records, each a `kind`, on every rank, rank by rank."""
-    if distributed.get_world_size() == 1:
+    """All ranks' records, each a `kind`, on every rank, in the order of ranks."""
+    if count() == 1:
         return records
     return [record for part in _all_bytes(_encoded(records)) for record in _decoded(part, list[kind])]  # type: ignore[valid-type]
 
 
 def of_first(record: T, kind: Any) -> T:
     """Rank 0's record, a `kind`, on every rank."""
-    if distributed.get_world_size() == 1:
+    if count() == 1:
         return record
-    is_first = distributed.get_rank() == 0
-    first: T = _decoded(_all_bytes(_encoded(record) if is_first else b"")[0], kind)
+    first: T = _decoded(_all_bytes(_encoded(record) if is_first() else b"")[0], kind)
     return first
+
+
+def add_up(tensor: Tensor) -> None:
+    """Replace the tensor, in place, by the sum of all ranks' tensors."""
+    if count() > 1:
+        distributed.all_reduce(tensor)
+
+
+def is_divided(parameter: Tensor) -> bool:
+    """Whether ZeRO-3 divided the parameter among ranks."""
+    return hasattr(parameter, "ds_shape")
+
+
+def whole_shape(parameter: Tensor) -> torch.Size:
+    """Shape of the whole parameter, also where ZeRO-3 divided it."""
+    return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def gathered(parameters: Iterable[Tensor]) -> AbstractContextManager[Any]:
+    """Inside, divided parameters are whole on every rank; a no-op where none is divided. Every rank must enter it."""
+    divided = [parameter for parameter in parameters if is_divided(parameter)]
+    if not divided:
+        return nullcontext()
+    import deepspeed
+
+    context: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(divided, modifier_rank=None)
+    return context
 
 
 def _all_bytes(mine: bytes) -> list[bytes]:
     """Every rank's bytes on every rank."""
     device = torch.device("cuda", torch.cuda.current_device()) if distributed.get_backend() == "nccl" else None
-    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(distributed.get_world_size())]
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(count())]
     distributed.all_gather(sizes, torch.tensor([len(mine)], device=device))
     longest = max(1, *(int(size) for size in sizes))
     padded = torch.frombuffer(bytearray(mine.ljust(longest, b"\0")), dtype=torch.uint8).to(device or "cpu")
@@ -89,7 +142,7 @@ def _decoded(data: bytes, kind: Any) -> Any:
 
 def _from_tensor(value: object) -> tuple[str, list[int], bytes]:
     if not isinstance(value, Tensor):
-        raise NotImplementedError(f"{type(value).__name__} is nothing that ranks pass on")
+        raise NotImplementedError(f"ranks do not exchange objects of type {type(value).__name__}")
     tensor = value.detach().cpu().contiguous()
     return str(tensor.dtype).removeprefix("torch."), list(tensor.shape), tensor.numpy().tobytes()
 
@@ -97,13 +150,7 @@ def _from_tensor(value: object) -> tuple[str, list[int], bytes]:
 def _to_tensor(kind: type, value: tuple[str, list[int], bytes]) -> Tensor:
     dtype, shape, data = value
     if kind is not Tensor or dtype not in ("float32", "float64", "int64"):
-        raise ValueError(f"a {kind.__name__} of {dtype} is nothing that ranks pass on")
+        raise ValueError(f"ranks do not exchange a {kind.__name__} of {dtype}")
     if not data:
         return torch.empty(shape, dtype=getattr(torch, dtype))
     return torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype)).reshape(shape)
-
-
-def add_up(tensor: Tensor) -> None:
-    """The sum of all ranks' tensors in each of them, in place."""
-    if distributed.get_world_size() > 1:
-        distributed.all_reduce(tensor)

@@ -1,7 +1,7 @@
-"""Proof, on a tiny text of the very model, that its packed log-probabilities and split gradients are exact.
+"""Proves at start, on short texts, that the model's packed log-probabilities and per-trajectory gradients are exact.
 
-An architecture that does something unforeseen is refused at start, by name, instead of being trained wrongly. Knows
-nothing of episodes or of DeepSpeed: it runs on the model as it will be trained, before weights are divided among ranks.
+An architecture with an unsupported feature is refused by name instead of being trained wrongly. Runs on the model that
+will be trained, before weights are divided among ranks. Independent of episodes and DeepSpeed.
 """
 
 from __future__ import annotations
@@ -17,26 +17,27 @@ from trainer import lora, packing
 from trainer.gradient import attention
 from trainer.gradient.logprobs import score
 from trainer.gradient.norms import total_norm
-from trainer.gradient.score_gradients import check_modules, recording, tied_weight
-from trainer.gradient.score_sums import GradientSums, Recorder
+from trainer.gradient.recorded_modules import check_modules, recording, tied_weight
+from trainer.gradient.recorder import Recorder
+from trainer.gradient.sums import GradientSums
 from trainer.packing import ActionTensors
 
-# Largest |packed - unpacked| log-probability in nats; largest relative error of norms and of the sum.
+# Largest |packed - unpacked| log-probability in nats; largest relative error of score norms and of the gradient sum.
 LOGPROB_BOUND = {torch.float32: 1e-4, torch.bfloat16: 0.25}
 GRADIENT_BOUND = {torch.float32: 1e-3, torch.bfloat16: 0.1}
-_LENGTHS = ((9, 4), (5, 1), (17, 8))  # tokens, of which actions at the end
+_LENGTHS = ((9, 4), (5, 1), (17, 8))  # tokens, and how many of the last are actions
 _COEFFICIENTS = (1.0, -0.5, 2.0)
 
 
 def prepare(model: Any) -> None:
-    """Let `model` attend within segments only, and prove that this changes nothing.
+    """Make `model` attend within segments only, and prove that this changes nothing.
 
-    Raises ConfigError, with the class that is the cause, when a module or the attention cannot be treated exactly, or
-    when the model's own log-probabilities or autograd's gradients come out different.
+    Raises ConfigError, naming the class, if a module or the attention cannot be treated exactly, or if the results
+    differ from the model's own log-probabilities or from autograd's gradients.
     """
     check_modules(model)
     members = [_text(model, index, *lengths) for index, lengths in enumerate(_LENGTHS)]
-    with lora.stirred(model):
+    with lora.perturbed(model):
         own_N, own_norms, own_sum = _by_autograd(model, members)
         attention.install(model)
         packed_N, norms, total = _by_one_pass(model, members)
@@ -44,13 +45,13 @@ def prepare(model: Any) -> None:
     error = float((packed_N - own_N).abs().max())
     if not error <= LOGPROB_BOUND[dtype]:
         raise ConfigError(
-            f"{type(model).__name__}: log-probabilities of packed episodes are {error:.2g} nats off its own; "
-            "it attends or scores in a way that this learner does not know"
+            f"{type(model).__name__}: log-probabilities of packed episodes differ from its own by {error:.2g} nats; "
+            "its attention or its logits have a feature that this learner does not support"
         )
     relative = max(_relative([norms], [own_norms]), _relative(total, own_sum))
     if not relative <= GRADIENT_BOUND[dtype]:
         raise ConfigError(
-            f"{type(model).__name__}: gradients by trajectory are {relative:.2g} (relative) off autograd's"
+            f"{type(model).__name__}: gradients by trajectory differ from autograd's by {relative:.2g} (relative)"
         )
 
 
@@ -73,7 +74,7 @@ def _text(model: Any, index: int, num_tokens: int, num_actions: int) -> ActionTe
 
 
 def _by_autograd(model: Any, members: list[ActionTensors]) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """(log-probabilities, norms, weighted sum by parameter) from the model's own logits, one text after the other."""
+    """Log-probabilities, score norms and weighted gradient sum from the model's own logits, text by text."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     total = [torch.zeros(parameter.numel(), device=parameter.device) for parameter in parameters]
     logprobs, norms = [], []

@@ -1,4 +1,4 @@
-"""What a step's trajectories and groups come to, as numbers that travel between ranks. Knows no tensors of a model."""
+"""Statistics of a step's trajectories and groups: plain numbers that ranks exchange, the input of diagnostics."""
 
 from __future__ import annotations
 
@@ -7,24 +7,26 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrajectoryTerms:
-    """What one trajectory contributes, as numbers. Sums are over its action tokens."""
+class TrajectoryStats:
+    """One trajectory of a step. Sums are over its action tokens. Made by `trainer.gradient.scored`."""
 
     id: str
-    episode: int  # which of its group it is, or is a segment of
+    episode: int  # index in its group of the episode that it is, or is a segment of
     reward: float
     log_weight: float  # untruncated
-    weight: float  # as the estimator uses it, of tokens' weights the mean; infinite when it would leave float32
-    num_clipped: int  # weights that were cut, masked or clipped
-    num_weights: int  # how many weights it has: one, or one an action token
-    advantage: float  # about the group's final baseline, over its standard deviation if so set; 0.0 without a gradient
-    score_norm: float  # of grad log pi as the loss uses it (length-normalised or not); 0.0 where none was needed
+    weight: float  # in use, the mean over its tokens' weights; infinite where it would leave float32
+    num_clipped: int  # weights that were truncated, masked or clipped
+    num_weights: int  # how many weights it has: one, or one per action token
+    advantage: (
+        float  # over the group's final baseline, divided by its standard deviation if so set; 0.0 without gradient
+    )
+    score_norm: float  # of grad log pi, length-normalized if the loss is; 0.0 where it was not measured
     lag: int
     num_tokens: int
     num_action_tokens: int
     kl_sum: float
     entropy_sum: float
-    num_parity_tokens: int  # sampled by the learner's own version
+    num_parity_tokens: int  # action tokens sampled by the learner's present version
     parity_sum: float  # |learner - behaviour| logprob over those
     parity_max: float
     parity_kl_sum: float  # KL(engine || learner), estimated on those
@@ -36,17 +38,17 @@ class TrajectoryTerms:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupTerms:
-    """One group's members and what its baseline came to."""
+class GroupStats:
+    """One group: its members' statistics and its baseline."""
 
-    trajectories: tuple[TrajectoryTerms, ...]
+    trajectories: tuple[TrajectoryStats, ...]
     has_spread: bool
     has_gradient: bool
     baseline_minus_mean: float
 
-    def episodes(self) -> list[list[TrajectoryTerms]]:
+    def episodes(self) -> list[list[TrajectoryStats]]:
         """The trajectories of each episode."""
-        found: dict[int, list[TrajectoryTerms]] = {}
+        found: dict[int, list[TrajectoryStats]] = {}
         for trajectory in self.trajectories:
             found.setdefault(trajectory.episode, []).append(trajectory)
         return list(found.values())

@@ -14,8 +14,9 @@ from agentrl.engine import vllm_server as engine_server
 from agentrl.engine.base import WeightUpdate
 from agentrl.engine.vllm_engine import VLLMEngine
 from agentrl.types import Probe, TransferInit, WeightsRef
+from trainer.weights.publisher import Transfer
 from trainer.weights.source import WeightSource
-from trainer.weights.transfer import Transfer, publisher
+from trainer.weights.transfer import publisher
 
 T = TypeVar("T")
 

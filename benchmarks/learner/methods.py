@@ -23,7 +23,7 @@ from benchmarks.learner.workload import Sample
 from trainer import packing
 from trainer.gradient import attention
 from trainer.gradient.step_gradient import Estimator
-from trainer.step_stats import GroupTerms
+from trainer.step_stats import GroupStats
 
 CLIP = 0.2
 MAX_WEIGHT = 8.0
@@ -50,7 +50,7 @@ class Ours:
 
     def __init__(self, model: Any, samples: Sequence[Sample], algorithm: AlgorithmConfig) -> None:
         attention.install(model)
-        self.terms: list[GroupTerms] = []
+        self.terms: list[GroupStats] = []
         self._groups = [_group(key, list(members)) for key, members in groupby(samples, key=lambda one: one.group)]
         self._estimator = Estimator(model, algorithm, pack_tokens=workload.pack_tokens(model.device))
         self._size = len(samples)

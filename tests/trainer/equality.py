@@ -31,7 +31,7 @@ from tests.trainer.trainer_builders import batch, config, divide_small_weights, 
 from trainer import learner as learner_module
 from trainer import packing, ranks
 from trainer.learner import Learner
-from trainer.step_stats import GroupTerms
+from trainer.step_stats import GroupStats
 
 ROOT = Path(__file__).parents[2]
 LEARNER = {"lr": 1e-4, "grad_clip": 0.5, "weight_decay": 0.01}
@@ -100,9 +100,9 @@ class Watched(Learner):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.terms: list[list[GroupTerms]] = []
+        self.terms: list[list[GroupStats]] = []
 
-    def _estimate(self, batch: Batch) -> list[GroupTerms]:
+    def _estimate(self, batch: Batch) -> list[GroupStats]:
         groups = super()._estimate(batch)
         self.terms.append(sorted(groups, key=lambda group: group.trajectories[0].id))
         return groups

@@ -1,6 +1,6 @@
 """A policy small enough to write every paper's objective down for: one softmax a state, float64, autograd.
 
-Also says what the family under test makes of the same batch.
+Also computes the gradient of the objective under test for the same batch.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def score(theta: Tensor, logprob: Tensor) -> Tensor:
     return torch.autograd.grad(logprob, theta, retain_graph=True)[0]
 
 
-def family_gradient(theta: Tensor, batch: Groups, algorithm: AlgorithmConfig) -> Tensor:
+def objective_gradient(theta: Tensor, batch: Groups, algorithm: AlgorithmConfig) -> Tensor:
     """g = 1/B sum_i A_i / L_i sum_t w_it grad log pi_t, the baseline moved to b* where norms decide it."""
     objective, total, size = Objective(algorithm), torch.zeros_like(theta), sum(map(len, batch))
     weights = _all_weights(theta, batch, objective)

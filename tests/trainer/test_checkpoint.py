@@ -8,6 +8,7 @@ import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from tests.trainer.trainer_builders import (
     mixed_groups,
     whole_weights,
 )
-from trainer import checkpoint, deepspeed_settings
+from trainer import checkpoint, deepspeed_settings, whole_folder
 from trainer.learner import Learner
 
 SETTINGS = {"lr": 1e-3, "grad_clip": 0.05, "weight_decay": 0.01}
@@ -134,9 +135,9 @@ def test_the_same_version_may_be_written_again(learner: Learner, tmp_path: Path)
     checkpoint.load(learner, tmp_path)
 
 
-@pytest.mark.parametrize("failing", ["_write_manifest", "_flush"])
+@pytest.mark.parametrize(("module", "failing"), [(checkpoint, "_write_manifest"), (whole_folder, "flush")])
 def test_a_checkpoint_that_cannot_be_written_never_appears(
-    learner: Learner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+    learner: Learner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: ModuleType, failing: str
 ) -> None:
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -144,10 +145,11 @@ def test_a_checkpoint_that_cannot_be_written_never_appears(
     learner.policy_version = 1
     checkpoint.save(learner, tmp_path, keep=1)
     learner.policy_version = 2
-    monkeypatch.setattr(checkpoint, failing, full)
+    monkeypatch.setattr(module, failing, full)
     with pytest.raises(LearnerError, match=r"v2.*No space left"):
         checkpoint.save(learner, tmp_path, keep=1)
     assert checkpoint.newest(tmp_path).name == "v1"
+    assert [path.name for path in tmp_path.iterdir()] == ["v1"]
 
 
 def cut(folder: Path) -> None:
@@ -172,9 +174,9 @@ def rewritten(**changes: Any) -> Callable[[Path], None]:
 
 
 BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
-    "a file is cut": (cut, r"torn: rank_0\.pt has 100 of \d+ bytes; delete it"),
-    "a file is gone": (without("*optim_states.pt"), r"torn: deepspeed/.*optim_states\.pt has 0 of"),
-    "no manifest": (without("checkpoint.json"), r"no whole checkpoint.*delete it, and resume from .*v7"),
+    "a file is cut": (cut, r"incomplete: rank_0\.pt has 100 of \d+ bytes; delete it"),
+    "a file is gone": (without("*optim_states.pt"), r"incomplete: deepspeed/.*optim_states\.pt has 0 of"),
+    "no manifest": (without("checkpoint.json"), r"incomplete checkpoint.*delete it, and resume from .*v7"),
     "not a manifest": (rewritten(learner=None), "not written by this version"),
     "a later format": (rewritten(format=2), "has format 2, this version of agentrl reads 1"),
     "other ranks": (rewritten(setup={"num_ranks": 2}), r"learner\.num_ranks=2, this learner has 1: start with 2"),
@@ -184,7 +186,9 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_what_is_torn_or_foreign_is_refused_with_the_mend(learner: Learner, folder: Path, case: str) -> None:
+def test_incomplete_and_foreign_checkpoints_are_refused_saying_how_to_fix_it(
+    learner: Learner, folder: Path, case: str
+) -> None:
     shutil.copytree(folder, folder.with_name("v7"))
     damage, message = BROKEN[case]
     damage(folder)

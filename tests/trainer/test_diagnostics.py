@@ -1,4 +1,4 @@
-"""Metrics of a step from hand-made terms, and the variance formula against a real population of gradients."""
+"""Metrics of a step from hand-made statistics, and the variance formula against a real population of gradients."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.report.figures import CHARTS
-from trainer import diagnostics as vitals
-from trainer.step_stats import GroupTerms, TrajectoryTerms
-from trainer.variance import COMPARED
+from trainer import diagnostics
+from trainer.split_variance import COMPARED
+from trainer.step_stats import GroupStats, TrajectoryStats
 
 
-def terms(**given: Any) -> TrajectoryTerms:
+def stats(**given: Any) -> TrajectoryStats:
     values: dict[str, Any] = {
         "id": "t",
         "episode": 0,
@@ -40,30 +40,30 @@ def terms(**given: Any) -> TrajectoryTerms:
         "parity_max": 0.0,
         "parity_kl_sum": 0.0,
     }
-    return TrajectoryTerms(**values | given)
+    return TrajectoryStats(**values | given)
 
 
-def group(*members: TrajectoryTerms, shift: float = 0.0) -> GroupTerms:
+def group(*members: TrajectoryStats, shift: float = 0.0) -> GroupStats:
     """Each member an episode of its own."""
     return segmented(*([member] for member in members), shift=shift)
 
 
-def segmented(*episodes: list[TrajectoryTerms], shift: float = 0.0) -> GroupTerms:
+def segmented(*episodes: list[TrajectoryStats], shift: float = 0.0) -> GroupStats:
     members = tuple(replace(one, episode=number) for number, segments in enumerate(episodes) for one in segments)
-    return GroupTerms(trajectories=members, has_spread=True, has_gradient=True, baseline_minus_mean=shift)
+    return GroupStats(trajectories=members, has_spread=True, has_gradient=True, baseline_minus_mean=shift)
 
 
-def signs(*groups: GroupTerms, grad_norm: float | None = None) -> dict[str, float]:
-    return vitals.signs(groups, algorithm=AlgorithmConfig(), grad_norm=grad_norm)
+def breakdowns(*groups: GroupStats, grad_norm: float | None = None) -> dict[str, float]:
+    return diagnostics.breakdowns(groups, algorithm=AlgorithmConfig(), grad_norm=grad_norm)
 
 
 def test_a_bucket_has_the_numbers_of_its_own_trajectories() -> None:
-    young = terms(lag=0, kl_sum=1.0, advantage=1.0, score_norm=1.0)
+    young = stats(lag=0, kl_sum=1.0, advantage=1.0, score_norm=1.0)
     old = [
-        terms(lag=3, log_weight=math.log(3), num_clipped=1, kl_sum=2.0, advantage=1.0, score_norm=2.0),
-        terms(lag=8, log_weight=0.0, kl_sum=4.0, advantage=-1.0, score_norm=2.0),
+        stats(lag=3, log_weight=math.log(3), num_clipped=1, kl_sum=2.0, advantage=1.0, score_norm=2.0),
+        stats(lag=8, log_weight=0.0, kl_sum=4.0, advantage=-1.0, score_norm=2.0),
     ]
-    found = signs(group(young, *old))
+    found = breakdowns(group(young, *old))
     assert found["vitals/lag_0_ess_ratio"] == 1.0
     assert found["vitals/lag_3_8_ess_ratio"] == pytest.approx(16 / 20)
     assert found["vitals/lag_3_8_max_weight"] == pytest.approx(3.0)
@@ -74,7 +74,7 @@ def test_a_bucket_has_the_numbers_of_its_own_trajectories() -> None:
 
 
 def test_length_buckets_end_at_their_edge() -> None:
-    found = signs(group(*(terms(num_action_tokens=n) for n in (128, 129, 3000))))
+    found = breakdowns(group(*(stats(num_action_tokens=n) for n in (128, 129, 3000))))
     assert {name.split("_ess")[0] for name in found if name.startswith("vitals/length") and "ess" in name} == {
         "vitals/length_to_128",
         "vitals/length_to_512",
@@ -83,19 +83,19 @@ def test_length_buckets_end_at_their_edge() -> None:
 
 
 def test_contributions_of_all_buckets_add_up_to_one() -> None:
-    found = signs(group(*(terms(lag=lag, advantage=0.5, score_norm=lag + 1.0) for lag in (0, 1, 5, 20))))
+    found = breakdowns(group(*(stats(lag=lag, advantage=0.5, score_norm=lag + 1.0) for lag in (0, 1, 5, 20))))
     assert sum(v for k, v in found.items() if "lag" in k and k.endswith("gradient_share")) == pytest.approx(1.0)
 
 
 def test_the_share_that_was_cut_counts_weights_not_trajectories() -> None:
-    found = vitals.weights(
-        [group(terms(num_clipped=3, num_weights=9), terms(num_clipped=0, num_weights=1))], max_weight=None
+    found = diagnostics.weights(
+        [group(stats(num_clipped=3, num_weights=9), stats(num_clipped=0, num_weights=1))], max_weight=None
     )
     assert found["learner/clip_fraction"] == pytest.approx(0.3)
 
 
 def test_baselines_against_the_mean() -> None:
-    found = vitals.weights([group(terms(), shift=-0.3), group(terms(), shift=0.1)], max_weight=8.0)
+    found = diagnostics.weights([group(stats(), shift=-0.3), group(stats(), shift=0.1)], max_weight=8.0)
     assert found["learner/baseline_minus_mean"] == pytest.approx(-0.1)
     assert found["learner/baseline_minus_mean_min"] == -0.3
     assert found["learner/baseline_minus_mean_max"] == 0.1
@@ -110,17 +110,17 @@ def test_variance_equals_the_mean_over_all_splits_into_halves() -> None:
         float((x[list(half)].mean(0) - x[[i for i in range(4) if i not in half]].mean(0)).square().sum()) / 4
         for half in splits
     ) / len(splits)
-    batch = group(*(terms(advantage=1.0, score_norm=float(row.norm())) for row in x))
-    found = vitals.variance([batch], algorithm=AlgorithmConfig(), grad_norm=float(x.mean(0).norm()))
+    batch = group(*(stats(advantage=1.0, score_norm=float(row.norm())) for row in x))
+    found = diagnostics.variance([batch], algorithm=AlgorithmConfig(), grad_norm=float(x.mean(0).norm()))
     assert found["vitals/variance"] == pytest.approx(by_splitting)
 
 
 def test_of_all_baselines_the_optimal_one_has_the_least_variance() -> None:
     rewards, norms, weights = (1.0, 0.0, 0.0, 1.0), (1.0, 3.0, 2.0, 0.5), (1.0, 0.5, 2.0, 1.5)
     batch = group(
-        *(terms(reward=r, score_norm=n, weight=w, advantage=r) for r, n, w in zip(rewards, norms, weights, strict=True))
+        *(stats(reward=r, score_norm=n, weight=w, advantage=r) for r, n, w in zip(rewards, norms, weights, strict=True))
     )
-    found = vitals.variance([batch], algorithm=AlgorithmConfig(), grad_norm=0.1)
+    found = diagnostics.variance([batch], algorithm=AlgorithmConfig(), grad_norm=0.1)
     others = [value for name, value in found.items() if name.startswith("vitals/variance_") and "opob" not in name]
     assert len(others) == 4
     assert all(found["vitals/variance_opob"] < other for other in others)
@@ -135,8 +135,8 @@ def test_the_variance_of_segmented_episodes_is_that_of_episodes() -> None:
     first = {"reward": 1.0, "advantage": 0.5}
     second = {"reward": 0.0, "advantage": -0.5}
     batch = segmented(
-        [terms(weight=1.5, score_norm=2.0, **first), terms(weight=2.0, score_norm=2.0, num_action_tokens=30, **first)],
-        [terms(score_norm=1.0, num_action_tokens=8, **second), terms(score_norm=0.0, num_action_tokens=2, **second)],
+        [stats(weight=1.5, score_norm=2.0, **first), stats(weight=2.0, score_norm=2.0, num_action_tokens=30, **first)],
+        [stats(score_norm=1.0, num_action_tokens=8, **second), stats(score_norm=0.0, num_action_tokens=2, **second)],
     )
     squares = {
         "variance": 6.5,
@@ -147,38 +147,38 @@ def test_the_variance_of_segmented_episodes_is_that_of_episodes() -> None:
         "variance_opob": 25 / 26,
         "variance_opob_safe": 6.5,
     }
-    found = vitals.variance([batch], algorithm=AlgorithmConfig(), grad_norm=0.1)
+    found = diagnostics.variance([batch], algorithm=AlgorithmConfig(), grad_norm=0.1)
     expected = {f"vitals/{name}": (square - 2 * 0.1**2) / 2 for name, square in squares.items()}
     assert found == pytest.approx(expected | {"vitals/noise_to_signal": expected["vitals/variance"] / 0.1**2})
-    halved = vitals.variance([batch], algorithm=AlgorithmConfig(normalize_by_std=True), grad_norm=0.1)
+    halved = diagnostics.variance([batch], algorithm=AlgorithmConfig(normalize_by_std=True), grad_norm=0.1)
     assert halved["vitals/variance_none"] == pytest.approx((25.0 / 0.5 - 2 * 0.1**2) / 2)
 
 
 def test_episodes_without_an_action_count_in_the_size_of_the_batch() -> None:
-    silent = group(terms(weight=1.0, score_norm=0.0), terms(weight=1.0, score_norm=0.0))
-    acting = segmented([terms(advantage=1.0), terms(advantage=1.0)], [terms(advantage=-1.0)])
-    found = vitals.variance([acting, silent], algorithm=AlgorithmConfig(), grad_norm=0.0)
+    silent = group(stats(weight=1.0, score_norm=0.0), stats(weight=1.0, score_norm=0.0))
+    acting = segmented([stats(advantage=1.0), stats(advantage=1.0)], [stats(advantage=-1.0)])
+    found = diagnostics.variance([acting, silent], algorithm=AlgorithmConfig(), grad_norm=0.0)
     assert found["vitals/variance"] == pytest.approx(3 / (4 * 3))
 
 
 def test_without_norms_there_is_no_variance_and_no_share() -> None:
-    found = signs(group(terms(score_norm=0.0, advantage=1.0), terms(score_norm=0.0)), grad_norm=1.0)
+    found = breakdowns(group(stats(score_norm=0.0, advantage=1.0), stats(score_norm=0.0)), grad_norm=1.0)
     assert not any("variance" in name or "share" in name for name in found)
 
 
 def test_norms_by_proxy_give_no_variance() -> None:
-    batch = [group(terms(advantage=1.0), terms(advantage=-1.0))]
-    assert vitals.variance(batch, algorithm=AlgorithmConfig(), grad_norm=0.1)
-    assert not vitals.variance(batch, algorithm=AlgorithmConfig(baseline_norms="proxy"), grad_norm=0.1)
+    batch = [group(stats(advantage=1.0), stats(advantage=-1.0))]
+    assert diagnostics.variance(batch, algorithm=AlgorithmConfig(), grad_norm=0.1)
+    assert not diagnostics.variance(batch, algorithm=AlgorithmConfig(baseline_norms="proxy"), grad_norm=0.1)
 
 
 @pytest.mark.parametrize(("mean_weight", "num_alarms"), [(0.79, 1), (0.8, 0), (1.25, 0), (1.26, 1)])
 def test_the_mean_weight_alarms_outside_its_range(mean_weight: float, num_alarms: int) -> None:
-    assert len(vitals.alarms({"learner/mean_weight": mean_weight})) == num_alarms
+    assert len(diagnostics.alarms(mean_weight)) == num_alarms
 
 
 def test_no_alarm_for_what_was_not_measured() -> None:
-    assert vitals.alarms({}) == []
+    assert diagnostics.alarms(diagnostics.mean_weight([])) == []
 
 
 ANY = st.floats(allow_nan=True, allow_infinity=True)
@@ -189,7 +189,7 @@ def test_every_number_is_finite_whatever_the_trajectories_are(rows: list[tuple[f
     batch = [
         group(
             *(
-                terms(
+                stats(
                     reward=r,
                     log_weight=w,
                     weight=math.exp(min(w, 5)) if w == w else w,
@@ -201,15 +201,15 @@ def test_every_number_is_finite_whatever_the_trajectories_are(rows: list[tuple[f
             )
         )
     ]
-    found = vitals.counts(batch) | vitals.policy(batch) | vitals.weights(batch, max_weight=8.0)
-    found |= vitals.signs(batch, algorithm=AlgorithmConfig(), grad_norm=1.0)
+    found = diagnostics.counts(batch) | diagnostics.policy(batch) | diagnostics.weights(batch, max_weight=8.0)
+    found |= diagnostics.breakdowns(batch, algorithm=AlgorithmConfig(), grad_norm=1.0)
     assert all(math.isfinite(value) for value in found.values())
 
 
 def test_every_chart_of_vital_signs_has_a_metric_of_that_name() -> None:
     lags, lengths = (0, 1, 5, 20), (1, 200, 1000, 5000)
     rows = zip(lags, lengths, (1.0, 0.0, 0.0, 1.0), strict=True)
-    batch = group(*(terms(lag=lag, num_action_tokens=n, reward=r, advantage=r - 0.5) for lag, n, r in rows))
+    batch = group(*(stats(lag=lag, num_action_tokens=n, reward=r, advantage=r - 0.5) for lag, n, r in rows))
     drawn = {metric for chart in CHARTS for metric in chart.curves.values() if metric.startswith("vitals/")}
     measured = {f"vitals/split_variance_{name}" for name in COMPARED}
-    assert drawn <= set(signs(batch, grad_norm=0.1)) | measured
+    assert drawn <= set(breakdowns(batch, grad_norm=0.1)) | measured

@@ -25,7 +25,7 @@ from agentrl.train.learner_api import RunOver, create_app
 from agentrl.types import Batch, StepOutput, TransferInit, WeightsRef
 from tests.one_session import OneSession
 from tests.trainer.trainer_builders import batch, config, mixed_groups, plain_logprobs
-from trainer.loop import Orchestrator, Verdict
+from trainer.orchestrator_client import NoBatch, OrchestratorClient
 
 TOKEN = "secret"
 DEADLINE_S = 240.0
@@ -148,7 +148,7 @@ def test_without_a_token_the_process_ends_with_one_line(tiny_model_dir: Path, tm
 
 
 def test_an_orchestrator_that_is_gone_ends_the_wait() -> None:
-    orchestrator = Orchestrator("http://127.0.0.1:1", token=TOKEN, gone_after_s=0.2)
+    orchestrator = OrchestratorClient("http://127.0.0.1:1", token=TOKEN, gone_after_s=0.2)
     with pytest.raises(LearnerError, match=r"127\.0\.0\.1:1 is gone"):
         orchestrator.poll(0)
     orchestrator.close()
@@ -156,7 +156,7 @@ def test_an_orchestrator_that_is_gone_ends_the_wait() -> None:
 
 def test_a_wrong_token_is_told_at_once() -> None:
     with server(Recorder([], 0)) as url:
-        orchestrator = Orchestrator(url, token="wrong")
+        orchestrator = OrchestratorClient(url, token="wrong")
         with pytest.raises(LearnerError, match="401"):
             orchestrator.report(StepOutput(policy_version=1, metrics={}))
         orchestrator.close()
@@ -164,8 +164,8 @@ def test_a_wrong_token_is_told_at_once() -> None:
 
 def test_a_finished_run_is_over() -> None:
     with server(Recorder([], 0)) as url:
-        orchestrator = Orchestrator(url, token=TOKEN)
-        assert orchestrator.poll(0) is Verdict.OVER
+        orchestrator = OrchestratorClient(url, token=TOKEN)
+        assert orchestrator.poll(0) is NoBatch.RUN_OVER
         orchestrator.close()
 
 
@@ -243,6 +243,6 @@ def test_two_ranks_under_torchrun_go_on_under_deepspeed_as_if_never_stopped(
 def test_a_batch_survives_the_wire(tiny_model: Any) -> None:
     recorder = Recorder(mixed_groups(tiny_model), num_steps=1)
     with server(recorder) as url:
-        orchestrator = Orchestrator(url, token=TOKEN)
+        orchestrator = OrchestratorClient(url, token=TOKEN)
         assert orchestrator.poll(0) == batch(recorder.groups)
         orchestrator.close()

@@ -18,7 +18,7 @@ from agentrl.engine.vllm_engine import VLLMEngine
 from agentrl.errors import ConfigError
 from agentrl.types import Probe, WeightsRef
 from tests.conftest import VLLMServer
-from tests.trainer.gradient.test_score_gradients import assert_same, one_pass, single_backwards
+from tests.trainer.gradient.test_recorded_modules import assert_same, one_pass, single_backwards
 from tests.trainer.trainer_builders import (
     ARCHITECTURES,
     architecture,
@@ -43,7 +43,7 @@ SMALL = {"rank": 4, "alpha": 8}
 
 def adapted(model: Any, **settings: Any) -> Any:
     """`model` with adapters that do add something."""
-    found = lora.adapted(model, LoraConfig(**{**SMALL, **settings})).eval()
+    found = lora.with_adapters(model, LoraConfig(**{**SMALL, **settings})).eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in found.named_parameters():
@@ -124,12 +124,12 @@ def test_an_export_loads_merged_and_as_an_adapter(tiny_model: Any, tiny_model_di
     [
         (["nope"], "target_modules: .*nope"),
         (["lm_head"], "lm_head is the output head"),
-        (["embed_tokens"], "embed_tokens is no linear layer but Embedding"),
+        (["embed_tokens"], "embed_tokens is not a linear layer but Embedding"),
     ],
 )
 def test_targets_that_cannot_be_trained_are_refused_by_name(targets: list[str], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        lora.adapted(architecture("Qwen3"), LoraConfig(target_modules=tuple(targets)))
+        lora.with_adapters(architecture("Qwen3"), LoraConfig(target_modules=tuple(targets)))
 
 
 def test_dropout_is_refused_with_its_reason(tiny_model_dir: Path) -> None:

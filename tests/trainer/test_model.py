@@ -10,8 +10,7 @@ import torch
 
 from agentrl.config import LoraConfig
 from tests.trainer.trainer_builders import VOCAB, config, episode
-from trainer import lora
-from trainer import startup_proof as self_test
+from trainer import lora, startup_proof
 from trainer.gradient.logprobs import score
 from trainer.learner import Learner
 from trainer.model import checkpoint_layers
@@ -34,7 +33,7 @@ def with_dropout_in_its_layers() -> Any:
         pad_token_id=0,
         dropout=0.5,
     )
-    adapted = lora.adapted(
+    adapted = lora.with_adapters(
         transformers.OPTForCausalLM(settings), LoraConfig(rank=4, alpha=8, target_modules="all-linear")
     )
     return adapted.eval()
@@ -43,10 +42,10 @@ def with_dropout_in_its_layers() -> Any:
 def test_checkpointed_layers_keep_their_dropout_off() -> None:
     model = with_dropout_in_its_layers()
     pack = join([action_tensors(episode("a", reward=1.0), model.device)])
-    self_test.prepare(model)
+    startup_proof.prepare(model)
     before_N = score(model, pack).logprob_N
     checkpoint_layers(model)
-    self_test.prepare(model)
+    startup_proof.prepare(model)
     assert torch.equal(score(model, pack).logprob_N, before_N)
     assert model.get_base_model().is_gradient_checkpointing
 
@@ -55,7 +54,7 @@ def test_the_model_is_judged_with_its_layers_checkpointed(
     tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     judged: list[bool] = []
-    monkeypatch.setattr(self_test, "prepare", lambda model: judged.append(model.is_gradient_checkpointing))
+    monkeypatch.setattr(startup_proof, "prepare", lambda model: judged.append(model.is_gradient_checkpointing))
     Learner(config(tiny_model_dir, learner={"gradient_checkpointing": True}))
     Learner(config(tiny_model_dir, learner={"gradient_checkpointing": False}))
     assert judged == [True, False]

@@ -17,8 +17,9 @@ from tests.agentrl.train.troubles import Trouble
 from tests.trainer.trainer_builders import config
 from trainer import checkpoint
 from trainer.learner import Learner
+from trainer.weights.publisher import Transfer
 from trainer.weights.source import WeightSource
-from trainer.weights.transfer import FolderPublisher, Transfer
+from trainer.weights.transfer import FolderPublisher
 
 NO_CHECKPOINT = Trouble("LearnerError: writing the checkpoint ...: ...")
 NO_WEIGHTS = Trouble("LearnerError: writing weights of version ... to ...: ...")

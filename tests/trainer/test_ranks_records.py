@@ -8,8 +8,8 @@ import msgspec
 import pytest
 import torch
 
-from trainer.loop import Verdict
 from trainer.objective.policy_gradient import Member
+from trainer.orchestrator_client import NoBatch
 from trainer.ranks import _decoded, _encoded
 
 
@@ -27,13 +27,13 @@ def test_tensors_arrive_to_the_bit(norms: torch.Tensor | None, size: int) -> Non
 @pytest.mark.parametrize("record", [None, 12])
 def test_nothing_is_something(record: int | None) -> None:
     assert _decoded(_encoded(record), int | None) == record
-    assert _decoded(_encoded(Verdict.OVER), str | Verdict) is Verdict.OVER
+    assert _decoded(_encoded(NoBatch.RUN_OVER), str | NoBatch) is NoBatch.RUN_OVER
 
 
 def test_other_types_are_refused() -> None:
-    with pytest.raises(NotImplementedError, match="object is nothing that ranks pass on"):
+    with pytest.raises(NotImplementedError, match="ranks do not exchange objects of type object"):
         _encoded(object())
     with pytest.raises(msgspec.ValidationError):
         _decoded(_encoded(["a"]), list[int])
-    with pytest.raises(ValueError, match="uint8 is nothing that ranks pass on"):
+    with pytest.raises(ValueError, match="ranks do not exchange a Tensor of uint8"):
         _decoded(msgspec.msgpack.encode(("uint8", [1], b"a")), torch.Tensor)

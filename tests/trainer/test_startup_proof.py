@@ -11,8 +11,7 @@ from torch import nn
 from agentrl.config import LoraConfig
 from agentrl.errors import ConfigError
 from tests.trainer.trainer_builders import ARCHITECTURES, action_logprobs, architecture, episode
-from trainer import lora
-from trainer import startup_proof as self_test
+from trainer import lora, startup_proof
 from trainer.gradient.attention import NAME
 from trainer.gradient.logprobs import score
 from trainer.packing import action_tensors, join
@@ -22,7 +21,7 @@ from trainer.packing import action_tensors, join
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_known_architectures_pass_and_attend_within_segments_afterwards(name: str, dtype: torch.dtype) -> None:
     model = architecture(name).to(dtype)
-    self_test.prepare(model)
+    startup_proof.prepare(model)
     assert model.config._attn_implementation == NAME
 
 
@@ -37,7 +36,7 @@ def test_logits_that_are_changed_after_the_head_are_refused_by_name() -> None:
 
     model.forward = softcapped
     with pytest.raises(ConfigError, match="Qwen3ForCausalLM: log-probabilities"):
-        self_test.prepare(model)
+        startup_proof.prepare(model)
 
 
 class TwiceUsed(nn.Module):
@@ -60,11 +59,11 @@ def test_a_weight_that_acts_twice_is_refused_by_its_gradients() -> None:
     model = architecture("Qwen3")
     model.model.layers[0].mlp.up_proj = TwiceUsed(model.model.layers[0].mlp.up_proj)
     with pytest.raises(ConfigError, match="gradients by trajectory"):
-        self_test.prepare(model)
+        startup_proof.prepare(model)
 
 
 def fresh_adapters() -> Any:
-    return lora.adapted(architecture("Qwen3"), LoraConfig(rank=4, alpha=8, target_modules="all-linear")).eval()
+    return lora.with_adapters(architecture("Qwen3"), LoraConfig(rank=4, alpha=8, target_modules="all-linear")).eval()
 
 
 def test_a_fresh_adapter_whose_first_half_acts_twice_is_refused() -> None:
@@ -72,7 +71,7 @@ def test_a_fresh_adapter_whose_first_half_acts_twice_is_refused() -> None:
     adapter = model.get_base_model().model.layers[0].mlp.up_proj.lora_A
     adapter["default"] = TwiceUsed(adapter["default"])
     with pytest.raises(ConfigError, match="gradients by trajectory"):
-        self_test.prepare(model)
+        startup_proof.prepare(model)
     assert not any(bool(p.any()) for name, p in model.named_parameters() if "lora_B" in name)
 
 
@@ -81,7 +80,7 @@ def test_adapters_are_to_the_bit_what_they_were() -> None:
     model.get_base_model().model.layers[1].mlp.down_proj.lora_B["default"].weight.data.normal_()
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     random_state = torch.get_rng_state()
-    self_test.prepare(model)
+    startup_proof.prepare(model)
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
     assert torch.equal(torch.get_rng_state(), random_state)
 
@@ -118,14 +117,14 @@ def test_positions_that_follow_the_longest_text_of_a_pack_are_refused_by_name(
     with pytest.raises(
         ConfigError, match=rf"{family}RotaryEmbedding \(model.rotary_emb\): rope_type '{rope['rope_type']}'"
     ):
-        self_test.prepare(with_rope(family, **rope))
+        startup_proof.prepare(with_rope(family, **rope))
 
 
 def test_every_kind_of_layer_has_its_own_positions_judged() -> None:
     model = with_rope("Llama", rope_type="linear")
     model.model.rotary_emb.rope_type = {"full_attention": "linear", "sliding_attention": "dynamic"}
     with pytest.raises(ConfigError, match="rope_type 'dynamic'"):
-        self_test.prepare(model)
+        startup_proof.prepare(model)
 
 
 @pytest.mark.parametrize("rope_type", ["linear", "yarn"])
@@ -134,7 +133,7 @@ def test_positions_scaled_by_a_constant_are_the_same_in_any_pack(rope_type: str)
     texts = [episode("short", reward=1.0), episode("long", reward=1.0, shape=((60, 60),))]
     with torch.no_grad():
         alone = [action_logprobs(model, text) for text in texts]
-    self_test.prepare(model)
+    startup_proof.prepare(model)
     pack = join([action_tensors(text, model.device) for text in texts])
     for packed_N, alone_N in zip(pack.per_segment(score(model, pack).logprob_N), alone, strict=True):
         torch.testing.assert_close(packed_N, alone_N, rtol=0, atol=1e-5)
@@ -145,4 +144,4 @@ def test_attention_across_segments_is_refused(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(attention, "segment_arguments", lambda bounds, device: {})
     with pytest.raises(ConfigError, match="packed episodes"):
-        self_test.prepare(architecture("Llama"))
+        startup_proof.prepare(architecture("Llama"))

@@ -1,4 +1,5 @@
-"""How the gradient is made: log-probabilities, passes, per-trajectory norms, the hand-off to DeepSpeed.
+"""The gradient of a step: log-probabilities, passes over packs, per-trajectory norms, the hand-off to DeepSpeed.
 
-May import: `trainer.objective`, `trainer.packing`. Start reading in `step_gradient.py`.
+May import: `trainer.objective`, `trainer.packing`, `trainer.ranks`, `trainer.step_stats`. Start reading in
+`step_gradient.py`.
 """

@@ -1,8 +1,8 @@
-"""Causal attention that never looks from one segment of a pack into another, as one interface of transformers.
+"""Causal attention within each segment of a pack, registered as an attention implementation of transformers.
 
-On CPUs a loop of ordinary causal attention over the segments: the work is exactly that of the trajectories alone. On
-GPUs one call with the segments' bounds: torch's own varlen attention, else that of flash-attn, else the loop. Knows
-nothing of what segments are.
+On CPUs it is a loop of ordinary causal attention over the segments, the same work as for separate trajectories. On GPUs
+it is one call with the segments' bounds: torch's varlen attention, else that of flash-attn, else the loop. Independent
+of what segments are.
 
 Shapes: _S tokens of a pack, H query heads, K key heads, D head size.
 """
@@ -29,14 +29,14 @@ NAME = "agentrl_packed"
 HALF = (torch.bfloat16, torch.float16)
 LARGEST_FLASH_HEAD = 256
 FLASH_CAPABILITY = (8, 0)  # Ampere
-# What some architectures add to attention; none of it is computed here.
+# Arguments by which some architectures change attention. None of them is supported here.
 _UNKNOWN = ("softcap", "s_aux", "position_bias", "cache")
-# Their frequencies follow the longest text of the call: a long segment would turn every short one beside it.
+# Their frequencies depend on the longest text of a call, so a long segment would change every short one of its pack.
 _MOVING_ROPES = ("dynamic", "longrope")
 
 
 class Kernel(StrEnum):
-    """What computes the attention of a pack."""
+    """The implementations of a pack's attention."""
 
     LOOP = "scaled_dot_product_attention, segment by segment"
     VARLEN = "torch.nn.attention.varlen.varlen_attn"
@@ -52,14 +52,14 @@ def choose(
     has_varlen: bool,
     has_flash: bool,
 ) -> tuple[Kernel, str]:
-    """The fastest kernel that is exact here, and why none faster: "" where there is none faster.
+    """The fastest exact kernel, and why no faster one is used ("" where there is none).
 
-    `capability` is the GPU's compute capability. Raises ConfigError for a device that nothing here was made for.
+    `capability` is the GPU's compute capability. Raises ConfigError for an unsupported device.
     """
     if device_type == "cpu":
         return Kernel.LOOP, ""
     if device_type != "cuda" or capability is None:
-        raise ConfigError(f"attention over packs knows CPUs and CUDA GPUs, not the device {device_type!r}")
+        raise ConfigError(f"attention over packs supports CPUs and CUDA GPUs, not the device {device_type!r}")
     if dtype not in HALF:
         return Kernel.LOOP, f"flash kernels take half precision only, the model is {str(dtype).removeprefix('torch.')}"
     if head_size > LARGEST_FLASH_HEAD or head_size % 8:
@@ -74,9 +74,9 @@ def choose(
 
 
 def install(model: Any) -> None:
-    """Let every layer of `model` attend through this file. Raises ConfigError where the architecture cannot.
+    """Make every layer of `model` use this attention.
 
-    That is also where positions of one segment would depend on the others.
+    Raises ConfigError if the architecture does not support it, or if its positions would depend on other segments.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -86,13 +86,15 @@ def install(model: Any) -> None:
     try:
         model.set_attn_implementation(NAME)
     except ValueError as error:
-        raise ConfigError(f"{type(model).__name__} takes no attention of ours: {error}") from error
+        raise ConfigError(
+            f"{type(model).__name__} does not support another attention implementation: {error}"
+        ) from error
     kernel, reason = _chosen(model.device, model.dtype, _head_size(model.config))
     log.info("attention of packs: %s%s", kernel, f" ({reason})" if reason else "")
 
 
 def segment_arguments(bounds: Sequence[int], device: torch.device) -> dict[str, Any]:
-    """Keyword arguments of the model's call, beside position ids and `use_cache=False`, for segments at `bounds`."""
+    """Keyword arguments of the model's call for segments at `bounds`; add position ids and `use_cache=False`."""
     arguments: dict[str, Any] = {"segment_bounds": tuple(bounds)}
     if device.type == "cuda":
         arguments["segment_bounds_on_device"] = torch.tensor(bounds, dtype=torch.int32, device=device)
@@ -100,7 +102,7 @@ def segment_arguments(bounds: Sequence[int], device: torch.device) -> dict[str, 
 
 
 def _check_positions(model: Any) -> None:
-    """transformers' rotary modules say under `rope_type` how they turn: one name, or one for each kind of layer."""
+    """Rotary modules of transformers have a `rope_type`: one name, or one per kind of layer."""
     for name, module in model.named_modules():
         rope_type = getattr(module, "rope_type", "")
         for one in rope_type.values() if isinstance(rope_type, dict) else (rope_type,):
@@ -108,8 +110,8 @@ def _check_positions(model: Any) -> None:
                 raise ConfigError(
                     f"{type(module).__name__} ({name}): rope_type {one!r} takes its frequencies from the longest text "
                     "of a call, so log-probabilities would depend on which episodes share a pack; use a model with "
-                    "rope_type default, linear, llama3 or yarn. (dynamic is default up to max_position_embeddings: "
-                    "where no episode is longer, write so into the model's config.json)"
+                    "rope_type default, linear, llama3 or yarn. (dynamic equals default up to "
+                    "max_position_embeddings: if no episode is longer, set rope_type to default in config.json)"
                 )
 
 
@@ -132,7 +134,7 @@ def _chosen(device: torch.device, dtype: torch.dtype, head_size: int) -> tuple[K
 
 
 def _no_mask(**_: Any) -> None:
-    """Segments stand in for a mask; given a mask, transformers would find packs by position ids and build one."""
+    """No mask: the bounds of segments replace it. transformers would otherwise build one from the position ids."""
     return None
 
 
@@ -150,9 +152,9 @@ def _attend(
     segment_bounds_on_device: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Transformers' attention interface. Without bounds, every row of the batch is one segment."""
+    """The attention interface of transformers. Without bounds, every row of the batch is one segment."""
     if attention_mask is not None or dropout or any(others.get(name) is not None for name in _UNKNOWN):
-        raise ConfigError(f"{type(module).__name__} asks of its attention what the packed one does not do")
+        raise ConfigError(f"{type(module).__name__} needs an attention feature that packed attention does not support")
     if segment_bounds_on_device is not None and segment_bounds is not None:
         kernel, _ = _chosen(query_1HSD.device, query_1HSD.dtype, query_1HSD.shape[3])
         if kernel is not Kernel.LOOP:
@@ -161,7 +163,7 @@ def _attend(
                 bounds=segment_bounds_on_device,
                 longest=max(end - start for start, end in itertools.pairwise(segment_bounds)),
                 scaling=scaling,
-                # As flash counts it: tokens before the query's own, and none behind it.
+                # In flash's terms: how many tokens before the query's own, and how many after it.
                 window=(-1 if sliding_window is None else sliding_window - 1, 0),
             )
             return out_SHD[None], None

@@ -1,6 +1,7 @@
-"""Log-probability and entropy of each action token under the model. Knows nothing of rewards or weights.
+"""Log-probability and entropy of each action token under the model. Independent of rewards and weights.
 
-The head works on action positions only and in chunks, forward and backward: [tokens, vocabulary] is never held whole.
+The output head is applied to action positions only and in chunks, forward and backward: a whole [tokens, vocabulary]
+tensor never exists.
 Shapes: _N action tokens, _C tokens of a chunk, _V vocabulary, _D hidden size, _U ids of a segment.
 """
 
@@ -15,19 +16,20 @@ import torch
 from torch import Tensor, nn
 
 from trainer.gradient import attention
-from trainer.gradient.score_gradients import forwards
-from trainer.gradient.score_sums import Recorder, product
+from trainer.gradient.recorded_modules import forwards
+from trainer.gradient.recorder import Recorder
+from trainer.gradient.sums import product
 from trainer.packing import Pack
 
-# [tokens, vocabulary] in float32 at a time: 64 MiB on a CPU, 1 GiB where a matrix product needs many rows to be fast.
+# Elements of a float32 chunk [tokens, vocabulary]: 64 MiB on a CPU; 1 GiB on a GPU, whose products need many rows.
 CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 2**28}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenScores:
-    """What the model says of each action token, in nats. float32."""
+    """Scores of a pack's action tokens, in nats: the result of `score`. float32."""
 
-    logprob_N: Tensor  # with its graph, where a recorder was given
+    logprob_N: Tensor  # with its graph if a recorder was given
     entropy_N: Tensor
     sum_pi2_N: Tensor  # sum over the vocabulary of pi^2
 
@@ -35,8 +37,9 @@ class TokenScores:
 def score(model: Any, pack: Pack, recorder: Recorder | None = None, *, chunk_tokens: int | None = None) -> TokenScores:
     """Score a pack in one forward.
 
-    Without a recorder there is no graph. With one, call inside `score_gradients.recording` with the same recorder:
-    `torch.autograd.backward(logprob_N, seed_N)` then gives it every weight's pieces, the head's among them.
+    Without a recorder there is no graph. With one, call this inside `recorded_modules.recording` with the same
+    recorder: `torch.autograd.backward(logprob_N, seed_N)` then passes it every weight's pieces, including the head's.
+    `chunk_tokens` limits the rows of a chunk.
     """
     head = model.get_output_embeddings()
     device = pack.input_ids_S.device
@@ -48,12 +51,12 @@ def score(model: Any, pack: Pack, recorder: Recorder | None = None, *, chunk_tok
         logprob_N, *found[:] = _Head.apply(hidden_1ND[0], head, pack, rows, recorder)  # type: ignore[no-untyped-call]
         return logprob_N
 
-    # Through the model's own call, the head's included: ZeRO-3 and PEFT hang on both.
+    # Through the calls of the model and of its head: ZeRO-3 and PEFT hook into both.
     with torch.set_grad_enabled(recorder is not None), forwards([(head, scored)]):
         logprob_N = model(
             input_ids=pack.input_ids_S[None],
             position_ids=pack.position_ids_S[None],
-            use_cache=False,  # a cache object would make transformers ignore the borders of segments
+            use_cache=False,  # with a cache object transformers would ignore the bounds of segments
             logits_to_keep=pack.predictor_N,
             **attention.segment_arguments(pack.bounds, device),
         ).logits
@@ -61,7 +64,7 @@ def score(model: Any, pack: Pack, recorder: Recorder | None = None, *, chunk_tok
 
 
 class _Head(torch.autograd.Function):
-    """log softmax(h W^T) at the targets. Kept is the log of the normaliser; the backward makes several chunks again."""
+    """log softmax(h W^T) at the targets. Only the log-normalizer is kept; the backward recomputes the chunks."""
 
     @staticmethod
     def forward(
@@ -76,7 +79,7 @@ class _Head(torch.autograd.Function):
             pi_CV = (logits_CV - log_sum_N[at, None]).exp_()
             entropy_N[at] = log_sum_N[at] - _row_dots(pi_CV, logits_CV)
             sum_pi2_N[at] = _row_dots(pi_CV, pi_CV)
-        # A single chunk is here anyway, and wanted next: the head is where the backward starts.
+        # A single chunk is kept: it exists anyway, and the backward starts with the head.
         ctx.pi_CV = pi_CV if 0 < len(hidden_ND) <= rows else None
         ctx.save_for_backward(hidden_ND, log_sum_N)
         ctx.head, ctx.pack, ctx.rows, ctx.recorder = head, pack, rows, recorder
@@ -101,12 +104,12 @@ class _Head(torch.autograd.Function):
 
 
 def _row_dots(left_CV: Tensor, right_CV: Tensor) -> Tensor:
-    """Each row of one with the same row of the other, without a product in between. [C]"""
+    """Inner product of each pair of rows, without an intermediate tensor. [C]"""
     return torch.bmm(left_CV[:, None, :], right_CV[:, :, None])[:, 0, 0]
 
 
 def _chunks(bounds: tuple[int, ...], rows: int) -> Iterator[slice]:
-    """Slices of at most `rows` tokens: several whole segments, or part of one."""
+    """Slices of at most `rows` tokens, each of several whole segments or of a part of one."""
     start = 0
     for segment_start, segment_end in itertools.pairwise(bounds):
         if segment_end - start <= rows:
@@ -122,7 +125,7 @@ def _chunks(bounds: tuple[int, ...], rows: int) -> Iterator[slice]:
 
 
 class _HeadPieces:
-    """The head's gradient, one segment after another; a segment may come in several chunks."""
+    """Cuts the head's gradient, which arrives in chunks, into one piece per segment."""
 
     def __init__(self, weight: Tensor, pack: Pack, recorder: Recorder) -> None:
         self._index = recorder.index_of(weight)

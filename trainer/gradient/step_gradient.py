@@ -1,77 +1,60 @@
-"""A step's policy gradient: which packs go through which passes, and what the groups come to.
+"""A step's policy gradient: which packs go through which passes, and what each group contributes.
 
-    g = 1/B sum_i c_i A_i / L_i sum_t w_it grad log pi(a_it)    (objective/policy_gradient.py has A, L and w)
+    g = 1/B sum_i c_i A_i / L_i sum_t w_it grad log pi(a_it)    (objective/policy_gradient.py defines A, L and w)
 
-B episodes, each of one or several trajectories i with shares c_i (`Trajectory.weight`): advantages, standard deviations
-and baselines are of episodes, weights and norms of trajectories. One with c = 0 is scored and has no gradient.
+B episodes, each of one or several trajectories i with shares c_i (`Trajectory.weight`). Advantages, standard deviations
+and baselines belong to episodes, weights and norms to trajectories. A trajectory with c = 0 is scored and has no
+gradient.
 
-Three ways, by what weights and baseline must know first:
+There are three ways, depending on what weights and baseline must know first:
 - one pass: a pack's own log-probabilities suffice, its backward follows its forward.
-- one pass with norms (baseline opob): packs of one group; its baseline is moved once its norms are known, by the score
-  sum that the same backward left beside the gradient:  g -= (b* - b_0) sum_i w_i/(s B) score_i.
-- two passes: all is scored first, with norms by proxy if so set; then weights and baselines; then every pack again.
+- one pass with norms (baseline opob): packs hold one group; once its norms are measured its baseline is moved, by means
+  of the score sum that the same backward left beside the gradient:  g -= (b* - b_0) sum_i w_i/(s B) score_i.
+- two passes: everything is scored first, with norms by proxy if so configured; then weights and baselines are computed;
+  then every pack is differentiated.
 
-Knows nothing of DeepSpeed, but that ZeRO-3 wants every rank to make as many passes as the others.
+Independent of DeepSpeed, except that under ZeRO-3 every rank must make the same number of passes.
 Shapes: _E episodes of a group, _G its trajectories, _N action tokens.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from agentrl.config.algorithm import AlgorithmConfig
-from agentrl.types import Trajectory, TrajectoryGroup, has_spread
+from agentrl.types import Trajectory, TrajectoryGroup
 from trainer import packing
-from trainer.gradient.passes import Passes, Run
-from trainer.gradient.score_sums import GradientSums
-from trainer.objective import estimates as objective
-from trainer.objective import ratios
+from trainer.gradient.passes import Passes
+from trainer.gradient.scored import ScoredGroup, ScoredTrajectory
+from trainer.gradient.sums import GradientSums
 from trainer.objective.policy_gradient import Member, MemberWeights, Objective
 from trainer.packing import action_tensors
-from trainer.step_stats import GroupTerms, TrajectoryTerms
+from trainer.ranks import is_divided
+from trainer.step_stats import GroupStats
 
-__all__ = ["LARGEST_LOG_WEIGHT", "Estimator", "GradientSums", "GroupTerms", "TrajectoryTerms"]
-
-LARGEST_LOG_WEIGHT = ratios.LARGEST_LOG_WEIGHT
 DEFAULT_PACK_TOKENS = 8192
 
-_SILENT = MemberWeights(
+_WITHOUT_ACTIONS = MemberWeights(
     weight_N=torch.zeros(0, dtype=torch.float64), log_weight=0.0, log_used=0.0, num_clipped=0, num_weights=0
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Draft:
-    """A group on its way through a step."""
-
-    episodes: list[list[Run]]
-    reward_E: Tensor  # float64, one an episode
-    has_advantages: bool
-
-    @property
-    def runs(self) -> list[Run]:
-        return [run for episode in self.episodes for run in episode]
-
-    @property
-    def trained(self) -> list[Run]:
-        return [run for run in self.runs if run.is_trained] if self.has_advantages else []
-
-    @property
-    def idle(self) -> list[Run]:
-        """Those that act and have no gradient: they are scored, since their weights count in rho."""
-        return [run for run in self.runs if run.tensors.num_actions and not (self.has_advantages and run.is_trained)]
-
-
 class Estimator:
-    """Turns whole groups into a `GradientSums`, under one algorithm.
+    """Turns whole groups into a `GradientSums` under one algorithm.
 
-    `gather` collects a list over ranks, rank by rank; alone there is nothing to collect.
+    Example::
+
+        estimator = Estimator(model, AlgorithmConfig(preset="vcpo"))
+        stats = estimator.estimate(groups, policy_version=3, num_episodes=64)
+        gradient = [estimator.sums.take(index) for index in range(len(estimator.parameters))]
+
+    Args:
+        model: on which `attention.install` was called.
+        pack_tokens: budget of a pack; a longer trajectory has a pack of its own.
+        gather: collects a list over ranks, in the order of ranks; the identity for a single rank.
     """
 
     def __init__(
@@ -95,17 +78,17 @@ class Estimator:
 
     def estimate(
         self, groups: Sequence[TrajectoryGroup], *, policy_version: int, num_episodes: int
-    ) -> list[GroupTerms]:
-        """Leave these groups' share of g in `sums`, with B = `num_episodes`; one record a group, in their order.
+    ) -> list[GroupStats]:
+        """Leave these groups' share of g in `sums`, with B = `num_episodes`. One record per group, in their order.
 
         A group without reward spread (or with one member) has no gradient under a baseline or a standard deviation;
-        its members are still scored, since their weights count in rho. Nothing is raised for NaN or infinities: see
-        `TrajectoryTerms.non_finite`, by which the step must be refused.
+        its members are still scored, since their weights count in rho. NaN and infinities raise nothing: see
+        `TrajectoryStats.non_finite`, by which the step must be refused.
         """
         self.sums.reset()
-        drafts = [self._draft(group) for group in groups]
-        active = [draft for draft in drafts if draft.has_advantages]
-        idle = [run for draft in drafts for run in draft.idle]
+        scored = [self._scored(group) for group in groups]
+        active = [group for group in scored if group.has_advantages]
+        idle = [member for group in scored for member in group.idle]
         if self._has_norms:
             self._one_pass_with_norms(active, num_episodes)
             self._idle_pass(idle)
@@ -114,175 +97,100 @@ class Estimator:
         else:
             self._plain_pass(active, num_episodes)
             self._idle_pass(idle)
-        return [_group_terms(draft, policy_version, self._objective) for draft in drafts]
+        return [group.stats(policy_version, self._objective) for group in scored]
 
-    def _draft(self, group: TrajectoryGroup) -> _Draft:
+    def _scored(self, group: TrajectoryGroup) -> ScoredGroup:
         episodes = [episode.segments for episode in group.episodes]
         reward_E = torch.tensor(group.episode_rewards, dtype=torch.float64)
         advantage_E = self._objective.advantages(reward_E, torch.tensor([_num_actions(one) for one in episodes]))
         scale = self._objective.score_scale(reward_E)
-        members = [(index, one) for index, segments in enumerate(episodes) for one in segments]
+        trajectories = [(episode, one) for episode, segments in enumerate(episodes) for one in segments]
         length_G = self._objective.lengths(
-            torch.tensor([one.num_action_tokens for _, one in members]),
-            share_G=torch.tensor([one.weight for _, one in members], dtype=torch.float64),
+            torch.tensor([one.num_action_tokens for _, one in trajectories]),
+            share_G=torch.tensor([one.weight for _, one in trajectories], dtype=torch.float64),
             num_episodes=len(episodes),
         )
-        runs: list[list[Run]] = [[] for _ in episodes]
-        for index, (episode, member) in enumerate(members):
-            run = Run(
-                trajectory=member,
-                tensors=action_tensors(member, self._device),
+        members: list[list[ScoredTrajectory]] = [[] for _ in episodes]
+        for index, (episode, trajectory) in enumerate(trajectories):
+            member = ScoredTrajectory(
+                trajectory=trajectory,
+                tensors=action_tensors(trajectory, self._device),
                 group_id=group.group_id,
                 index=index,
                 advantage=None if advantage_E is None else float(advantage_E[episode]),
                 score_scale=scale,
                 length=float(length_G[index]),
-                weights=None if member.num_action_tokens else _SILENT,
+                weights=None if trajectory.num_action_tokens else _WITHOUT_ACTIONS,
             )
-            runs[episode].append(run)
-        return _Draft(episodes=runs, reward_E=reward_E, has_advantages=advantage_E is not None)
+            members[episode].append(member)
+        return ScoredGroup(episodes=members, reward_E=reward_E, has_advantages=advantage_E is not None)
 
-    def _weigh(self, run: Run) -> None:
-        if run.weights is None:
-            run.weights = self._objective.weights(run.log_ratio_N, run.advantage or 0.0)
+    def _weigh(self, member: ScoredTrajectory) -> None:
+        if member.weights is None:
+            member.weights = self._objective.weights(member.log_ratio_N, member.advantage or 0.0)
 
-    def _packed(self, runs: Sequence[Run]) -> list[list[Run]]:
-        plan = packing.plan([run.tensors.num_read for run in runs], self._pack_tokens)
-        return [[runs[index] for index in indices] for indices in plan]
+    def _packed(self, members: Sequence[ScoredTrajectory]) -> list[list[ScoredTrajectory]]:
+        plan = packing.plan([member.tensors.num_read for member in members], self._pack_tokens)
+        return [[members[index] for index in indices] for indices in plan]
 
-    def _each(self, packs: Sequence[list[Run]], make_pass: Callable[[list[Run]], None]) -> None:
-        """A pass a pack. Where ZeRO-3 divides weights among ranks, as many as the rank with the most packs makes."""
-        is_divided = any(hasattr(parameter, "ds_shape") for parameter in self.parameters)
-        # Asked before the first pass: in a pass every rank waits for the others' weights.
-        num_passes = max(self._gather([len(packs)], int)) if is_divided else len(packs)
-        for runs in packs:
-            make_pass(runs)
+    def _each(
+        self, packs: Sequence[list[ScoredTrajectory]], make_pass: Callable[[list[ScoredTrajectory]], None]
+    ) -> None:
+        """One pass per pack; where ZeRO-3 divides weights, as many as the rank with the most packs makes."""
+        has_divided = any(is_divided(parameter) for parameter in self.parameters)
+        # Gathered before the first pass: in a pass every rank waits for the others' weights.
+        num_passes = max(self._gather([len(packs)], int)) if has_divided else len(packs)
+        for pack in packs:
+            make_pass(pack)
         for _ in range(num_passes - len(packs)):
             make_pass([])
 
-    def _idle_pass(self, runs: Sequence[Run]) -> None:
-        self._each(self._packed(runs), self._passes.scored)
-        for run in runs:
-            self._weigh(run)
+    def _idle_pass(self, idle: Sequence[ScoredTrajectory]) -> None:
+        self._each(self._packed(idle), self._passes.forward_only)
+        for member in idle:
+            self._weigh(member)
 
-    def _plain_pass(self, active: Sequence[_Draft], num_episodes: int) -> None:
-        acting = [run for draft in active for run in draft.trained]
+    def _plain_pass(self, active: Sequence[ScoredGroup], num_episodes: int) -> None:
+        trained = [member for group in active for member in group.trained]
         self._each(
-            self._packed(acting),
-            lambda runs: self._passes.plain(runs, self._weigh, num_episodes=num_episodes),
+            self._packed(trained),
+            lambda pack: self._passes.plain(pack, self._weigh, num_episodes=num_episodes),
         )
 
-    def _one_pass_with_norms(self, active: Sequence[_Draft], num_episodes: int) -> None:
-        packs = [(runs, draft) for draft in active for runs in self._packed(draft.trained)]
-        draft_of = {id(runs): draft for runs, draft in packs}
-        ends = {id(draft): id(runs) for runs, draft in packs}
+    def _one_pass_with_norms(self, active: Sequence[ScoredGroup], num_episodes: int) -> None:
+        packs = [(pack, group) for group in active for pack in self._packed(group.trained)]
+        group_of = {id(pack): group for pack, group in packs}
+        last_pack_of = {id(group): id(pack) for pack, group in packs}
 
-        def make_pass(runs: list[Run]) -> None:
-            self._passes.split(runs, self._weigh, num_episodes=num_episodes)
-            if runs and ends[id(draft := draft_of[id(runs)])] == id(runs):
-                self.sums.close_group(self._move_baseline(draft))
+        def make_pass(pack: list[ScoredTrajectory]) -> None:
+            self._passes.with_norms(pack, self._weigh, num_episodes=num_episodes)
+            if pack and last_pack_of[id(group := group_of[id(pack)])] == id(pack):
+                self.sums.close_group(group.move_baseline(self._objective))
 
-        self._each([runs for runs, _ in packs], make_pass)
+        self._each([pack for pack, _ in packs], make_pass)
 
-    def _two_passes(self, active: Sequence[_Draft], idle: Sequence[Run], num_episodes: int) -> None:
-        acting = [run for draft in active for run in draft.trained]
-        self._each(self._packed(acting), self._passes.proxies if self._has_proxies else self._passes.scored)
-        self._each(self._packed(idle), self._passes.scored)
+    def _two_passes(self, active: Sequence[ScoredGroup], idle: Sequence[ScoredTrajectory], num_episodes: int) -> None:
+        trained = [member for group in active for member in group.trained]
+        self._each(self._packed(trained), self._passes.proxy_norms if self._has_proxies else self._passes.forward_only)
+        self._each(self._packed(idle), self._passes.forward_only)
         if self._objective.needs_batch:
-            self._weigh_batch([*acting, *idle])
-        for run in (*acting, *idle):
-            self._weigh(run)
+            self._weigh_batch([*trained, *idle])
+        for member in (*trained, *idle):
+            self._weigh(member)
         if self._has_proxies:
-            for draft in active:
-                self._move_baseline(draft)
+            for group in active:
+                group.move_baseline(self._objective)
         self._plain_pass(active, num_episodes)
 
-    def _weigh_batch(self, runs: Sequence[Run]) -> None:
-        """Weights that depend on every trajectory of the step, of all ranks: each rank computes all of them alike."""
-        mine = [((run.group_id, run.index), _member(run)) for run in runs]
+    def _weigh_batch(self, members: Sequence[ScoredTrajectory]) -> None:
+        """Weights that depend on every trajectory of the step, on all ranks: each rank computes all of them alike."""
+        mine = [((member.group_id, member.index), member.member()) for member in members]
         everyone = sorted(self._gather(mine, tuple[tuple[int, int], Member]), key=lambda pair: pair[0])
         weights = self._objective.batch_weights([member for _, member in everyone])
         found = {key: one for (key, _), one in zip(everyone, weights, strict=True)}
-        for run in runs:
-            run.weights = found[run.group_id, run.index]
-
-    def _move_baseline(self, draft: _Draft) -> float:
-        """From the reference baseline to b*, in its members' advantages. Returns b* - b_0; 0.0 where there is none."""
-        numbers = [x for run in draft.trained for x in (run.used.log_weight, run.score_norm, run.weight)]
-        if not all(map(math.isfinite, numbers)) or not bool(draft.reward_E.isfinite().all()):
-            return 0.0
-        sizes = [_joint_size(episode, self._objective.log_in_baseline) for episode in draft.episodes]
-        log_weight_E, norm_E = torch.tensor(sizes, dtype=torch.float64).unbind(dim=1)
-        optimum = self._objective.baseline(log_weight_E, norm_E, draft.reward_E)
-        shift = 0.0 if optimum is None else float(optimum - draft.reward_E.mean())
-        for run in draft.runs:
-            if run.advantage is not None:
-                run.advantage -= shift * run.score_scale
-        return shift
+        for member in members:
+            member.weights = found[member.group_id, member.index]
 
 
 def _num_actions(segments: Sequence[Trajectory]) -> int:
     return sum(segment.num_action_tokens for segment in segments)
-
-
-def _joint_size(segments: Sequence[Run], log_of: Callable[[MemberWeights], float]) -> tuple[float, float]:
-    """log w and n of an episode with w^2 n^2 = sum of its segments', taking their scores for orthogonal."""
-    sizes = [(log_of(run.used), run.score_norm) for run in segments if run.is_trained]
-    largest = max((log_weight for log_weight, _ in sizes), default=-math.inf)
-    if largest == -math.inf:  # nothing of it is in the gradient
-        return 0.0, 0.0
-    return largest, math.hypot(*(math.exp(log_weight - largest) * norm for log_weight, norm in sizes))
-
-
-def _member(run: Run) -> Member:
-    return Member(
-        log_ratio_N=run.log_ratio_N,
-        advantage=run.advantage or 0.0,
-        reward=run.trajectory.reward,
-        group=run.group_id,
-        logit_norm2_N=run.logit_norm2_N,
-    )
-
-
-def _group_terms(draft: _Draft, policy_version: int, family: Objective) -> GroupTerms:
-    has_gradient = bool(draft.trained)
-    if family.needs_norms:
-        has_gradient = has_gradient and any(run.score_norm > 0 for run in draft.runs)
-    shifts = []
-    if has_gradient and not family.needs_logits:  # a baseline a token is no number of the group
-        firsts = [episode[0] for episode in draft.episodes]
-        shifts = [run.trajectory.reward - (run.advantage or 0.0) / run.score_scale for run in firsts]
-    return GroupTerms(
-        trajectories=tuple(
-            _terms(run, policy_version, episode=number) for number, runs in enumerate(draft.episodes) for run in runs
-        ),
-        has_spread=has_spread(draft.reward_E.tolist()),
-        has_gradient=has_gradient,
-        baseline_minus_mean=sum(shifts) / len(shifts) - float(draft.reward_E.mean()) if shifts else 0.0,
-    )
-
-
-def _terms(run: Run, policy_version: int, *, episode: int) -> TrajectoryTerms:
-    trajectory, tensors = run.trajectory, run.tensors
-    same_N = run.log_ratio_N[tensors.policy_version_N == policy_version]
-    error_N = same_N.abs()
-    return TrajectoryTerms(
-        id=trajectory.id,
-        episode=episode,
-        reward=trajectory.reward,
-        log_weight=run.used.log_weight,
-        weight=run.weight,
-        num_clipped=run.used.num_clipped,
-        num_weights=run.used.num_weights,
-        advantage=run.advantage or 0.0,
-        score_norm=run.score_norm,
-        lag=policy_version - trajectory.policy_version if tensors.num_actions else 0,
-        num_tokens=len(trajectory.token_ids()),
-        num_action_tokens=tensors.num_actions,
-        kl_sum=float(objective.behavior_kl(run.log_ratio_N).sum()),
-        entropy_sum=run.entropy_sum,
-        num_parity_tokens=len(error_N),
-        parity_sum=float(error_N.sum()),
-        parity_max=float(error_N.max()) if len(error_N) else 0.0,
-        parity_kl_sum=float(objective.behavior_kl(same_N).sum()),
-    )

@@ -1,4 +1,4 @@
-"""What is optimised, as pure functions: importance ratios, baselines, VCPO, the policy gradient's weights.
+"""The loss, as pure functions: importance ratios, baselines, VCPO, the weight of every score in the policy gradient.
 
 May import: `agentrl.config`, `agentrl.types`. Start reading in `policy_gradient.py`.
 """

@@ -1,6 +1,6 @@
-"""What is subtracted from a reward before it weighs a gradient, from rewards, lengths and scores alone. Pure; float64.
+"""Baselines, which are subtracted from rewards, as functions of rewards, lengths and scores. Pure; float64.
 
-Knows nothing of importance ratios beyond the weights it is given. VCPO's own baseline is in vcpo.py.
+Independent of importance ratios: weights come as plain numbers. VCPO's own baseline is in vcpo.py.
 Shapes: _G members of one group, _N action tokens of one trajectory, _T the longest trajectory of the group.
 """
 
@@ -13,21 +13,32 @@ from torch import Tensor
 
 
 def mean(reward_G: Tensor) -> Tensor:
-    """The group's mean reward, for every member. [G]"""
+    """The group's mean reward, for every member. [G]
+
+    >>> mean(torch.tensor([1.0, 0.0])).tolist()
+    [0.5, 0.5]
+    """
     return reward_G.mean().expand_as(reward_G)
 
 
 def leave_one_out(reward_G: Tensor) -> Tensor:
-    """Mean reward of the *other* members (RLOO, arXiv 2402.14740). [G] Raises ValueError for a single member."""
+    """Mean reward of the *other* members (RLOO, arXiv 2402.14740). [G] Raises ValueError for a single member.
+
+    >>> leave_one_out(torch.tensor([1.0, 0.0, 0.5])).tolist()
+    [0.25, 0.75, 0.5]
+    """
     if len(reward_G) < 2:
         raise ValueError("leave-one-out needs at least two members")
     return (reward_G.sum() - reward_G) / (len(reward_G) - 1)
 
 
 def length_weighted(reward_G: Tensor, num_actions_G: Tensor) -> Tensor:
-    """sum l R / sum l: the optimal baseline if squared score norms grew with length (OPO, arXiv 2505.23585). [G]
+    """sum l R / sum l (OPO, arXiv 2505.23585): optimal if squared score norms are proportional to the length l. [G]
 
-    A group that never acted has the mean.
+    A group without action tokens gets the mean.
+
+    >>> length_weighted(torch.tensor([1.0, 0.0]), torch.tensor([3, 1])).tolist()
+    [0.75, 0.75]
     """
     length_G = num_actions_G.double()
     if not bool((length_G > 0).any()):
@@ -35,25 +46,33 @@ def length_weighted(reward_G: Tensor, num_actions_G: Tensor) -> Tensor:
     return ((length_G * reward_G).sum() / length_G.sum()).expand_as(reward_G)
 
 
+def reward_std(reward_G: Tensor) -> Tensor:
+    """Sample standard deviation (n - 1 in the denominator), as in GRPO (arXiv 2402.03300). Scalar.
+
+    Defined for groups with spread only.
+    """
+    return reward_G.std(unbiased=True)
+
+
 def logit_norm2(logprob_N: Tensor, sum_pi2_N: Tensor) -> Tensor:
     """Squared norm of d log pi_t / d logits = e_a - pi:  1 - 2 pi_t(a) + sum_v pi_t(v)^2. [N]
 
-    The forward-only stand-in for a token's score norm of OTB (arXiv 2602.07078). Never negative.
+    OTB (arXiv 2602.07078) uses it in place of a token's score norm: it needs no backward. Never negative.
     """
     return (1 - 2 * logprob_N.double().exp() + sum_pi2_N.double()).clamp(min=0)
 
 
 def optimal_token(reward_G: Tensor, weights_G: Sequence[Tensor], logit_norm2_G: Sequence[Tensor]) -> list[Tensor]:
-    """The optimal token baseline of each member's tokens (OTB, arXiv 2602.07078).
+    """The optimal token baseline of each member's tokens (OTB, arXiv 2602.07078): one tensor [N] per member.
 
         b_t = sum_i W_it R_i / sum_i W_it        W_it = sum_{j <= t} w_ij^2 e_ij
 
-    with e the squared logit-gradient norm and w the weight the estimator uses. A member that has ended by token t has
-    no part in b_t. Where no W is positive there is no gradient to reduce the variance of: the mean reward stands.
+    with e the squared logit-gradient norm and w the weight that the estimator uses. A member that has ended by token t
+    has no part in b_t. Where no W is positive there is no gradient whose variance could be reduced: b_t is the mean.
 
     Args:
-        weights_G: weight of each action token, one tensor [N] a member.
-        logit_norm2_G: e of each action token, one tensor [N] a member.
+        weights_G: weight of each action token, one tensor [N] per member.
+        logit_norm2_G: e of each action token, one tensor [N] per member.
     """
     longest = max(len(weight_N) for weight_N in weights_G)
     energy_GT = reward_G.new_zeros(len(reward_G), longest, dtype=torch.float64)

@@ -1,10 +1,10 @@
-"""The policy-gradient family as one object: from log-ratios and rewards to the weight of every score. Pure.
+"""The policy-gradient objective: from log-ratios and rewards to the weight of every score. Pure.
 
     g = 1/B sum_i A_i / L_i sum_t w_it grad log pi(a_it)
 
 B trajectories, A advantage, L length or 1, w the treated importance weight of token t. The settings choose each of
-them; docs/algorithms.md lists the published algorithms that fall out. Knows nothing of models, packing or DeepSpeed,
-and nothing of how norms are measured; the optimal baseline is finished here once they are.
+them; docs/algorithms.md lists the published algorithms that result. Independent of models, packing and DeepSpeed, and
+of how score norms are measured: where the baseline needs norms, `Objective.baseline` is called once they are known.
 Shapes: _G members of one group, _N action tokens of one trajectory, _M action tokens of a batch. float64.
 """
 
@@ -21,49 +21,55 @@ from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.config.presets import OPTIMAL
 from agentrl.types import has_spread
 from trainer.objective import baselines, ratios, vcpo
-from trainer.objective import estimates as objective
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberWeights:
-    """One trajectory's weights. NaN or infinite entries mean that the step must be refused."""
+    """One trajectory's weights: what `Objective.weights` returns. NaN or infinite entries refuse the step."""
 
     weight_N: Tensor  # float64 [N], 0 where a token is masked or clipped away
-    log_weight: float  # untruncated log of the sequence ratio: what ESS and the largest weight are measured of
-    log_used: float  # log of the weight in use where that is one number for the trajectory; else that of its mean
-    num_clipped: int  # action tokens (1 for a whole sequence) whose weight was cut, masked or clipped
-    num_weights: int  # what num_clipped is a share of: action tokens, or 1 for a whole sequence
+    log_weight: float  # untruncated log of the sequence ratio, from which ESS and the largest weight are measured
+    log_used: float  # log of the weight in use where the trajectory has one weight; else log of the mean of its weights
+    num_clipped: int  # how many of its weights were truncated, masked or clipped
+    num_weights: int  # its action tokens, or 1 where the whole sequence has one weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """One trajectory among all of the step, for objectives that look at the whole batch first."""
+    """One trajectory among all of the step: what objectives are given that look at the whole batch first."""
 
     log_ratio_N: Tensor  # float64 [N], log pi - log mu
-    advantage: float  # as `Objective.advantages` gave it; 0.0 where the group has no gradient
+    advantage: float  # from `Objective.advantages`; 0.0 where the group has no gradient
     reward: float
     group: int
     logit_norm2_N: Tensor | None = None  # float64 [N], see baselines.logit_norm2; only where `needs_logits`
 
 
 class Objective:
-    """One algorithm, ready to be asked for its numbers."""
+    """One algorithm: advantages of a group, weights of a trajectory, and the baseline that needs norms.
+
+    >>> objective = Objective(AlgorithmConfig(preset="tis"))
+    >>> objective.advantages(torch.tensor([1.0, 0.0]), torch.tensor([5, 5])).tolist()
+    [0.5, -0.5]
+    >>> objective.weights(torch.tensor([3.0, 1.0]), advantage=0.5).weight_N.tolist()  # e^4, truncated at 8
+    [8.0, 8.0]
+    """
 
     def __init__(self, algorithm: AlgorithmConfig) -> None:
         self._algorithm = algorithm
         self._bounds = ratios.Bounds(low=1 - algorithm.clip_low, high=1 + algorithm.clip_high)
         self.needs_norms = algorithm.baseline in OPTIMAL
-        """Each trajectory's score norm must be measured, and `baseline` asked before the group is done."""
+        """Each trajectory's score norm must be measured, and `baseline` called with the norms of its group."""
         self.needs_logits = algorithm.baseline == "otb"
         """`Member.logit_norm2_N` must be given."""
         self.needs_batch = self.needs_logits or algorithm.treatment in ("second_moment", "adaptive_clip")
-        """`batch_weights` with every member of the step takes the place of `weights`."""
+        """Call `batch_weights` with every member of the step in place of `weights`."""
 
     def advantages(self, reward_G: Tensor, num_actions_G: Tensor) -> Tensor | None:
-        """(R - b_0) / s about the reference baseline. [G] None: no gradient from this group.
+        """(R - b_0) / s, with b_0 the reference baseline. [G] None: the group has no gradient.
 
-        b_0 is the baseline itself where rewards and lengths determine it, the mean where norms are needed (`baseline`
-        then gives the rest), and for otb R - b_t is part of the weights: its advantage is 1/s.
+        b_0 is the baseline itself where rewards and lengths determine it, and the mean where norms are needed (the
+        caller then moves it to `baseline`). For otb R - b_t is part of the weights, and the advantage is 1/s.
         """
         reward_G = reward_G.double()
         if self._algorithm.needs_spread and not has_spread(reward_G.tolist()):
@@ -82,23 +88,23 @@ class Objective:
                 return torch.full_like(reward_G, scale)
 
     def score_scale(self, reward_G: Tensor) -> float:
-        """1/s: what a trajectory's share in the score sum carries beside its weight. 1.0 for a group without spread."""
+        """1/s, which multiplies a trajectory's weight in the score sum. 1.0 for a group without spread."""
         if not self._algorithm.normalize_by_std or not has_spread(reward_G.tolist()):
             return 1.0
-        return 1 / float(objective.reward_std(reward_G.double()))
+        return 1 / float(baselines.reward_std(reward_G.double()))
 
     def lengths(
         self, num_actions_G: Tensor, *, share_G: Tensor | None = None, num_episodes: int | None = None
     ) -> Tensor:
-        """L / c: what each trajectory's summed score is divided by. float64 [G], never 0.
+        """L / c, by which each trajectory's summed score is divided. float64 [G], never 0.
 
-        `group`: the group's tokens over its episodes, for segments too, so that every token of the group counts alike
-        (DAPO, arXiv 2503.14476).
+        With `normalize_by_length: group` it is the group's tokens over its episodes, for segments too, so that every
+        token of the group has the same weight (DAPO, arXiv 2503.14476).
 
         Args:
             num_actions_G: action tokens of each trajectory.
-            share_G: c, the share of each in its episode; 0 (masked) divides as 1. All 1 where left out.
-            num_episodes: G where left out.
+            share_G: c, the share of each in its episode; 0 (masked) divides as 1. Default: all 1.
+            num_episodes: default: the number of trajectories.
         """
         length_G = num_actions_G.double()
         share_G = torch.ones_like(length_G) if share_G is None else share_G.double()
@@ -112,15 +118,15 @@ class Objective:
                 return (length_G.sum().clamp(min=1) / max(1, num_episodes or len(length_G))).expand_as(length_G)
 
     def log_in_baseline(self, weights: MemberWeights) -> float:
-        """log of the weight of one trajectory in b*; -inf where nothing of it is in the gradient."""
+        """log of one trajectory's weight in b*; -inf where the trajectory has no part in the gradient."""
         if self._algorithm.baseline_weights == "treated" or weights.log_used == -math.inf:
             return weights.log_used
         return weights.log_weight
 
     def baseline(self, log_weight_G: Tensor, score_norm_G: Tensor, reward_G: Tensor) -> Tensor | None:
-        """b* of `opob` or `opob_safe` from `log_in_baseline` and the norms; None when no member has a gradient.
+        """b* of `opob` or `opob_safe` from `log_in_baseline` and the score norms. A scalar.
 
-        Raises ValueError under any other baseline.
+        None when no member has a gradient. Raises ValueError under any other baseline.
         """
         match self._algorithm.baseline:
             case "opob":
@@ -131,15 +137,15 @@ class Objective:
                 raise ValueError(f"baseline {other} does not depend on norms")
 
     def weights(self, log_ratio_N: Tensor, advantage: float) -> MemberWeights:
-        """The weights of one trajectory on its own. Raises ValueError when the batch must be seen first."""
+        """The weights of one trajectory by itself. Raises ValueError where they depend on the batch (`needs_batch`)."""
         if self.needs_batch:
-            raise ValueError(f"{self._algorithm.treatment}, {self._algorithm.baseline}: ask batch_weights")
+            raise ValueError(f"{self._algorithm.treatment}, {self._algorithm.baseline}: call batch_weights")
         log_weight_N = ratios.log_weights(log_ratio_N.double(), self._algorithm.ratio)
         return self._member(log_ratio_N, log_weight_N, self._treated(log_weight_N, advantage))
 
     def batch_weights(self, members: Sequence[Member]) -> list[MemberWeights]:
-        """The weights of all trajectories of the step, whose groups are complete. Any order; answers in the same."""
-        if not members:  # a step in which nobody acted
+        """The weights of all trajectories of the step, in the members' order. Their groups must be complete."""
+        if not members:  # no trajectory of the step has an action token
             return []
         log_weights = [ratios.log_weights(one.log_ratio_N.double(), self._algorithm.ratio) for one in members]
         treated = self._treated_together(members, log_weights)
@@ -147,10 +153,10 @@ class Objective:
             self._member(member.log_ratio_N, log_weight_N, log_used_N)
             for member, log_weight_N, log_used_N in zip(members, log_weights, treated, strict=True)
         ]
-        return self._about_token_baseline(members, found) if self.needs_logits else found
+        return self._times_token_advantage(members, found) if self.needs_logits else found
 
     def _treated_together(self, members: Sequence[Member], log_weights: Sequence[Tensor]) -> list[Tensor]:
-        """Every member's log weights after the treatment, which may look at all of them."""
+        """Every member's log weights after a treatment that may depend on all of them."""
         algorithm = self._algorithm
         log_ratio_M = torch.cat([member.log_ratio_N.double() for member in members])
         advantage_M = torch.cat([torch.full_like(m.log_ratio_N.double(), m.advantage) for m in members])
@@ -190,7 +196,7 @@ class Objective:
                 return log_weight_N
 
     def _member(self, log_ratio_N: Tensor, log_weight_N: Tensor, log_used_N: Tensor) -> MemberWeights:
-        if self._algorithm.ratio != "token":  # one weight, told at every token
+        if self._algorithm.ratio != "token":  # one weight, repeated at every token
             log_weight_N, log_first_N = log_weight_N[:1], log_used_N[:1]
         else:
             log_first_N = log_used_N
@@ -202,20 +208,20 @@ class Objective:
             num_weights=len(log_first_N),
         )
 
-    def _about_token_baseline(self, members: Sequence[Member], found: Sequence[MemberWeights]) -> list[MemberWeights]:
+    def _times_token_advantage(self, members: Sequence[Member], found: Sequence[MemberWeights]) -> list[MemberWeights]:
         """The same weights times R - b_t, group by group."""
-        turned = list(found)
+        weighted = list(found)
         for group in sorted({member.group for member in members}):
             index_G = [i for i, member in enumerate(members) if member.group == group]
             reward_G = torch.tensor([members[i].reward for i in index_G], dtype=torch.float64)
-            norm2_G = [_given(members[i].logit_norm2_N) for i in index_G]
+            norm2_G = [_required(members[i].logit_norm2_N) for i in index_G]
             baseline_G = baselines.optimal_token(reward_G, [found[i].weight_N for i in index_G], norm2_G)
             for i, reward, baseline_N in zip(index_G, reward_G, baseline_G, strict=True):
-                turned[i] = _scaled(found[i], reward - baseline_N)
-        return turned
+                weighted[i] = _scaled(found[i], reward - baseline_N)
+        return weighted
 
 
-def _given(logit_norm2_N: Tensor | None) -> Tensor:
+def _required(logit_norm2_N: Tensor | None) -> Tensor:
     if logit_norm2_N is None:
         raise ValueError("the optimal token baseline needs Member.logit_norm2_N")
     return logit_norm2_N.double()

@@ -1,9 +1,9 @@
-"""What an importance weight is taken of, and what is done with weights that are too large. Pure; float64 throughout.
+"""Importance ratios, and the treatments of weights that are too large. Pure; float64 throughout.
 
-Knows nothing of rewards, groups or baselines. All is done on logarithms, so nothing overflows before the weight itself
-does; one that leaves e^80 becomes infinite, so that the step is refused by name and not trained on.
-Shapes: _N action tokens of one trajectory, _M of all trajectories of a batch, _K those of them that
-PPO's clip can act on.
+Independent of rewards, groups and baselines. Everything is computed on logarithms, so nothing overflows before the
+weight itself does; a weight beyond e^80 becomes infinite, so that the step is refused by name instead of being trained
+on. Shapes: _N action tokens of one trajectory, _M of all trajectories of a batch, _K those of them that PPO's clip can
+act on.
 """
 
 from __future__ import annotations
@@ -21,21 +21,24 @@ LARGEST_LOG_WEIGHT = 80.0  # e^80 times a gradient still fits into float32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """The ratios a clip leaves alone."""
+    """The interval of ratios that a clip leaves unchanged: `Bounds(low=0.8, high=1.2)`."""
 
     low: float
     high: float
 
 
 def log_weights(log_ratio_N: Tensor, ratio: Ratio) -> Tensor:
-    """Log of the weight at each token: of the token, of the whole trajectory, or of its geometric mean. [N]
+    """Log of each token's weight, from log r = log pi - log mu. [N]
 
-    sequence: sum_t log r_t at every token. geometric_mean: that sum divided by N (GSPO, arXiv 2507.18071).
-    none: 0, no correction.
+    token: log r_t. sequence: sum_t log r_t at every token. geometric_mean: that sum divided by N (GSPO, arXiv
+    2507.18071). none: 0, no correction.
+
+    >>> log_weights(torch.tensor([0.5, 1.5]), "sequence").tolist()
+    [2.0, 2.0]
     """
     match ratio:
         case "none":
-            # A NaN stays one: data whose log-probabilities are broken must not be trained on uncorrected either.
+            # Times 0 and not zeros: NaN stays NaN, since broken log-probabilities must not be trained on uncorrected.
             return log_ratio_N * 0
         case "token":
             return log_ratio_N
@@ -46,34 +49,34 @@ def log_weights(log_ratio_N: Tensor, ratio: Ratio) -> Tensor:
 
 
 def exp(log_weight: Tensor) -> Tensor:
-    """The weight itself; infinite beyond e^80."""
+    """exp(log w); infinite beyond e^80."""
     return log_weight.exp().masked_fill(log_weight > LARGEST_LOG_WEIGHT, math.inf)
 
 
 def truncated(log_weight_N: Tensor, max_weight: float) -> Tensor:
     """log min(w, c): truncated importance sampling. [N]
 
-    Ionides, "Truncated Importance Sampling" (J. Comput. Graph. Stat. 17(2), 2008); of tokens, between engine and
-    learner: Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025,
+    Ionides, "Truncated Importance Sampling" (J. Comput. Graph. Stat. 17(2), 2008); applied to tokens, between engine
+    and learner, by Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025,
     https://fengyao.notion.site/off-policy-rl).
     """
     return log_weight_N.clamp(max=math.log(max_weight))
 
 
 def masked(log_weight_N: Tensor, *, low: float, high: float) -> Tensor:
-    """log of w where low <= w <= high, of 0 elsewhere: masked importance sampling. [N]
+    """log w where low <= w <= high, log 0 elsewhere: masked importance sampling. [N]
 
     Liu et al., "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch" (2025,
     https://richardli.xyz/rl-collapse).
     """
     lowest = math.log(low) if low > 0 else -math.inf
-    # Written so that a NaN is kept: it must reach whoever refuses the step.
+    # Written so that a NaN is kept: by it the step is refused later.
     is_out_N = (log_weight_N < lowest) | (log_weight_N > math.log(high))
     return log_weight_N.masked_fill(is_out_N, -math.inf)
 
 
 def clipped_weight(log_weight_N: Tensor, bounds: Bounds) -> Tensor:
-    """log clip(w, low, high), through which no gradient flows: CISPO (MiniMax-M1, arXiv 2506.13585). [N]"""
+    """log clip(w, low, high), constant in the gradient: CISPO (MiniMax-M1, arXiv 2506.13585). [N]"""
     lowest = math.log(bounds.low) if bounds.low > 0 else None
     return log_weight_N.clamp(min=lowest, max=math.log(bounds.high))
 
@@ -81,7 +84,7 @@ def clipped_weight(log_weight_N: Tensor, bounds: Bounds) -> Tensor:
 def clipped_objective(log_weight_N: Tensor, advantage: float, bounds: Bounds) -> Tensor:
     """log of the weight that d/dtheta min(w A, clip(w, low, high) A) leaves on grad log pi: w or 0. [N]
 
-    PPO (arXiv 1707.06347), with separate ends as in DAPO (arXiv 2503.14476).
+    PPO (arXiv 1707.06347), with separate bounds as in DAPO (arXiv 2503.14476).
     """
     if advantage > 0:
         is_cut_N = log_weight_N > math.log(bounds.high)
@@ -92,12 +95,13 @@ def clipped_objective(log_weight_N: Tensor, advantage: float, bounds: Bounds) ->
 
 
 def second_moment_mask(log_ratio_M: Tensor, advantage_M: Tensor, bound: float) -> Tensor:
-    """Which tokens stay: of those PPO's clip can act on, the largest (log r)^2 go until the others' mean is <= bound.
+    """Which tokens are kept. bool [M]
 
-    M2PO (arXiv 2510.01161). PPO's clip can act where A > 0 and r > 1, or A < 0 and r < 1; all other tokens stay and do
-    not count in the mean, as in the authors' code (Infini-AI-Lab/M2PO), which bounds the mean of capped moments where
-    the paper masks. AReaL's documentation of M2PO takes the mean over all tokens. Tokens as large as the first that
-    goes go too, so the answer does not depend on the order. bool [M]
+    Among the tokens that PPO's clip can act on, those with the largest (log r)^2 are dropped until the mean over the
+    others is <= `bound`: M2PO (arXiv 2510.01161). The clip can act where A > 0 and r > 1, or A < 0 and r < 1; all other
+    tokens are kept and do not count in the mean, as in the authors' code (Infini-AI-Lab/M2PO), which bounds the mean of
+    capped moments where the paper masks. (AReaL's documentation of M2PO takes the mean over all tokens.) Tokens as
+    large as the first that is dropped are dropped too, so the result does not depend on the order.
     """
     is_bound_M = advantage_M * log_ratio_M > 0
     moment_M = log_ratio_M.square()
@@ -118,13 +122,16 @@ def adaptive_bounds(
     step: float,
     positive_share: float,
 ) -> Bounds:
-    """Bounds under which tokens of positive advantage make up `positive_share` of the loss, or the widest there are.
+    """Bounds under which tokens of positive advantage make up `positive_share` of the loss, or the widest allowed ones.
 
-    The share is P / (P + Q) with P = sum_{A > 0} min(r, high) A and Q = sum_{A < 0} max(r, low) |A|. From the lowest
-    bounds on, first the lower and then the upper one rises by `step`.
+    The share is P / (P + Q) with P = sum_{A > 0} min(r, high) A and Q = sum_{A < 0} max(r, low) |A|. Both bounds start
+    at their lowest value; first the lower and then the upper one is raised by `step` until the share is reached.
 
     BAPO (arXiv 2510.18927) as in its authors' code (WooooDyy/BAPO): this order, one step for both bounds. Summaries
-    of the paper move them in turn, the upper one first, by steps of their own (docs/algorithms.md).
+    of the paper raise them in turn, the upper one first, by separate steps (docs/algorithms.md).
+
+    Args:
+        low, high: first and last value of each bound.
     """
     ratio_M = log_ratio_M.clamp(max=LARGEST_LOG_WEIGHT).exp()
 
@@ -139,3 +146,15 @@ def adaptive_bounds(
     while share(bounds) < positive_share and bounds.high < high[1]:
         bounds = Bounds(low=bounds.low, high=min(bounds.high + step, high[1]))
     return bounds
+
+
+def behavior_kl(log_ratio_N: Tensor) -> Tensor:
+    """Per-token estimate of KL(mu || pi) from tokens of mu: r - 1 - log r with r = pi/mu. Never negative. [N]
+
+    The k3 estimator of Schulman, "Approximating KL divergence" (2020, http://joschu.net/blog/kl-approx.html). log r is
+    cut at 50: beyond that the number only has to be large, and must stay finite.
+
+    >>> float(behavior_kl(torch.tensor([0.0])))
+    0.0
+    """
+    return log_ratio_N.clamp(max=50.0).expm1() - log_ratio_N

@@ -1,7 +1,7 @@
 """The two parts of VCPO (Huang et al., "Stable Asynchrony", arXiv 2602.17616): ESS-scaled step, optimal baseline.
 
-Pure but for `RhoBase`, which remembers the first steps. Knows nothing of models or of how gradients are made.
-Everything is computed from log weights by subtracting the largest, so nothing overflows and no epsilon is needed.
+Pure, except that `RhoBase` remembers the first steps. Independent of models and of how gradients are made. The largest
+log weight is subtracted before any exponential, so nothing overflows and no epsilon is needed.
 Shapes: _B trajectories of the step (all ranks), _G members of one group. float64.
 """
 
@@ -29,8 +29,11 @@ NUM_FIRST_STEPS = 10
 def ess_ratio(log_weight_B: Tensor) -> Tensor:
     """rho = ESS / B = (sum w)^2 / (B * sum w^2) with w = exp(log_weight): arXiv 2602.17616, section 4.1.
 
-    In [1/B, 1]; unchanged when a constant is added to all log weights. Raises ValueError for NaN, infinities or B = 0:
-    a rate scaled by NaN would be the full rate.
+    A scalar in [1/B, 1], unchanged when a constant is added to all log weights. Raises ValueError for NaN, infinities
+    or B = 0: min(1, NaN) would give the full learning rate.
+
+    >>> round(float(ess_ratio(torch.tensor([0.0, 3.0]).log1p())), 2)  # weights 1 and 4: 25 / (2 * 17)
+    0.74
     """
     if len(log_weight_B) == 0 or not bool(torch.isfinite(log_weight_B).all()):
         raise ValueError("the effective sample size needs at least one log weight, all finite")
@@ -40,7 +43,13 @@ def ess_ratio(log_weight_B: Tensor) -> Tensor:
 
 
 def step_scale(rho: float, rho_base: float, kind: StepScale) -> float:
-    """min(1, rho / rho_base)^p: p = 1/2 for AdamW-like optimizers, 1 for SGD-like (arXiv 2602.17616, section 4.1)."""
+    """min(1, rho / rho_base)^p, the factor of the learning rate (arXiv 2602.17616, section 4.1).
+
+    p = 1/2 (`ess_sqrt`) suits AdamW-like optimizers, 1 (`ess_linear`) SGD-like ones. Raises ValueError for NaN.
+
+    >>> step_scale(0.25, 1.0, "ess_sqrt")
+    0.5
+    """
     if not (math.isfinite(rho) and math.isfinite(rho_base) and rho_base > 0):
         raise ValueError(f"rho={rho}, rho_base={rho_base}: both must be finite, rho_base positive")
     return float(min(1.0, rho / rho_base) ** _EXPONENT[kind])
@@ -50,13 +59,17 @@ def optimal_baseline(log_weight_G: Tensor, score_norm_G: Tensor, reward_G: Tenso
     """b* = sum w^2 n^2 R / sum w^2 n^2, the constant of least gradient variance (arXiv 2602.17616, section 4.2).
 
     Args:
-        log_weight_G: log of the weights *that the estimator uses*: with truncation, the truncated ones. The minimiser
-            is then that of the estimator at hand. The paper has untruncated weights here and truncated ones in the
-            gradient: the same while none is cut, and its formula letter for letter when given those.
-        score_norm_G: norm of each member's own score, before any weight, normalised by length if the loss is.
+        log_weight_G: log w. With the weights that the estimator uses (truncated ones under truncation) b* minimizes
+            that estimator's variance. The paper's formula takes untruncated weights here and truncated ones in the
+            gradient; both agree while no weight is truncated.
+        score_norm_G: n, the norm of each member's score before any weight, length-normalized if the loss is.
         reward_G: R.
 
     Returns a scalar within [min R, max R], or None when no member has a gradient.
+
+    >>> weight, norm, reward = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 1.0]), torch.tensor([1.0, 0.0])
+    >>> round(float(optimal_baseline(weight.log(), norm, reward)), 3)  # 1*9*1 / (1*9 + 4*1)
+    0.692
     """
     log_share_G = 2 * (log_weight_G.double() + score_norm_G.double().log())
     if not bool((log_share_G > -math.inf).any()):
@@ -68,18 +81,22 @@ def optimal_baseline(log_weight_G: Tensor, score_norm_G: Tensor, reward_G: Tenso
 def safe_baseline(log_weight_G: Tensor, score_norm_G: Tensor, reward_G: Tensor) -> Tensor | None:
     """min(b*, mean R): the optimal baseline, but never above the group's mean (not in the paper).
 
-    Where one successful trajectory owns w^2 n^2, b* runs to its reward and every other member of the group is pushed
-    down at once. Arguments and answer are those of `optimal_baseline`.
+    Where one successful trajectory dominates w^2 n^2, b* approaches its reward and every other member of the group is
+    made less likely at once. Arguments and result are those of `optimal_baseline`.
     """
     optimum = optimal_baseline(log_weight_G, score_norm_G, reward_G)
     return None if optimum is None else torch.minimum(optimum, reward_G.double().mean())
 
 
 class RhoBase:
-    """The ESS ratio at which the full learning rate is used: given, or learned from the first steps and then fixed.
+    """The ESS ratio at which the full learning rate is used: given, or (`auto`) learned from the first steps.
 
-    Learned: the median over the first 5 steps without any lag, or over the first 10 steps when lag comes before that.
-    Until it is settled, the median of what was seen so far.
+    Learned, it is the median over the first 5 steps without lag, or over the first 10 steps if these come first. Until
+    then it is the median over all steps so far; afterwards it does not change.
+
+    >>> base = RhoBase("auto")
+    >>> [base.observe(rho, max_lag=0) for rho in (0.9, 0.7, 0.8, 0.8, 0.8, 0.1)]
+    [0.9, 0.8, 0.8, 0.8, 0.8, 0.8]
     """
 
     def __init__(self, setting: float | Literal["auto"]) -> None:
@@ -87,7 +104,7 @@ class RhoBase:
         self._seen: list[tuple[float, int]] = []
 
     def observe(self, rho: float, *, max_lag: int) -> float:
-        """The base to use for a step that measured `rho` and whose oldest trajectory was `max_lag` versions old."""
+        """The base for a step whose ESS ratio is `rho` and whose oldest trajectory has lag `max_lag`."""
         if self._fixed is not None:
             return self._fixed
         self._seen.append((rho, max_lag))
@@ -99,12 +116,12 @@ class RhoBase:
         return self._fixed or statistics.median(rho for rho, _ in self._seen)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must hold, as plain numbers."""
+        """What a checkpoint stores, as plain numbers."""
         return {"fixed": self._fixed, "seen": [list(entry) for entry in self._seen]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken. The config wins: a number that it gives is kept, `auto` takes no number
-        that another config gave.
+        """Continue from a `state_dict`. The config has precedence: a number that it gives is kept, and `auto` does not
+        take over a number that another config gave.
         """
         seen = [(float(rho), int(lag)) for rho, lag in state["seen"]]
         if self._fixed is None and seen:

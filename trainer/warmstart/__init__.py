@@ -1,4 +1,5 @@
-"""A small model made from scratch out of an environment's scripted demonstrations.
+"""Warm start: makes a small model from an environment's scripted demonstrations, before a run.
 
-May import: `agentrl`, `sandbox.client`. Start reading in `train.py`.
+May import: `agentrl`, `sandbox.client`, `trainer.whole_folder`. Start reading in `train.py`; `__main__.py` is the
+command.
 """

@@ -1,14 +1,11 @@
-"""A small Qwen3 policy and its tokenizer, made on the spot, in Hugging Face layout.
+"""Makes a small random Qwen3 policy and its tokenizer, in Hugging Face layout.
 
-Knows the shape of the model, the vocabulary and the chat template. Knows nothing of environments or of training.
+Defines the shape of the model, the vocabulary and the chat template. Independent of environments and training.
 """
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
-import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +13,7 @@ from typing import Any
 
 from agentrl.config import WarmstartConfig
 from agentrl.errors import ConfigError
+from trainer.whole_folder import whole_folder
 
 HEAD_DIM = 32  # the smallest head that vLLM's CPU attention supports
 MAX_POSITIONS = 4096
@@ -23,12 +21,12 @@ INITIAL_STD = 0.05  # Qwen3's 0.02 suits wide layers; at this width it delays le
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END)
-# Single tokens, yet not special: like Qwen3's own, they survive decoding with skip_special_tokens.
+# Single tokens that are not special: like Qwen3's own, they are kept when decoding with skip_special_tokens.
 TOOL_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 MARKERS = (*SPECIAL_TOKENS, *TOOL_TOKENS)
-MIN_VOCAB_SIZE = 256 + len(MARKERS)  # every byte and every marker: no merge
+MIN_VOCAB_SIZE = 256 + len(MARKERS)  # every byte and every marker, no merges
 
-# Qwen3's ChatML without thinking, with a line a tool instead of its schema: prompt tokens cost time in each episode.
+# Qwen3's ChatML without thinking. A tool is one line instead of a schema: prompt tokens cost time in every episode.
 CHAT_TEMPLATE = r"""
 {%- set system = messages[0].content if messages[0].role == 'system' else '' -%}
 {%- if system or tools -%}
@@ -64,11 +62,11 @@ CHAT_TEMPLATE = r"""
 
 
 def make_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
-    """Byte-level BPE learned from `texts`; returns a `PreTrainedTokenizerFast` of at most `vocab_size` tokens.
+    """Byte-level BPE learned from `texts`: a `PreTrainedTokenizerFast` of at most `vocab_size` tokens.
 
-    Every digit is its own token, so a number is copied digit by digit. Elsewhere merges may cross word borders: what
-    an environment says in every episode (tool schema, call syntax, idioms of code) becomes a handful of tokens.
-    Raises ConfigError when `vocab_size` leaves no room for the 256 bytes and the markers.
+    Every digit is its own token, so a number is copied digit by digit. Elsewhere merges may cross word boundaries, so
+    text that occurs in every episode (tool schema, call syntax, idioms of code) becomes a few tokens.
+    Raises ConfigError if `vocab_size` is too small for the 256 bytes and the markers.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -89,7 +87,7 @@ def make_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
         min_frequency=2,
         show_progress=False,
     )
-    # Merges never build a marker: text that merely contains one must not become the token.
+    # Markers are removed from the training text, so that no merge produces a marker.
     between_markers = re.compile("|".join(map(re.escape, MARKERS)))
     bpe.train_from_iterator((part for text in texts for part in between_markers.split(text) if part), trainer)
     bpe.add_special_tokens(list(SPECIAL_TOKENS))
@@ -102,7 +100,7 @@ def make_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
 
 
 def make_model(config: WarmstartConfig, tokenizer: Any, *, seed: int) -> Any:
-    """A randomly initialised float32 `Qwen3ForCausalLM` with tied embeddings. Seeds torch's global generator."""
+    """A randomly initialized float32 `Qwen3ForCausalLM` with tied embeddings. Seeds torch's global generator."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -130,27 +128,20 @@ def make_model(config: WarmstartConfig, tokenizer: Any, *, seed: int) -> Any:
 def save(folder: Path, model: Any, tokenizer: Any) -> None:
     """Write model and tokenizer into `folder`, which appears whole or not at all.
 
-    Raises ConfigError when `folder` exists: a model is never overwritten.
+    Raises ConfigError if `folder` exists: a model is never overwritten.
     """
     if folder.exists():
         raise ConfigError(f"{folder} exists already; remove it or choose another model.path")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    try:
-        temporary.chmod(0o755)
+    with whole_folder(folder) as temporary:
         model.generation_config.update(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
         with _no_progress_bar():
             model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
-        os.rename(temporary, folder)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
 
 
 @contextmanager
 def _no_progress_bar() -> Iterator[None]:
-    """transformers draws one even for a single small file, over whatever the caller shows."""
+    """transformers shows one even for a single small file, on top of the caller's own output."""
     from transformers.utils import logging
 
     was_shown = logging.is_progress_bar_enabled()

@@ -1,7 +1,7 @@
 """Supervised warm start: a small model learns to imitate an environment's scripted demonstrator.
 
-Knows demonstrations, their true tool outputs, and AdamW. Knows nothing of any particular environment, nor of rewards:
-the demonstrator's bad habits are imitated too, and are left for reinforcement learning to remove.
+It uses demonstrations with their real tool outputs, and AdamW. Independent of particular environments and of rewards:
+the demonstrator's mistakes are imitated too, and reinforcement learning has to remove them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-TASK_SEED_OFFSET = 1_000_003  # the warm start's tasks are not the first ones of reinforcement learning
+TASK_SEED_OFFSET = 1_000_003  # so that reinforcement learning does not begin with the tasks of the warm start
 TOKENIZER_SAMPLE = 600  # demonstrations from which the vocabulary is learned
 CONCURRENT_EPISODES = 16
 WARMUP_STEPS = 50
@@ -43,8 +43,8 @@ FINAL_LR_SHARE = 0.02
 BETAS = (0.9, 0.98)
 WEIGHT_DECAY = 0.01
 GRAD_CLIP = 1.0
-NUM_SHARES = 2  # fixed, so that the result does not depend on the machine
-SORT_WINDOW = 8  # batches sorted by length together, so that a batch holds little padding
+NUM_SHARES = 2  # of a batch; fixed, so that the result does not depend on the number of cores
+SORT_WINDOW = 8  # how many batches are sorted by length together, so that a batch contains little padding
 
 Example = tuple[list[int], list[int]]
 """token_ids [T] and action_mask [T] of one episode."""
@@ -52,7 +52,7 @@ Example = tuple[list[int], list[int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmstartReport:
-    """What was made, from what, and how long it took."""
+    """The result of a warm start; `describe()` makes it one line."""
 
     path: Path
     num_parameters: int
@@ -68,7 +68,7 @@ class WarmstartReport:
     train_s: float
 
     def describe(self) -> str:
-        """One line for people."""
+        """One line for the console."""
         return (
             f"{self.path}: {self.num_parameters / 1e6:.2f} M parameters, vocabulary {self.vocab_size}; "
             f"{self.num_demonstrations} demonstrations (mean reward {self.demonstrator_reward:.2f}, "
@@ -82,9 +82,9 @@ async def warmstart(
 ) -> WarmstartReport:
     """Play demonstrations in the sandbox, learn a vocabulary and a model from them, save both in `out`.
 
-    `progress(done, total)` counts sequences, first played and then trained on; it is called in the event loop.
-    Seeded by `config.seed`. Cancelling stops within one optimizer step and leaves nothing in `out`.
-    Raises ConfigError when `out` exists or the environment has no demonstrations, SandboxError, EnvError.
+    `progress(done, total)` counts sequences, first those played and then those trained on; it is called in the event
+    loop. Seeded by `config.seed`. Cancelling takes effect within one optimizer step and leaves nothing in `out`.
+    Raises ConfigError if `out` exists or the environment has no demonstrations; SandboxError; EnvError.
     """
     settings = config.model.warmstart
     if settings is None:
@@ -138,7 +138,7 @@ async def _play(
     make_env: Callable[[], Env],
     on_done: Callable[[int], None],
 ) -> list[Episode]:
-    """The demonstrations with what the tools really answered, in the order of their tasks."""
+    """The demonstrations with the tools' real answers, in the order of their tasks."""
     tasks = env_class.tasks("train", data=config.env.train_data, seed=config.seed + TASK_SEED_OFFSET)
     slots = asyncio.Semaphore(CONCURRENT_EPISODES)
     done = 0
@@ -170,7 +170,7 @@ async def _play(
 def _fit_tokenizer(
     episodes: Sequence[Episode], tools: list[dict[str, Any]], vocab_size: int, tool_format: str
 ) -> tuple[Any, TurnTokenizer]:
-    """A vocabulary learned from the texts exactly as rollouts cut them: prompt, completion, observation, ..."""
+    """A vocabulary learned from the texts, split as rollouts split them: prompt, completion, observation, ..."""
     bytes_only = _turn_tokenizer(make_tokenizer([], MIN_VOCAB_SIZE), tool_format)
     texts = []
     for episode in episodes:
@@ -188,7 +188,7 @@ def _turn_tokenizer(tokenizer: Any, tool_format: str) -> TurnTokenizer:
 
 
 def _encode(episode: Episode, turns: TurnTokenizer, tools: list[dict[str, Any]], tool_output_tokens: int) -> Example:
-    """As a rollout would have recorded it, long tool output cut."""
+    """Token ids and action mask as a rollout records them, with long tool output truncated."""
     messages: list[Message] = [
         replace(m, content=turns.truncate(m.content, tool_output_tokens)) if m.role == "tool" else m
         for m in episode.messages
@@ -197,7 +197,7 @@ def _encode(episode: Episode, turns: TurnTokenizer, tools: list[dict[str, Any]],
 
 
 async def _in_thread(work: Callable[[threading.Event], float]) -> float:
-    """`work` beside the event loop; cancelling sets the event it watches and waits until it has noticed."""
+    """Run `work` beside the event loop. Cancelling sets the event passed to it and waits until it returns."""
     stop = threading.Event()
     job = asyncio.ensure_future(asyncio.to_thread(work, stop))
     try:
@@ -217,9 +217,9 @@ def _train(
     stop: threading.Event,
     on_step: Callable[[int], None],
 ) -> float:
-    """AdamW with a cosine schedule on action tokens only, in place; returns the loss at the end (nats a token).
+    """Train in place with AdamW and a cosine schedule, on action tokens only. Returns the final loss in nats per token.
 
-    Each core works on a share of the batch: a model this small has no operation that is worth splitting between cores.
+    Each core computes a share of the batch: in a model this small no single operation is worth splitting over cores.
     """
     optimizer = torch.optim.AdamW(_parameter_groups(model), lr=settings.lr, betas=BETAS, fused=True)
     parameters = list(model.parameters())
@@ -276,7 +276,7 @@ def _summed_loss(model: Any, batch: Sequence[Example], pad_id: int) -> torch.Ten
 
 
 def _batches(examples: Sequence[Example], batch_size: int, seed: int) -> Iterator[list[Example]]:
-    """Epoch after epoch in random order, sequences of like length together."""
+    """Batches of sequences of similar length in random order, epoch after epoch, without end."""
     rng = random.Random(seed)
     window = batch_size * SORT_WINDOW
     while True:
@@ -296,7 +296,7 @@ def _lr_share(step: int, steps: int) -> float:
 
 
 def _parameter_groups(model: Any) -> list[dict[str, Any]]:
-    """Norm weights are not decayed: pulling them to zero would shrink the signal, not the function's complexity."""
+    """Weights of norms are not decayed: that would shrink the signal and not the complexity of the function."""
     parameters = list(model.parameters())
     return [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": WEIGHT_DECAY},

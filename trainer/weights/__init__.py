@@ -1,4 +1,4 @@
-"""How weights leave the learner: their source, folders, and transfer to engines.
+"""The weight update: how weights leave the learner, into folders or directly to engines.
 
-May import: `agentrl`, `trainer.lora`. Start reading in `transfer.py`.
+May import: `trainer.lora`, `trainer.ranks`, `trainer.whole_folder`, `agentrl.engine`. Start reading in `transfer.py`.
 """

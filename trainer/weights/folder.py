@@ -1,18 +1,15 @@
-"""Puts weights where others can read them: versions for the engine, Hugging Face folders for people.
+"""Writes weights into folders: versions for the engines, complete Hugging Face folders for people.
 
-A folder appears whole or not at all: it is written under another name and renamed. Larger models are written shard by
-shard, so that host memory never holds more than one. Knows no HTTP and no training.
+A folder appears whole or not at all. Large models are written shard by shard, so host memory never holds more than one
+shard. Independent of HTTP and training.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-import os
 import shutil
-import tempfile
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
@@ -23,6 +20,7 @@ from agentrl.engine.checksum import Checksum
 from agentrl.types import Probe, WeightsRef
 from trainer import lora
 from trainer.weights.source import TensorMeta, WeightSource, layer_of
+from trainer.whole_folder import remove_unfinished, whole_folder
 
 MAX_SHARD_BYTES = 2**30
 INDEX_FILE = "model.safetensors.index.json"
@@ -33,12 +31,12 @@ _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
 def publish(
     source: WeightSource, root: Path, *, policy_version: int, probe: Probe, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> WeightsRef:
-    """Write `root/v<version>/model*.safetensors`; keep that and the version before.
+    """Write `root/v<version>/model*.safetensors`; keep this version and the one before.
 
-    On one rank; the others call `source.take_part()`. A version that was written already is replaced.
+    Called on one rank; the others call `source.take_part()`. A version that exists already is replaced.
     """
     folder = root / f"v{policy_version}"
-    with _whole_folder(folder) as temporary:
+    with whole_folder(folder) as temporary:
         checksum = _save(source, source, temporary, max_shard_bytes)
     _remove_versions_before(root, policy_version - 1)
     return WeightsRef(
@@ -53,14 +51,14 @@ def publish(
 def export(
     source: WeightSource, model: Any, model_path: str, folder: Path, *, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> None:
-    """A complete Hugging Face folder: weights, config and the tokenizer of `model_path`. Replaces an older export.
+    """Write a complete Hugging Face folder: weights, config and the tokenizer of `model_path`. Replaces an older one.
 
-    Of a model with adapters the weights are the merged ones, and PEFT's own folder lies in `folder/adapter`. On one
-    rank; the others call `source.take_part()`.
+    For a model with adapters the weights are merged, and `folder/adapter` is PEFT's own folder. Called on one rank; the
+    others call `source.take_part()`.
     """
     base = lora.base_of(model)
     adapters: dict[str, lora.Adapter] = {}
-    with _whole_folder(folder) as temporary:
+    with whole_folder(folder) as temporary:
         _save(source, source.keeping(adapters), temporary, max_shard_bytes)
         if adapters:
             lora.save(model, adapters, temporary / ADAPTER_FOLDER)
@@ -80,7 +78,7 @@ def export(
 def _save(
     source: WeightSource, tensors_of_pass: Iterable[tuple[str, Tensor]], folder: Path, max_shard_bytes: int
 ) -> Checksum:
-    """Write one pass of the source, and the index that says which file holds which where there are several files."""
+    """Write the tensors of one iteration over the source, with an index if there are several files."""
     from safetensors.torch import save_file
 
     sizes = _shard_sizes(source.metadata(), max_shard_bytes)
@@ -92,8 +90,8 @@ def _save(
         shard = {name: tensor.cpu().contiguous() for name, tensor in islice(tensors, num_tensors)}
         save_file(shard, folder / file, metadata={"format": "pt"})
         file_of |= dict.fromkeys(shard, file)
-    surplus = [name for name, _ in tensors]  # the pass must end: the last layer is given back there
-    assert not surplus, f"beyond the source's metadata: {surplus}"
+    surplus = [name for name, _ in tensors]  # iterates to the end, where the last layer is dropped
+    assert not surplus, f"tensors without metadata: {surplus}"
     if len(sizes) > 1:
         index = {"metadata": {"total_size": checksum.num_bytes}, "weight_map": file_of}
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2))
@@ -101,7 +99,7 @@ def _save(
 
 
 def _shard_sizes(metadata: Sequence[TensorMeta], max_shard_bytes: int) -> list[int]:
-    """How many tensors each file gets. A layer is never divided, so one that is too large has a file of its own."""
+    """Number of tensors of each file. A layer is never divided, so one that is too large gets a file of its own."""
     sizes, free_bytes = [0], max_shard_bytes
     for _, group in groupby(metadata, key=lambda meta: layer_of(meta.name)):
         layer = list(group)
@@ -115,7 +113,7 @@ def _shard_sizes(metadata: Sequence[TensorMeta], max_shard_bytes: int) -> list[i
 
 
 def _copy_missing(source: Path, target: Path) -> None:
-    """Everything that is not weights and not written already: tokenizer, chat template, licence."""
+    """Copy every file that is neither weights nor written already: tokenizer, chat template, license."""
     for path in source.iterdir():
         if path.is_file() and not path.name.endswith(_WEIGHT_SUFFIXES) and not (target / path.name).exists():
             shutil.copyfile(path, target / path.name)
@@ -125,19 +123,4 @@ def _remove_versions_before(root: Path, oldest_kept: int) -> None:
     for folder in root.glob("v*"):
         if folder.name[1:].isdecimal() and int(folder.name[1:]) < oldest_kept:
             shutil.rmtree(folder)
-
-
-@contextmanager
-def _whole_folder(folder: Path) -> Iterator[Path]:
-    """A temporary sibling to write into; takes the place of `folder` at the end, or is removed."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    try:
-        temporary.chmod(0o755)
-        yield temporary
-        if folder.exists():
-            shutil.rmtree(folder)
-        os.rename(temporary, folder)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    remove_unfinished(root, "v*")

@@ -1,6 +1,6 @@
-"""The sending end of backend `gloo`, as vLLM's trainer factory wants it. Knows no models; HTTP is its client's matter.
+"""The sending end of weight transfer backend `gloo`, for vLLM's trainer factory. Independent of models and HTTP.
 
-The counterpart of agentrl.engine.vllm.gloo; what travels is said there.
+Its counterpart in the engine is agentrl.engine.vllm.gloo, which describes the protocol.
 """
 
 from __future__ import annotations
@@ -22,25 +22,27 @@ BACKEND = "gloo"
 
 
 def register() -> None:
-    """Make the backend known to vLLM's trainer factory; again is harmless."""
+    """Register the backend with vLLM's trainer factory. Calling it twice is harmless."""
     if BACKEND not in WeightTransferTrainerFactory._registry:
         WeightTransferTrainerFactory.register_engine(BACKEND, GlooTrainerEngine)
 
 
 @dataclass(kw_only=True)
 class GlooTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
-    """`master_address`: the sender's own, towards the engines. `timeout_s`: of the joining, and of one update."""
+    """How the sender listens. `master_address` is its own address as the engines see it; `timeout_s` limits joining and
+    each update.
+    """
 
     backend: ClassVar[str] = BACKEND
 
     master_address: str
-    master_port: int = 0  # 0: any that is free
+    master_port: int = 0  # 0: any free port
     world_size: int  # the sender and all workers of all engines
     timeout_s: float
 
 
 class GlooTrainerEngine(TrainerWeightTransferEngine[GlooTrainerInitInfo]):  # type: ignore[misc]
-    """Sends each tensor of the source while the engines' own call runs beside it. Every failure raises at once."""
+    """Sends the source's tensors while the request to the engines runs in a thread. Every failure raises at once."""
 
     init_info_cls = GlooTrainerInitInfo
 
@@ -51,7 +53,7 @@ class GlooTrainerEngine(TrainerWeightTransferEngine[GlooTrainerInitInfo]):  # ty
 
     @classmethod
     def trainer_init(cls, init_info: GlooTrainerInitInfo, *, client: Any, source: Any = None) -> Self:
-        """Wait, on the sender, until all workers have joined. Raises what the client raises, or GroupError."""
+        """On the sender, return once all workers have joined. Raises what the client raises, or GroupError."""
         if source is None:
             raise ValueError("backend gloo needs a WeightSource")
         engine = cls(init_info, client=client, source=source)
@@ -73,17 +75,17 @@ class GlooTrainerEngine(TrainerWeightTransferEngine[GlooTrainerInitInfo]):  # ty
         def join() -> Group:
             return Group(store, rank=SENDER, world_size=world_size, address=address, timeout_s=timeout_s)
 
-        self._group = _beside(lambda: self.client.init_weight_transfer_engine(asdict(theirs)), join)
+        self._group = _alongside(lambda: self.client.init_weight_transfer_engine(asdict(theirs)), join)
 
     def send_weights(self) -> None:
-        """One update of all engines; other ranks take part in the source's gathers. A failure closes the group."""
+        """Update all engines. Other ranks than the sender only take part in gathering. A failure closes the group."""
         metadata = self.source.metadata()
         if not self.is_sender:
             for _ in self.source:
                 pass
             return
         if self._group is None:
-            raise RuntimeError("the group is closed: connect anew")
+            raise RuntimeError("the group is closed: connect again")
         update = GlooUpdateInfo(
             names=[meta.name for meta in metadata],
             dtype_names=[str(meta.dtype).removeprefix("torch.") for meta in metadata],
@@ -91,7 +93,7 @@ class GlooTrainerEngine(TrainerWeightTransferEngine[GlooTrainerInitInfo]):  # ty
         )
         self.client.start_weight_update()
         try:
-            _beside(lambda: self.client.update_weights(asdict(update)), self._broadcast)
+            _alongside(lambda: self.client.update_weights(asdict(update)), self._broadcast)
         except BaseException:
             self.shutdown()
             raise
@@ -107,7 +109,7 @@ class GlooTrainerEngine(TrainerWeightTransferEngine[GlooTrainerInitInfo]):  # ty
         except BaseException:
             group.close()
             for _ in pairs:
-                pass  # the other ranks are in the same pass
+                pass  # the other ranks gather with us until the end
             raise
 
     def shutdown(self) -> None:
@@ -117,11 +119,11 @@ class GlooTrainerEngine(TrainerWeightTransferEngine[GlooTrainerInitInfo]):  # ty
             self._group = None
 
 
-def _beside(theirs: Callable[[], None], ours: Callable[[], T]) -> T:
-    """Run both at the same time, `theirs` in a thread; return ours once both are done.
+def _alongside(theirs: Callable[[], None], ours: Callable[[], T]) -> T:
+    """Run both at the same time, `theirs` in a thread. Returns the result of `ours` once both are done.
 
-    `theirs` must have a deadline. Where it failed too it is raised in place of a broken connection: an engine's own
-    words say more.
+    `theirs` must have a deadline. If it failed too, its error is raised in place of a broken connection, since the
+    engine's own message says more.
     """
     executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight transfer call")
     call = executor.submit(theirs)

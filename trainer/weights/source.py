@@ -1,26 +1,25 @@
-"""The policy's tensors under Hugging Face's names, one decoder layer at a time, whole even where ZeRO-3 split them.
+"""The policy's tensors under their Hugging Face names, one decoder layer at a time, whole even if ZeRO-3 divided them.
 
-Adapters are merged on the way out: nobody further down knows of them. The two channels are those of vLLM's
-`WeightSource`: `metadata()` and iteration. Knows nothing of where tensors go.
+Adapters are merged here, so that receivers get ordinary weights. The interface is that of vLLM's `WeightSource`:
+`metadata()` and iteration. Independent of where tensors go.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trainer.lora import Adapter, NamedTensor, base_tensors
+from trainer.ranks import gathered, is_divided, whole_shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorMeta:
-    """What iteration will yield, known without gathering anything."""
+    """Name, type and shape of a tensor that iteration yields. Making it gathers nothing."""
 
     name: str
     dtype: torch.dtype
@@ -28,37 +27,43 @@ class TensorMeta:
 
     @property
     def num_bytes(self) -> int:
-        """Of the whole tensor."""
+        """Size of the whole tensor."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 class WeightSource:
-    """Parameters and persistent buffers of `module`, in its own order; what is tied comes once, under its first name.
+    """Parameters and persistent buffers of `module`, in its own order; a tied tensor comes once, under its first name.
 
-    Of a `PeftModel` come the base model's tensors, with W + scale * B A for a W with an adapter; none is changed. Every
-    rank must iterate to the end, in step with the others: ZeRO-3 gathers a layer on all of them and
-    drops it when the next is asked for. Whoever keeps a yielded tensor keeps its memory.
+    For a `PeftModel` these are the base model's tensors, with W + scale * B A in place of a W that has an adapter; the
+    model is not changed. Every rank must iterate to the end, in step with the others: ZeRO-3 gathers a layer on all of
+    them and drops it when the next one is requested. A yielded tensor occupies memory as long as it is kept.
+
+    Example::
+
+        source = WeightSource(model, dtype=torch.bfloat16)
+        for name, tensor in source:
+            print(name, tuple(tensor.shape))
     """
 
     def __init__(self, module: nn.Module, *, dtype: torch.dtype) -> None:
-        """`dtype`: of the engine. Floating parameters are sent in it; buffers as they are."""
+        """`dtype` is the engine's: floating-point parameters are converted to it, buffers are not."""
         self._dtype = dtype
         self._tensors = list(base_tensors(module))
 
     def metadata(self) -> list[TensorMeta]:
-        """Element for element what iteration yields."""
+        """Metadata of the tensors that iteration yields, in the same order."""
         return [
             TensorMeta(
                 name=one.name,
-                dtype=self._wire_dtype(one.tensor),
-                shape=tuple(getattr(one.tensor, "ds_shape", one.tensor.shape)),
+                dtype=self._sent_dtype(one.tensor),
+                shape=tuple(whole_shape(one.tensor)),
             )
             for one in self._tensors
         ]
 
     @property
     def num_bytes(self) -> int:
-        """Of one whole pass."""
+        """Size of all tensors together."""
         return sum(meta.num_bytes for meta in self.metadata())
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -66,33 +71,37 @@ class WeightSource:
 
     @torch.no_grad()
     def keeping(self, adapters: dict[str, Adapter] | None) -> Iterator[tuple[str, Tensor]]:
-        """The same pass; copies of the adapters, on the CPU, are left in `adapters` under their weights' names."""
+        """Iterate, and put copies of the adapters, on the CPU, into `adapters` under their weights' names."""
         for _, layer in groupby(self._tensors, key=lambda one: layer_of(one.name)):
             tensors = list(layer)
-            with _gathered([part for one in tensors for part in _parts(one)]):
+            with gathered(part for one in tensors for part in _parts(one)):
                 for one in tensors:
                     if adapters is not None and one.adapter is not None:
                         adapters[one.name] = one.adapter.copied()
                     whole = one.tensor if one.adapter is None else one.adapter.merged(one.tensor)
-                    yield one.name, whole.detach().to(self._wire_dtype(one.tensor))
+                    yield one.name, whole.detach().to(self._sent_dtype(one.tensor))
 
     @property
     def is_split(self) -> bool:
         """Whether ZeRO-3 divided the tensors among ranks."""
-        return any(hasattr(one.tensor, "ds_shape") for one in self._tensors)
+        return any(is_divided(one.tensor) for one in self._tensors)
 
     def take_part(self) -> None:
-        """One pass on a rank that has no use for the tensors itself."""
+        """Iterate on a rank that does not use the tensors, so that the others can gather."""
         for _ in self:
             pass
 
-    def _wire_dtype(self, tensor: Tensor) -> torch.dtype:
+    def _sent_dtype(self, tensor: Tensor) -> torch.dtype:
         is_weight = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
         return self._dtype if is_weight else tensor.dtype
 
 
 def layer_of(name: str) -> str:
-    """The decoder layer of a name, `model.layers.3`; the name itself for what lies in none, as embedding and head."""
+    """The decoder layer that a tensor belongs to; its own name if it belongs to none, such as embedding and head.
+
+    >>> layer_of("model.layers.3.mlp.up_proj.weight")
+    'model.layers.3'
+    """
     parts = name.split(".")
     for at, part in enumerate(parts):
         if part.isdecimal():
@@ -102,12 +111,3 @@ def layer_of(name: str) -> str:
 
 def _parts(one: NamedTensor) -> tuple[Tensor, ...]:
     return (one.tensor,) if one.adapter is None else (one.tensor, one.adapter.down_RI, one.adapter.up_OR)
-
-
-def _gathered(tensors: Sequence[Tensor]) -> AbstractContextManager[Any]:
-    if not (split := [tensor for tensor in tensors if hasattr(tensor, "ds_shape")]):
-        return nullcontext()
-    import deepspeed
-
-    context: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(split, modifier_rank=None)
-    return context

@@ -43,7 +43,7 @@ ROUTES = [
 WITH_BODY = {api.STEP: StepOutput, api.TRANSFER: TransferInit, api.WEIGHTS: WeightsRef}
 PICKLES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 ALLOWED = {
-    "trainer/weights/transfer.py"
+    "trainer/weights/streamed.py"
 }  # vLLM's own form of CUDA IPC handles: one machine, one user, loopback, asked for
 TORCH_PICKLES = {"broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list"}
 

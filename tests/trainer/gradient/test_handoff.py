@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from trainer.gradient.handoff import hand_over
-from trainer.gradient.score_sums import GradientSums
+from trainer.gradient.sums import GradientSums
 
 
 class PlainEngine:

@@ -11,8 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.trainer.trainer_builders import ARCHITECTURES, action_logprobs, architecture, episode, uneven_episodes
 from trainer.gradient import attention
 from trainer.gradient.logprobs import score
-from trainer.gradient.score_gradients import recording, tied_weight
-from trainer.gradient.score_sums import GradientSums, Recorder
+from trainer.gradient.recorded_modules import recording, tied_weight
+from trainer.gradient.recorder import Recorder
+from trainer.gradient.sums import GradientSums
 from trainer.packing import action_tensors, join
 
 CPU = torch.device("cpu")

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from trainer.gradient import norms
 from trainer.gradient.norms import BLOCK, RELATIVE_ERROR, inner_product, squared_norm, total_norm
-from trainer.gradient.score_sums import GradientSums, Recorder
+from trainer.gradient.recorder import Recorder
+from trainer.gradient.sums import GradientSums
 
 HALF_AN_ULP_OF_ONE = 2.0**-24
 

@@ -18,12 +18,12 @@ from agentrl.types import TrajectoryGroup, Turn
 from tests.trainer.trainer_builders import episode, mixed_groups, plain_logprobs
 from trainer.gradient import attention
 from trainer.gradient.step_gradient import Estimator
-from trainer.step_stats import GroupTerms
+from trainer.step_stats import GroupStats
 
 
 def estimate(
     model: Any, groups: list[TrajectoryGroup], algorithm: AlgorithmConfig, *, pack_tokens: int = 8192
-) -> tuple[torch.Tensor, list[GroupTerms]]:
+) -> tuple[torch.Tensor, list[GroupStats]]:
     attention.install(model)
     estimator = Estimator(model, algorithm, pack_tokens=pack_tokens)
     num_episodes = sum(len(group.episodes) for group in groups)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.config.presets import PRESETS
-from tests.trainer.softmax_policy import Episode, Groups, family_gradient, float64, groups, logprobs, policy, score
+from tests.trainer.softmax_policy import Episode, Groups, float64, groups, logprobs, objective_gradient, policy, score
 
 References = dict[str, Callable[[Tensor, Groups], Tensor]]
 
@@ -245,6 +245,6 @@ def test_a_preset_has_the_gradient_of_its_papers_objective(preset: str, off_poli
     theta = policy()
     batch = groups(theta, off_policy=off_policy)
     theirs = REFERENCES[preset](theta, batch).detach()
-    ours = family_gradient(theta, batch, AlgorithmConfig(preset=preset))
+    ours = objective_gradient(theta, batch, AlgorithmConfig(preset=preset))
     assert theirs.norm() > 1e-3
     torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)

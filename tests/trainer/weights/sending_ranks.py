@@ -24,9 +24,10 @@ from agentrl.config import EngineConfig
 from agentrl.errors import AgentRLError, WeightsWanted
 from agentrl.types import Probe
 from trainer import ranks
-from trainer.loop import Orchestrator
+from trainer.orchestrator_client import OrchestratorClient
+from trainer.weights.publisher import Publisher, Transfer
 from trainer.weights.source import WeightSource
-from trainer.weights.transfer import Publisher, Transfer, publisher
+from trainer.weights.transfer import publisher
 
 PROBE_IDS = tuple(range(20, 60))
 
@@ -67,7 +68,7 @@ def send(sender: Publisher, version: int, probe: Probe) -> None:
 def main(task: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     ranks.join(timeout_s=60)
-    link = Orchestrator(task["url"], token="secret", publish_timeout_s=150, gone_after_s=2)
+    link = OrchestratorClient(task["url"], token="secret", publish_timeout_s=150, gone_after_s=2)
     transfer = Transfer(
         backend=task["backend"],
         rank=distributed.get_rank(),

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-import trainer.weights.transfer
+import trainer.weights.streamed
 from agentrl.config import EngineConfig
 from agentrl.engine.checksum import checksum_of
 from agentrl.engine.vllm.gloo_group import Group, meet
@@ -35,8 +35,10 @@ from tests.conftest import VLLMServer
 from tests.one_session import OneSession
 from tests.trainer.trainer_builders import plain_logprobs
 from trainer.weights import folder as weights
+from trainer.weights.publisher import Transfer
 from trainer.weights.source import WeightSource
-from trainer.weights.transfer import Transfer, _init_info, json_safe, publisher, within
+from trainer.weights.streamed import _init_info, json_safe, within
+from trainer.weights.transfer import publisher
 
 TEXT = list(range(100, 180))
 
@@ -416,7 +418,7 @@ class Refusing(Silent):
 
 @pytest.mark.usefixtures("loaded")
 def test_a_refusal_ends_a_broadcast_that_nobody_receives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer.weights.transfer, "GRACE_S", 0.5)
+    monkeypatch.setattr(trainer.weights.streamed, "GRACE_S", 0.5)
     large = torch.nn.Linear(4096, 4096)  # more than the connection's own buffers hold
     sender = publisher(
         transfer("gloo", timeout_s=100),
@@ -486,7 +488,7 @@ def test_ipc_needs_no_group() -> None:
 
 
 def test_an_action_that_never_ends_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer.weights.transfer, "GRACE_S", 0.5)
+    monkeypatch.setattr(trainer.weights.streamed, "GRACE_S", 0.5)
     with pytest.raises(TimeoutError, match=r"0\.1 s"):
         within(lambda: time.sleep(20), 0.1, over=Event())
 

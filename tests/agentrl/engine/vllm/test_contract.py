@@ -90,7 +90,7 @@ def test_a_record_has_the_fields_we_fill(path: str, fields: str) -> None:
 
 @pytest.mark.parametrize("backend", ["nccl", "ipc"])
 def test_vllms_trainer_side_asks_its_client_for_what_ours_has(backend: str) -> None:
-    from trainer.weights.transfer import _SyncClient
+    from trainer.weights.streamed import _SyncClient
 
     protocol = named(f"{TRANSFER}.base:VLLMWeightSyncClient")
     asked = {name for name, value in vars(protocol).items() if inspect.isfunction(value) and not name.startswith("_")}

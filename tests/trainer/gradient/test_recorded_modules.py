@@ -14,8 +14,9 @@ from agentrl.errors import ConfigError
 from tests.trainer.trainer_builders import ARCHITECTURES, action_logprobs, architecture, uneven_episodes
 from trainer.gradient import attention
 from trainer.gradient.logprobs import score
-from trainer.gradient.score_gradients import check_modules, recording, tied_weight
-from trainer.gradient.score_sums import GradientSums, Recorder
+from trainer.gradient.recorded_modules import check_modules, recording, tied_weight
+from trainer.gradient.recorder import Recorder
+from trainer.gradient.sums import GradientSums
 from trainer.packing import action_tensors, join
 
 COEFFICIENTS, SCORES = [1.0, -2.0, 0.5, 0.25, -1.0], [1.0, 0.3, 0.2, 0.1, 0.7]

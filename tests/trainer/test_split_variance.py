@@ -16,7 +16,7 @@ from agentrl.types import TrajectoryGroup
 from tests.trainer.trainer_builders import mixed_groups
 from trainer.gradient import attention
 from trainer.gradient.step_gradient import Estimator
-from trainer.variance import SplitVariance, comparable
+from trainer.split_variance import SplitVariance, comparable
 
 
 def four_groups(model: Any) -> list[TrajectoryGroup]:

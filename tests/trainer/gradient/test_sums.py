@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from trainer.gradient.score_sums import GradientSums
+from trainer.gradient.sums import GradientSums
 
 RATIOS, SCORES = [0.0, 0.6, -0.4, 0.6], [0.0, 0.5, 2.0]
 Event = tuple[str, int, float, float]

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.config.presets import PRESETS
 from trainer.objective import baselines, ratios
-from trainer.objective import estimates as objective
 from trainer.objective.policy_gradient import Member, MemberWeights, Objective
 
 LOG_RATIOS = st.lists(st.floats(-1e4, 1e4), max_size=8)
@@ -23,7 +22,7 @@ def f64(*values: float) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def family(**settings: Any) -> Objective:
+def objective(**settings: Any) -> Objective:
     return Objective(AlgorithmConfig(**settings))
 
 
@@ -55,20 +54,20 @@ def test_what_the_weight_is_taken_of(ratio: Any, expected: tuple[float, ...]) ->
 
 
 def test_a_long_episode_sums_in_float64() -> None:
-    found = family().weights(torch.full((100_000,), 0.1, dtype=torch.float64) - 0.1 + 1e-9, 1.0)
+    found = objective().weights(torch.full((100_000,), 0.1, dtype=torch.float64) - 0.1 + 1e-9, 1.0)
     assert found.log_weight == pytest.approx(1e-4, rel=1e-6)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_no_action_tokens_weigh_one_and_have_no_weights(preset: Any) -> None:
-    algorithm = family(preset=preset)
+    algorithm = objective(preset=preset)
     silent, _ = weigh(algorithm, [member(), member(0.1, 0.2)])
     assert (len(silent.weight_N), silent.log_weight, silent.num_clipped, silent.num_weights) == (0, 0.0, 0, 0)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_group_that_never_acted_is_defined(preset: Any) -> None:
-    algorithm = family(preset=preset)
+    algorithm = objective(preset=preset)
     assert all(len(found.weight_N) == 0 for found in weigh(algorithm, [member(), member()]))
     assert bool((algorithm.lengths(torch.tensor([0, 0])) > 0).all())
     advantage_G = algorithm.advantages(f64(1.0, 0.0), torch.tensor([0, 0]))
@@ -80,18 +79,18 @@ def test_a_group_that_never_acted_is_defined(preset: Any) -> None:
 
 @pytest.mark.parametrize(("log_weight", "expected"), [(1e4, 8.0), (math.log(9), 8.0), (math.log(7), 7.0), (-1e4, 0.0)])
 def test_truncation_never_overflows(log_weight: float, expected: float) -> None:
-    found = family().weights(f64(log_weight), 1.0)
+    found = objective().weights(f64(log_weight), 1.0)
     assert found.weight_N.item() == pytest.approx(expected)
     assert found.num_clipped == (log_weight > math.log(8))
 
 
 @pytest.mark.parametrize(("log_weight", "expected"), [(1e4, 0.0), (math.log(9), 0.0), (math.log(7), 7.0), (-1e4, 0.0)])
 def test_masking_leaves_the_large_out(log_weight: float, expected: float) -> None:
-    assert family(preset="mis").weights(f64(log_weight), 1.0).weight_N.item() == pytest.approx(expected)
+    assert objective(preset="mis").weights(f64(log_weight), 1.0).weight_N.item() == pytest.approx(expected)
 
 
 def test_masking_below_the_lower_end() -> None:
-    found = family(preset="mis", ratio="token", min_weight=0.5).weights(f64(0.4, 0.6).log(), 1.0)
+    found = objective(preset="mis", ratio="token", min_weight=0.5).weights(f64(0.4, 0.6).log(), 1.0)
     torch.testing.assert_close(found.weight_N, f64(0.0, 0.6))
     assert (found.num_clipped, found.num_weights) == (1, 2)
 
@@ -102,12 +101,12 @@ def test_masking_below_the_lower_end() -> None:
 def test_ppo_cuts_only_what_has_gone_far_enough_in_the_direction_of_the_advantage(
     advantage: float, expected: tuple[float, ...]
 ) -> None:
-    found = family(preset="grpo").weights(f64(0.5, 0.9, 1.1, 1.5).log(), advantage)
+    found = objective(preset="grpo").weights(f64(0.5, 0.9, 1.1, 1.5).log(), advantage)
     torch.testing.assert_close(found.weight_N, f64(*expected))
 
 
 def test_cispo_keeps_every_token() -> None:
-    found = family(preset="cispo", clip_low=0.5, clip_high=1.0).weights(f64(0.1, 1.5, 9.0).log(), 1.0)
+    found = objective(preset="cispo", clip_low=0.5, clip_high=1.0).weights(f64(0.1, 1.5, 9.0).log(), 1.0)
     torch.testing.assert_close(found.weight_N, f64(0.5, 1.5, 2.0))
     assert found.num_clipped == 2
 
@@ -150,21 +149,21 @@ def test_adaptive_bounds_stand_where_they_start_when_the_loss_is_balanced() -> N
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_broken_logprob_is_never_hidden(preset: Any, broken: float) -> None:
     """Its trajectory's log weight, by which the step is refused, is not finite; nothing raises, nothing loops."""
-    found, other = weigh(family(preset=preset), [member(0.1, broken), member(0.1, 0.2, reward=0.0)])
+    found, other = weigh(objective(preset=preset), [member(0.1, broken), member(0.1, 0.2, reward=0.0)])
     assert not math.isfinite(found.log_weight)
     assert math.isfinite(other.log_weight)
 
 
 def test_an_untreated_weight_that_leaves_float32_is_infinite_so_that_the_step_is_refused() -> None:
-    found = family(treatment="none").weights(f64(81.0), 1.0)
+    found = objective(treatment="none").weights(f64(81.0), 1.0)
     assert found.weight_N.item() == math.inf
-    assert family(treatment="none").weights(f64(79.0), 1.0).weight_N.isfinite().all()
+    assert objective(treatment="none").weights(f64(79.0), 1.0).weight_N.isfinite().all()
 
 
 @pytest.mark.parametrize("preset", ["grpo", "dapo", "gspo", "bapo", "m2po"])
 def test_a_huge_ratio_is_cut_where_it_is_rewarded_and_refuses_the_step_where_it_is_not(preset: Any) -> None:
     """PPO's own hole: with A < 0 the weight is not cut, and this one is infinite."""
-    rewarded, punished = weigh(family(preset=preset), [member(1e4, advantage=1.0), member(1e4, advantage=-1.0)])
+    rewarded, punished = weigh(objective(preset=preset), [member(1e4, advantage=1.0), member(1e4, advantage=-1.0)])
     assert (rewarded.weight_N.item(), punished.weight_N.item()) == (0.0, math.inf)
 
 
@@ -173,7 +172,7 @@ BOUNDED = ["vcpo_safe", "vcpo", "tis", "mis", "cispo", "m2po", "rloo", "opo", "o
 
 @given(st.lists(LOG_RATIOS, min_size=1, max_size=4), st.sampled_from(BOUNDED))
 def test_treated_weights_are_finite_whatever_the_ratios(rows: list[list[float]], preset: Any) -> None:
-    for found in weigh(family(preset=preset), [member(*row) for row in rows]):
+    for found in weigh(objective(preset=preset), [member(*row) for row in rows]):
         assert bool(found.weight_N.isfinite().all())
         assert not math.isnan(found.log_used)
         assert 0 <= found.num_clipped <= found.num_weights
@@ -181,7 +180,7 @@ def test_treated_weights_are_finite_whatever_the_ratios(rows: list[list[float]],
 
 @given(LOG_RATIOS.filter(len), st.sampled_from(["sequence", "geometric_mean"]))
 def test_one_weight_of_a_trajectory_is_the_same_at_every_token(row: list[float], ratio: Any) -> None:
-    found = family(ratio=ratio).weights(f64(*row), 1.0)
+    found = objective(ratio=ratio).weights(f64(*row), 1.0)
     assert bool((found.weight_N == found.weight_N[0]).all())
     assert found.weight_N[0].item() == pytest.approx(math.exp(found.log_used))
 
@@ -190,8 +189,8 @@ def test_one_weight_of_a_trajectory_is_the_same_at_every_token(row: list[float],
 def test_weights_do_not_depend_on_the_order_of_the_batch(order: list[int], preset: Any) -> None:
     rows = [(0.3, -0.2), (0.9,), (-0.5, 0.1, 0.4), (0.05, 0.6), (1.2, -1.0)]
     batch = [member(*row, advantage=0.5 - i % 2, reward=i % 2, group=i // 3) for i, row in enumerate(rows)]
-    whole = weigh(family(preset=preset), batch)
-    for i, found in zip(order, weigh(family(preset=preset), [batch[i] for i in order]), strict=True):
+    whole = weigh(objective(preset=preset), batch)
+    for i, found in zip(order, weigh(objective(preset=preset), [batch[i] for i in order]), strict=True):
         torch.testing.assert_close(found.weight_N, whole[i].weight_N, rtol=1e-12, atol=1e-12)
 
 
@@ -234,27 +233,27 @@ def test_the_logit_norm_is_that_of_the_softmax_gradient() -> None:
 
 @pytest.mark.parametrize("preset", sorted(set(PRESETS) - {"reinforce"}))
 def test_equal_rewards_and_single_members_have_no_gradient_under_a_baseline(preset: Any) -> None:
-    assert family(preset=preset).advantages(f64(0.7, 0.7, 0.7), torch.tensor([1, 2, 3])) is None
-    assert family(preset=preset).advantages(f64(0.7), torch.tensor([1])) is None
+    assert objective(preset=preset).advantages(f64(0.7, 0.7, 0.7), torch.tensor([1, 2, 3])) is None
+    assert objective(preset=preset).advantages(f64(0.7), torch.tensor([1])) is None
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_an_empty_group_is_defined(preset: Any) -> None:
-    advantage_G = family(preset=preset).advantages(f64(), torch.tensor([]))
+    advantage_G = objective(preset=preset).advantages(f64(), torch.tensor([]))
     assert advantage_G is None or len(advantage_G) == 0
-    assert len(family(preset=preset).lengths(torch.tensor([]))) == 0
+    assert len(objective(preset=preset).lengths(torch.tensor([]))) == 0
 
 
 def test_without_a_baseline_equal_rewards_are_followed() -> None:
-    advantage_G = family(preset="reinforce").advantages(f64(0.7, 0.7), torch.tensor([1, 2]))
+    advantage_G = objective(preset="reinforce").advantages(f64(0.7, 0.7), torch.tensor([1, 2]))
     assert advantage_G is not None and advantage_G.tolist() == [0.7, 0.7]
 
 
 def test_advantages_over_the_standard_deviation() -> None:
-    advantage_G = family(preset="grpo").advantages(f64(1.0, 0.0, 0.5), torch.tensor([1, 1, 1]))
+    advantage_G = objective(preset="grpo").advantages(f64(1.0, 0.0, 0.5), torch.tensor([1, 1, 1]))
     assert advantage_G is not None
     torch.testing.assert_close(advantage_G, f64(1.0, -1.0, 0.0))
-    assert family(preset="grpo").score_scale(f64(1.0, 0.0, 0.5)) == pytest.approx(2.0)
+    assert objective(preset="grpo").score_scale(f64(1.0, 0.0, 0.5)) == pytest.approx(2.0)
 
 
 def test_rewards_that_only_round_differently_are_equal() -> None:
@@ -262,8 +261,8 @@ def test_rewards_that_only_round_differently_are_equal() -> None:
     reward_G = f64(0.1 + 0.2, 0.3, 0.3, 0.3)
     for preset in PRESETS:
         if preset != "reinforce":
-            assert family(preset=preset).advantages(reward_G, torch.tensor([5] * 4)) is None
-    assert family(preset="reinforce", normalize_by_std=True).score_scale(reward_G) == 1.0
+            assert objective(preset=preset).advantages(reward_G, torch.tensor([5] * 4)) is None
+    assert objective(preset="reinforce", normalize_by_std=True).score_scale(reward_G) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -272,20 +271,20 @@ def test_rewards_that_only_round_differently_are_equal() -> None:
 def test_the_optimal_baseline_takes_the_weights_of_the_gradient_or_as_the_paper_writes_it_whole_ones(
     settings: Any, largest: float
 ) -> None:
-    algorithm, norm, reward = family(**settings), f64(0.3, 1.0, 1.0, 1.0), f64(1.0, 0.0, 0.0, 0.0)
+    algorithm, norm, reward = objective(**settings), f64(0.3, 1.0, 1.0, 1.0), f64(1.0, 0.0, 0.0, 0.0)
     found = [algorithm.weights(f64(math.log(weight)), 1.0) for weight in (40.0, 1.0, 1.0, 1.0)]
     optimum = algorithm.baseline(f64(*map(algorithm.log_in_baseline, found)), norm, reward)
     assert optimum is not None and optimum.item() == pytest.approx(largest * 0.09 / (largest * 0.09 + 3))
 
 
 def test_what_is_masked_has_no_part_in_the_optimal_baseline_under_whole_weights() -> None:
-    algorithm = family(preset="vcpo", treatment="mask")
+    algorithm = objective(preset="vcpo", treatment="mask")
     assert algorithm.log_in_baseline(algorithm.weights(f64(math.log(40.0)), 1.0)) == -math.inf
 
 
 @pytest.mark.parametrize(("by_length", "expected"), [(True, (2, 1, 6)), (False, (1, 1, 1)), ("group", (8 / 3,) * 3)])
 def test_lengths(by_length: Any, expected: tuple[float, ...]) -> None:
-    found = family(normalize_by_length=by_length).lengths(torch.tensor([2, 0, 6]))
+    found = objective(normalize_by_length=by_length).lengths(torch.tensor([2, 0, 6]))
     torch.testing.assert_close(found, f64(*expected))
 
 
@@ -294,16 +293,16 @@ def test_lengths(by_length: Any, expected: tuple[float, ...]) -> None:
 )
 def test_lengths_of_an_episode_in_two_segments_and_of_a_masked_one(by_length: Any, expected: tuple[float, ...]) -> None:
     """`group` is 15 tokens over 3 episodes: every token counts alike, whichever segment it is in."""
-    found = family(normalize_by_length=by_length).lengths(
+    found = objective(normalize_by_length=by_length).lengths(
         torch.tensor([2, 4, 3, 6]), share_G=f64(1.0, 0.5, 0.5, 0.0), num_episodes=3
     )
     torch.testing.assert_close(found, f64(*expected))
 
 
 def test_norms_are_asked_for_only_where_a_baseline_uses_them() -> None:
-    assert [name for name in PRESETS if family(preset=name).needs_norms] == ["vcpo_safe", "vcpo"]
+    assert [name for name in PRESETS if objective(preset=name).needs_norms] == ["vcpo_safe", "vcpo"]
     with pytest.raises(ValueError, match="does not depend"):
-        family(preset="grpo").baseline(f64(0.0), f64(1.0), f64(1.0))
+        objective(preset="grpo").baseline(f64(0.0), f64(1.0), f64(1.0))
 
 
 # Divergence
@@ -311,10 +310,10 @@ def test_norms_are_asked_for_only_where_a_baseline_uses_them() -> None:
 
 def test_behavior_kl_is_zero_on_policy_and_matches_the_exact_divergence_in_expectation() -> None:
     mu, pi = f64(0.5, 0.3, 0.2), f64(0.2, 0.5, 0.3)
-    assert objective.behavior_kl(f64(0.0)).item() == 0.0
-    estimate = (mu * objective.behavior_kl((pi / mu).log())).sum()
+    assert ratios.behavior_kl(f64(0.0)).item() == 0.0
+    estimate = (mu * ratios.behavior_kl((pi / mu).log())).sum()
     torch.testing.assert_close(estimate, (mu * (mu / pi).log()).sum())
 
 
 def test_behavior_kl_stays_finite() -> None:
-    assert torch.isfinite(objective.behavior_kl(f64(1e4, -1e4))).all()
+    assert torch.isfinite(ratios.behavior_kl(f64(1e4, -1e4))).all()

@@ -1,9 +1,9 @@
-"""Modules that hand their weights' gradients to a Recorder, piece by piece, inside one backward over a pack.
+"""Modules that pass their weights' gradients to a Recorder, segment by segment, inside one backward over a pack.
 
-`recording` lends every trained module of a model another forward for the time of a block. Its output is the module's
-own (LayerNorm: to rounding); its backward computes the input's gradient as ever, and the weight's segment by segment.
-Autograd itself makes no gradient of a weight, so nothing is accumulated and no hook of a parameter fires. What cannot
-be treated exactly is refused by class name. Knows nothing of policies, losses or packs beyond their segments' bounds.
+`recording` replaces the forward of every trained module of a model inside a block. The output is the module's own
+(LayerNorm: to rounding); the backward computes the input's gradient as usual, and the weight's segment by segment.
+Autograd itself makes no gradient of a weight, so nothing is accumulated and no parameter hook runs. Modules that cannot
+be treated exactly are refused by class name. Independent of policies and losses; of a pack only the bounds are used.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from agentrl.errors import ConfigError
-from trainer.gradient.score_sums import Recorder
+from trainer.gradient.recorder import Recorder
 
-# Scale times x / rms(x), the scale outside the conversion to the input's type. Gemma's 1 + w is not among them.
+# These multiply x / rms(x) by the scale after converting it to the input's type. Gemma's 1 + w is none of them.
 RMS_NORMS = frozenset({"Qwen2RMSNorm", "Qwen3RMSNorm", "LlamaRMSNorm", "MistralRMSNorm", "Phi3RMSNorm"})
 
 
 def check_modules(model: Any) -> None:
-    """Raise ConfigError, naming the class, when a trained weight's gradient cannot be split exactly."""
+    """Raise ConfigError, naming the class, if a trained weight's gradient cannot be split by segment exactly."""
     owners: dict[int, list[tuple[str, nn.Module]]] = {}
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
@@ -40,7 +40,7 @@ def check_modules(model: Any) -> None:
             raise ConfigError(f"{type(owning[0][1]).__name__}: {names} share a weight; only a tied head may")
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear or head.bias is not None:
-        raise ConfigError(f"{type(head).__name__} as output embedding: only a plain matrix is scored exactly")
+        raise ConfigError(f"{type(head).__name__} as output embedding: only a plain matrix without bias is supported")
 
 
 def tied_weight(model: Any) -> Tensor | None:
@@ -50,12 +50,12 @@ def tied_weight(model: Any) -> Tensor | None:
 
 
 def _unsupported(module: nn.Module) -> str | None:
-    """Why the module's weights cannot be treated; None where they can."""
+    """Why the module's weights cannot be treated; None if they can."""
     if type(module) is nn.Linear or _is_norm(module):
         return None
     if type(module) is nn.Embedding:
         is_plain = not (module.sparse or module.scale_grad_by_freq or module.max_norm)
-        return None if is_plain else "changes its weights or their gradient while it looks up"
+        return None if is_plain else "changes its weights or their gradient in a look-up"
     return "has weights whose gradient cannot be split by trajectory exactly"
 
 
@@ -67,25 +67,25 @@ def _is_norm(module: nn.Module) -> bool:
 
 @contextmanager
 def recording(model: Any, recorder: Recorder) -> Iterator[None]:
-    """Inside, forwards of `model` are such that their backward fills `recorder`. Forward *and* backward belong inside.
+    """Inside, a backward through `model` fills `recorder`. Both forward and backward belong into the block.
 
-    A recorder without sums is given the scales of normalisation layers alone, whether they are trained or not.
-    The output embedding is left to trainer/gradient/logprobs.py.
+    A recorder without sums receives the scales of normalization layers only, whether they are trained or not. The
+    output embedding is handled by trainer/gradient/logprobs.py.
     """
-    # Gives the first trained module something to be differentiated by; its own gradient is never made.
+    # An input that requires a gradient, so that autograd calls the first module's backward. Its gradient is never made.
     anchor = torch.zeros((), requires_grad=True, device=recorder.device)
     head = model.get_output_embeddings()
     wanted = [module for module in model.modules() if module is not head and _is_wanted(module, recorder)]
-    with forwards((module, _lent_forward(module, recorder, anchor)) for module in wanted):
+    with forwards((module, _recorded_forward(module, recorder, anchor)) for module in wanted):
         yield
 
 
 @contextmanager
-def forwards(lent: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
-    """Replace modules' own forwards for the time of a block."""
+def forwards(replacements: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
+    """Replace modules' forwards inside the block."""
     before: list[tuple[nn.Module, Any]] = []
     try:
-        for module, forward in lent:
+        for module, forward in replacements:
             before.append((module, module.__dict__.get("forward")))
             module.forward = forward
         yield
@@ -102,14 +102,14 @@ def _is_wanted(module: nn.Module, recorder: Recorder) -> bool:
     return is_trained or (recorder.has_only_vectors and _is_norm(module))
 
 
-def _lent_forward(module: nn.Module, recorder: Recorder, anchor: Tensor) -> Callable[[Tensor], Tensor]:
+def _recorded_forward(module: nn.Module, recorder: Recorder, anchor: Tensor) -> Callable[[Tensor], Tensor]:
     if type(module) is nn.Linear:
         return lambda input: _Linear.apply(input, anchor, module, recorder)  # type: ignore[no-untyped-call]
     if type(module) is nn.Embedding:
         return lambda input: _Embedding.apply(input, anchor, module, recorder)  # type: ignore[no-untyped-call]
     if type(module) is nn.LayerNorm:
         return lambda input: _layer_norm(input, anchor, module, recorder)
-    # Kernels of transformers' hub name their argument alike in all these classes.
+    # All these classes name their argument hidden_states, and kernels of transformers' hub pass it by name.
     return lambda hidden_states: _RMSNorm.apply(hidden_states, anchor, module, recorder)  # type: ignore[no-untyped-call]
 
 
@@ -122,7 +122,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, anchor: Tensor, module: nn.Linear, recorder: Recorder) -> Tensor:
-        # The weight is asked of its module again in the backward: ZeRO-3 gathers and drops it in between.
+        # The module is kept and not its weight: ZeRO-3 drops the weight after the forward and gathers it again.
         ctx.module, ctx.recorder = module, recorder
         ctx.save_for_backward(input)
         return F.linear(input, module.weight, module.bias)

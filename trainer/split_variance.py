@@ -1,12 +1,11 @@
-"""How much the step's gradient would scatter under each baseline, measured by splitting the batch into halves.
+"""The variance of the step's gradient under each baseline, measured by splitting the batch into halves.
 
 With the gradients g_1 and g_2 of halves of n_1 and n_2 episodes, each the mean over its half,
 
     tr Cov(g)  is estimated by  |g_1 - g_2|^2 n_1 n_2 / (n_1 + n_2)^2        g = mean over both
 
-without bias where groups are independent: nothing is taken for granted of episodes within a group, unlike in
-`vitals.variance`. One number from one split is noisy; its average over steps is what counts.
-Knows nothing of DeepSpeed: `reduce` sums a tensor over ranks in place.
+without bias if groups are independent. Unlike `diagnostics.variance` it assumes nothing about episodes within a group.
+One number from one split is noisy: read its average over steps. Independent of DeepSpeed.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ COMPARED: tuple[Baseline, ...] = ("none", "mean", "leave_one_out", "length_weigh
 
 
 def comparable(algorithm: AlgorithmConfig) -> list[AlgorithmConfig]:
-    """The same settings under every baseline that they allow."""
+    """The same settings with every baseline that they allow."""
     return [
         algorithm.model_copy(update={"baseline": name})
         for name in COMPARED
@@ -35,12 +34,21 @@ def comparable(algorithm: AlgorithmConfig) -> list[AlgorithmConfig]:
 
 
 def halves(groups: Sequence[TrajectoryGroup]) -> tuple[list[TrajectoryGroup], list[TrajectoryGroup]]:
-    """Every second group, and the others: in the same order on every rank."""
+    """Every second group, and the others. Ranks that pass the same groups get the same halves."""
     return list(groups[0::2]), list(groups[1::2])
 
 
 class SplitVariance:
-    """Measures on demand; holds memory only while it does: two float32 copies of the gradient, three with norms."""
+    """Measures the variance on demand.
+
+    While it measures it holds two float32 copies of the gradient, three with norms; otherwise none.
+
+    Args:
+        pack_tokens: budget of a pack.
+        share: the groups of this rank.
+        gather: collects a list over ranks.
+        reduce: sums a tensor over ranks, in place.
+    """
 
     def __init__(
         self,
@@ -58,11 +66,10 @@ class SplitVariance:
         self._share, self._gather, self._reduce = share, gather, reduce
 
     def measure(self, groups: Sequence[TrajectoryGroup], *, policy_version: int) -> dict[str, float]:
-        """`vitals/split_variance_BASELINE` for each; empty with fewer than two groups. All ranks call it alike.
+        """`vitals/split_variance_BASELINE` for each baseline; empty with fewer than two groups.
 
-        For batches whose numbers are finite: what is not would be all that one learns.
-
-        Costs about one step's passes a baseline. The weights stay as they are.
+        Every rank must call it with the same groups. Call it for batches with finite numbers only, since one NaN makes
+        every result NaN. It costs about one step's passes per baseline and does not change the weights.
         """
         parts = halves(groups)
         num_1, num_2 = (_num_episodes(part) for part in parts)
@@ -77,7 +84,7 @@ class SplitVariance:
     def _squared_distance(
         self, parts: Sequence[list[TrajectoryGroup]], algorithm: AlgorithmConfig, policy_version: int
     ) -> float:
-        """|g_1 - g_2|^2 of all ranks' shares together."""
+        """|g_1 - g_2|^2, over all ranks' shares."""
         estimator = Estimator(self._model, algorithm, pack_tokens=self._pack_tokens, gather=self._gather)
         first, second = (self._gradient(estimator, part, policy_version) for part in parts)
         total = 0.0

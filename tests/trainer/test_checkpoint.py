@@ -186,9 +186,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_incomplete_and_foreign_checkpoints_are_refused_saying_how_to_fix_it(
-    learner: Learner, folder: Path, case: str
-) -> None:
+def test_incomplete_and_foreign_checkpoints_are_refused_with_the_fix(learner: Learner, folder: Path, case: str) -> None:
     shutil.copytree(folder, folder.with_name("v7"))
     damage, message = BROKEN[case]
     damage(folder)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
 
 from agentrl.config import AlgorithmConfig
-from agentrl.config.presets import Preset
+from agentrl.config.presets import PRESETS, Preset
 from agentrl.testing import episode_of, with_members
 from agentrl.types import TrajectoryGroup
 from tests.trainer.trainer_builders import mixed_groups
@@ -90,7 +90,7 @@ def test_baselines_that_need_one_weight_a_trajectory_are_left_out_where_every_to
     ]
 
 
-@pytest.mark.parametrize("preset", get_args(Preset))
+@pytest.mark.parametrize("preset", sorted(PRESETS))
 def test_the_baseline_in_use_is_among_those_compared(preset: Preset) -> None:
     algorithm = AlgorithmConfig(preset=preset)
     assert algorithm.baseline in [one.baseline for one in comparable(algorithm)]

@@ -37,7 +37,7 @@ SMALL_FILES = {
     "sandbox/backends/folders.py": "shared by the backends with folders",
     "sandbox/backends/janitor.py": "runs in a process of its own",
     "sandbox/backends/unsafe.py": "one backend, one file",
-    "trainer/objective/estimates.py": "shared by objective and diagnostics",
+    "trainer/gradient/handoff.py": "the only code that feeds DeepSpeed's backward",
     "trainer/step_stats.py": "records that estimator, learner and diagnostics share",
 }
 

@@ -51,8 +51,9 @@ class Objective:
     >>> objective = Objective(AlgorithmConfig(preset="tis"))
     >>> objective.advantages(torch.tensor([1.0, 0.0]), torch.tensor([5, 5])).tolist()
     [0.5, -0.5]
-    >>> objective.weights(torch.tensor([3.0, 1.0]), advantage=0.5).weight_N.tolist()  # e^4, truncated at 8
-    [8.0, 8.0]
+    >>> weights = objective.weights(torch.tensor([3.0, 1.0]), advantage=0.5)
+    >>> weights.log_weight, weights.num_clipped  # e^4 is truncated at 8
+    (4.0, 1)
     """
 
     def __init__(self, algorithm: AlgorithmConfig) -> None:

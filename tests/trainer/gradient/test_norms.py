@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import math
 
 import pytest
@@ -11,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from trainer.gradient import norms
 from trainer.gradient.norms import BLOCK, RELATIVE_ERROR, inner_product, squared_norm, total_norm
 from trainer.gradient.recorder import Recorder
 from trainer.gradient.sums import GradientSums
@@ -110,7 +108,3 @@ def test_nothing_has_no_norm_and_what_is_not_finite_has_none_that_is() -> None:
     assert not bool(total_norm([torch.ones(3), torch.tensor([1.0, torch.inf])]).isfinite())
     assert not bool(total_norm([torch.tensor([torch.nan])]).isfinite())
     assert not bool(total_norm([torch.full((BLOCK,), torch.nan)]).isfinite())
-
-
-def test_the_examples_of_the_docstrings_hold() -> None:
-    assert doctest.testmod(norms, extraglobs={"torch": torch}).failed == 0

@@ -1,4 +1,4 @@
-"""AIME: problems whose answer is an integer from 0 to 999, with an interpreter and, as its control arm, without."""
+"""AIME: problems whose answer is an integer from 0 to 999, with an interpreter and, as a control arm, without."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from envs.python_tool import WithPython
 class Aime(BoxedMath):
     """AIME problems without a tool, in one turn: integers from 0 to 999, compared exactly.
 
-    Rows with other answers (MATH has them) are graded as Math grades them.
+    Rows with other answers (MATH has them) are graded as in `Math`.
     """
 
     async def grade(self, text: str, task: Task) -> bool:
@@ -24,4 +24,11 @@ class Aime(BoxedMath):
 
 @register("AimePython-v0")
 class AimePython(WithPython, Aime):
-    """AIME problems with a stateful Python interpreter."""
+    """AIME problems with a stateful Python interpreter.
+
+    Example:
+        env:
+          target: AimePython-v0
+          train_data: DAPO-17k
+          eval_data: AIME-2024
+    """

@@ -1,4 +1,4 @@
-"""Problems with a boxed answer: rows, the opening, the grading. Offers no tool; knows no interpreter."""
+"""Problems with a boxed answer: rows, first messages, grading. Has no tool; independent of the interpreter."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ from envs.grading import is_correct
 
 
 class BoxedMath(ToolEnv):
-    """Integer answers are compared as integers, others by their text, then by math-verify. Subclass and register it."""
+    """Base class. Compares integer answers as integers, others by their text, then by math-verify.
+
+    Example:
+        @register("Physics-v0")
+        class Physics(BoxedMath): ...
+    """
 
     max_turns = 1
     system_prompt: ClassVar[str] = "Solve the problem. Reason step by step, and end with the final answer in \\boxed{}."
@@ -23,7 +28,7 @@ class BoxedMath(ToolEnv):
         ("33", "033", "34"),
         ("\\frac{1}{2}", "0.5", "0.25"),
     )
-    """(gold, a right answer, a wrong one): what the grader must tell apart at any time."""
+    """(gold, a right answer, a wrong one): pairs that the grader must always distinguish."""
 
     @classmethod
     def tasks(cls, split: Split, *, data: str | None = None, seed: int = 0) -> Iterable[Task]:
@@ -38,7 +43,7 @@ class BoxedMath(ToolEnv):
 
     @classmethod
     def demonstrations(cls, task: Task, *, skill: float = 1.0, seed: int = 0) -> Sequence[Message] | None:
-        """The row's own worked solution where it has one that boxes the answer, always right."""
+        """The row's own worked solution, if it boxes the answer. Always right."""
         solution = task.metadata.get("solution")
         if not isinstance(solution, str) or "\\boxed{" not in solution:
             return None
@@ -62,7 +67,7 @@ class BoxedMath(ToolEnv):
         ]
 
     async def reset(self, *, task: Task, seed: int | None = None) -> tuple[list[Message], dict[str, Any]]:
-        """The instructions and the problem."""
+        """Returns the instructions and the problem."""
         return [system(self.system_prompt), user(task.prompt)], {}
 
     async def score(self, episode: Episode) -> dict[str, float]:

@@ -1,6 +1,6 @@
-"""Countdown: make the target out of all the numbers with + - * /, with an interpreter and, as control arm, without.
+"""Countdown: make the target from all the numbers with + - * /, with an interpreter and, as a control arm, without.
 
-Problems are generated. An answer is an expression, which is parsed and evaluated here exactly; no code of it runs.
+Problems are generated. An answer is an expression, which is parsed and evaluated exactly; it is never executed.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ _ARITHMETIC = re.compile(r"[0-9+\-*/()]+")
 
 @register("CountdownNoTool-v0")
 class CountdownNoTool(BoxedMath):
-    """Countdown without a tool, in one turn: make the target of the numbers."""
+    """Countdown without a tool, in one turn: make the target from the numbers."""
 
     @classmethod
     def tasks(cls, split: Split, *, data: str | None = None, seed: int = 0) -> Iterable[Task]:
-        """Endless for `train`; for `test` the same 512 whatever the seed. Numbers and target belong to one split."""
+        """Endless for `train`; for `test` the same 512 with every seed. Numbers and target belong to one split."""
         if data is not None:
             raise ConfigError(f"{cls.__name__} generates its problems: leave out env.train_data and env.eval_data")
         if split == "test":
@@ -71,7 +71,7 @@ class CountdownNoTool(BoxedMath):
 
     @classmethod
     def canaries(cls) -> Sequence[Canary]:
-        """An expression that is right, and one that uses a number twice."""
+        """A right expression, and one that uses a number twice."""
         metadata = {"numbers": [3, 5, 7], "target": 56}
         task = Task(id="canary", prompt="Say what you know.", answer="(3 + 5) * 7", metadata=metadata)
         says = [Message(role="assistant", content=f"\\boxed{{{text}}}") for text in ("7*(5+3)", "7*(5+3+5-5)")]
@@ -87,11 +87,16 @@ class CountdownNoTool(BoxedMath):
 
 @register("Countdown-v0")
 class Countdown(WithPython, CountdownNoTool):
-    """Countdown with a stateful Python interpreter: make the target of the numbers."""
+    """Countdown with a stateful Python interpreter: make the target from the numbers.
+
+    Example:
+        env = agentrl.make("Countdown-v0", sandbox=client)
+        task = next(iter(Countdown.tasks("train", seed=1)))
+    """
 
     @classmethod
     def demonstrations(cls, task: Task, *, skill: float = 1.0, seed: int = 0) -> Sequence[Message] | None:
-        """A program that tries everything, and what it found, always right."""
+        """A program that tries everything, and its result. Always right."""
         numbers, target = task.metadata["numbers"], task.metadata["target"]
         items = [(float(n), str(n)) for n in numbers]
         found = search(items, target)
@@ -102,7 +107,7 @@ class Countdown(WithPython, CountdownNoTool):
 def reaches(answer: str, numbers: Sequence[int], target: int) -> bool:
     """Whether `answer`, in LaTeX or plain, equals `target` and uses each of `numbers` exactly once.
 
-    `= target` at its end is allowed. Anything but whole numbers, + - * / and parentheses makes it wrong.
+    `= target` at its end is allowed. Anything except whole numbers, + - * / and parentheses makes it wrong.
     """
     expression, equals, right = _plain(answer).partition("=")
     if equals and right != str(target):
@@ -117,11 +122,11 @@ def reaches(answer: str, numbers: Sequence[int], target: int) -> bool:
 
 
 class _NotArithmetic(Exception):
-    """Something else than numbers, + - * / and parentheses."""
+    """The answer has something else than numbers, + - * / and parentheses."""
 
 
 def _value(node: ast.expr) -> tuple[Fraction, list[int]]:
-    """The exact value, and the numbers it is made of."""
+    """The exact value, and the numbers that it uses."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return Fraction(node.value), [node.value]
     if not isinstance(node, ast.BinOp) or type(node.op) not in _OPERATORS:
@@ -132,7 +137,7 @@ def _value(node: ast.expr) -> tuple[Fraction, list[int]]:
 
 
 def _plain(answer: str) -> str:
-    """LaTeX's signs and fractions as Python writes them, without spaces."""
+    """The answer with LaTeX's signs and fractions in Python's notation, without spaces."""
     if len(answer) > 4 * MAX_CHARACTERS:
         return ""
     for latex, sign in _SIGNS.items():
@@ -163,7 +168,7 @@ def _generate(split: Split, name: str) -> Iterator[Task]:
 
 
 def _draw(rng: Random, split: Split, used: set[str]) -> tuple[list[int], int, str, str]:
-    """Numbers, a target that can be made of them, how, and their key: whatever the order, the same problem."""
+    """Numbers, a target, an expression for it, and the problem's key, which is the same for every order."""
     while True:
         numbers = [rng.randint(1, LARGEST) for _ in range(rng.choice(HOW_MANY))]
         target, expression = _combined(rng, numbers)
@@ -173,7 +178,7 @@ def _draw(rng: Random, split: Split, used: set[str]) -> tuple[list[int], int, st
 
 
 def _combined(rng: Random, numbers: Sequence[int]) -> tuple[int, str]:
-    """All numbers combined at random, whole and positive at every step."""
+    """Combine all numbers at random; every step is whole and positive."""
     items = [(number, str(number)) for number in numbers]
     while len(items) > 1:
         rng.shuffle(items)

@@ -1,4 +1,4 @@
-"""How an expert solves Countdown: tries everything. Its source is what the demonstrations run in the sandbox."""
+"""The expert for Countdown: tries everything. The demonstrations run its source in the sandbox."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The mathematics sets that configs call by name: where they lie, and which columns hold problem and answer.
+"""Mathematics sets that configs name: their location, and the columns of problem and answer.
 
 Revisions are pinned where the set may change; rows and gold answers are then the same for everyone.
 """
@@ -19,7 +19,7 @@ from envs.grading import final_answer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedSet:
-    """One set on the hub."""
+    """A data set on the hub."""
 
     repo: str
     files: Mapping[Split, str]  # pattern by split
@@ -69,7 +69,7 @@ NAMED_SETS: Mapping[str, NamedSet] = {
 
 
 def read_rows(data: str, split: Split) -> list[Task]:
-    """Rows with gold answers: a named set, or whatever `agentrl.data.rows.read_tasks` reads. Raises ConfigError."""
+    """Rows with gold answers: of a named set, or what `agentrl.data.rows.read_tasks` reads. Raises ConfigError."""
     name = next((known for known in NAMED_SETS if known.casefold() == data.casefold()), None)
     if name is None or Path(data).exists():
         return _read(data, split, None)
@@ -81,7 +81,7 @@ def read_rows(data: str, split: Split) -> list[Task]:
 
 
 def marked_answer(text: str) -> str | None:
-    """What a worked solution marks as its answer: after the last `####`, or in the last `\\boxed{}`; None for neither.
+    """The answer that a worked solution marks: after the last `####`, or in the last `\\boxed{}`; None for neither.
 
     MATH has a few boxes without braces, as in `$\\boxed 5$`.
     """

@@ -1,9 +1,9 @@
 """Worker processes that ask math-verify whether two answers are equal, and that can be killed at any moment.
 
 math-verify limits its own time with SIGALRM, which fails outside the main thread and cannot stop C code. Here the
-kernel does it: each question gets CPU_LIMIT_S of processor time (SIGXCPU) and the memory limit of its process. An
-answer that needs more than that is not equal to any gold answer; a worker that hangs or dies without having used its
-time is a failure of the grader and raises EnvError. Knows nothing of episodes.
+kernel limits it: each question gets CPU_LIMIT_S of processor time (SIGXCPU) and the memory limit of its process. An
+answer that needs more is not equal to any gold answer. A worker that hangs, or dies without having used its time, is a
+failure of the grader and raises EnvError. Independent of episodes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from agentrl.errors import EnvError, MissingDependencyError
 
 CPU_LIMIT_S = 3
 WALL_LIMIT_S = 60.0
-"""Far beyond the CPU limit: only a hang, or a machine without a free processor, reaches it."""
+"""Far beyond the CPU limit. Only a hang, or a machine without a free processor, reaches it."""
 START_LIMIT_S = 90.0
 MEMORY_BYTES = 2 * 1024**3
 MAX_ANSWER_CHARACTERS = 2000
@@ -33,7 +33,11 @@ MAX_WORKERS = 2
 
 
 class EqualityPool:
-    """Up to `max_workers` workers, started when needed. Safe to use from many threads."""
+    """Up to `max_workers` workers, started when needed. Thread-safe.
+
+    Example:
+        EqualityPool.shared().equal(r"\\frac{1}{2}", "0.5")  # True
+    """
 
     _shared: EqualityPool | None = None
     _shared_lock = threading.Lock()
@@ -42,11 +46,11 @@ class EqualityPool:
         self._wall_limit_s = wall_limit_s
         self._idle: queue.LifoQueue[_Worker | None] = queue.LifoQueue()
         for _ in range(max_workers):
-            self._idle.put(None)  # a place without a worker yet
+            self._idle.put(None)  # a slot without a worker yet
 
     @classmethod
     def shared(cls) -> EqualityPool:
-        """The one of this process; its workers end with it."""
+        """The pool of this process. Its workers end with the process."""
         with cls._shared_lock:
             if cls._shared is None:
                 cls._shared = cls()
@@ -54,7 +58,7 @@ class EqualityPool:
             return cls._shared
 
     def equal(self, gold: str, answer: str) -> bool:
-        """math-verify's opinion; blocks. Raises EnvError when a worker failed, MissingDependencyError."""
+        """Whether math-verify finds them equal. Blocks. Raises EnvError if a worker fails, MissingDependencyError."""
         if len(answer) > MAX_ANSWER_CHARACTERS:
             return False
         worker = self._idle.get()
@@ -84,7 +88,7 @@ class _Worker:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             cwd=Path(__file__).resolve().parents[1],
-            start_new_session=True,  # Ctrl-C is for the owner; the closed pipe ends the worker
+            start_new_session=True,  # Ctrl-C reaches only the owner; the closed pipe ends the worker
         )
         self._selector = selectors.DefaultSelector()
         assert self._process.stdout is not None
@@ -113,7 +117,7 @@ class _Worker:
         raise EnvError(f"grader: math-verify gave {reply or 'no answer'} for gold {gold!r}, answer {answer!r}")
 
     def kill(self) -> int:
-        """End it; returns how it ended: what it died of before, or SIGKILL."""
+        """End the worker. Returns the signal or exit code of its death, or SIGKILL."""
         if self._process.poll() is None:
             self._process.kill()
         code = self._process.wait()
@@ -127,12 +131,12 @@ class _Worker:
         return code
 
     def _read(self, limit_s: float) -> Any:
-        """One reply; None when the worker ended or the limit passed. A reply is one short line, written at once."""
+        """Read a reply: one short line, written at once. None when the worker ended or the limit passed."""
         assert self._process.stdout is not None
         deadline = time.monotonic() + limit_s
         if not self._selector.select(deadline - time.monotonic()):
             return None
         line = self._process.stdout.readline()
         if not line:
-            self._process.wait()  # its end is why the pipe closed
+            self._process.wait()  # the pipe closed because it ended
         return json.loads(line) if line else None

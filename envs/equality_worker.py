@@ -1,4 +1,4 @@
-"""One math-verify process: a line `[gold, answer]` in, a line `{"equal": ...}` out. Started by equality_pool only."""
+"""One math-verify process: reads lines `[gold, answer]`, writes lines `{"equal": ...}`. See equality_pool.py."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 
 def main() -> None:
-    """Serve until standard input closes. Arguments: CPU seconds a question may take, memory in bytes."""
+    """Serve until standard input closes. Arguments: CPU seconds per question, memory in bytes."""
     cpu_limit_s, memory_bytes = int(sys.argv[1]), int(sys.argv[2])
     replies = sys.stdout
-    sys.stdout = sys.stderr  # whatever a library prints must not look like a reply
+    sys.stdout = sys.stderr  # so that output of a library does not look like a reply
     from math_verify import parse, verify
 
     logging.disable(logging.CRITICAL)
@@ -25,7 +25,7 @@ def main() -> None:
         gold, answer = json.loads(line)
         _limit_cpu(cpu_limit_s)
         try:
-            # Timeouts off: they are signals of math-verify's own. The limit above rules.
+            # Timeouts off, because they use math-verify's own signals. The limit above applies.
             options: dict[str, Any] = {"parsing_timeout": None}
             parsed_gold, parsed_answer = (
                 parse(f"\\boxed{{{gold}}}", **options),
@@ -33,7 +33,7 @@ def main() -> None:
             )
             equal = bool(verify(parsed_gold, parsed_answer, timeout_seconds=None))
         except (MemoryError, RecursionError, OverflowError):
-            equal = False  # no gold answer is so large
+            equal = False  # no gold answer is that large
         except Exception as error:
             _reply(replies, {"error": f"{type(error).__name__}: {error}"[:500]})
             continue

@@ -1,6 +1,6 @@
 """Boxed answers: extraction, exact integers, and symbolic equality in a process that can be killed.
 
-Knows nothing of episodes. A grader that fails raises EnvError; it never returns "wrong" for a failure of its own.
+Independent of episodes. A grader that fails raises EnvError; it never returns "wrong" for its own failure.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from envs.equality_pool import EqualityPool
 
 MAX_NUMBER_CHARACTERS = 200
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
-_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # what a backslash escapes is no brace
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace does not count
 _INTEGER = re.compile(r"[+-]?[0-9]+")
 _THOUSANDS = re.compile(r"(?<![0-9,.}])[0-9]{1,3}(?:(?:,|\{,\}|\\,|\\!,|,\\!)[0-9]{3})+(?![0-9]|,[0-9])")
 _WRAPPED = re.compile(r"^(?:\$(.*)\$|\\(?:text|textbf|mathbf|mathrm|boldsymbol|mbox)\s*\{([^{}]*)\})$")
@@ -30,8 +30,8 @@ _TEXT = re.compile(r"\\(?:text|mbox|textbf|textit|mathrm|textrm)\s*\{([^{}]*)\}"
 
 
 def final_answer(text: str) -> str | None:
-    """The content of the last balanced `\\boxed{}` outside `<think>`; None when there is none."""
-    text = text.rpartition("</think>")[2].partition("<think>")[0]  # the second: a thought that never ended
+    """The content of the last balanced `\\boxed{}` outside `<think>`, or None."""
+    text = text.rpartition("</think>")[2].partition("<think>")[0]  # the second part: a thought that never ended
     starts = {match.end() for match in _BOX.finditer(text)}
     open_braces: list[int] = []
     last_start, last_end = -1, -1
@@ -52,7 +52,7 @@ def aime_integer(text: str) -> int | None:
 async def is_correct(text: str, gold: str) -> bool:
     """Whether the final answer in `text` equals `gold`.
 
-    Where the gold answer is an integer, the answer must be one number that equals it: `1,005`, `\\$5.00`, `5\\text{ m}`
+    If the gold answer is an integer, the answer must be one number that equals it: `1,005`, `\\$5.00`, `5\\text{ m}`
     and `x = 5` are numbers, `4+1` and `10/2` are not. Other answers are compared by their normalised text, then by
     math-verify.
     Raises EnvError when the grader failed, MissingDependencyError without math-verify.
@@ -68,12 +68,12 @@ async def is_correct(text: str, gold: str) -> bool:
     if normalised(answer) == normalised(gold):
         return True
     if not _LIST.search(_without_separators(gold)) and _LIST.search(_without_separators(answer)):
-        return False  # math-verify reads a list as a set, in which one answer may stand twice
+        return False  # math-verify reads a list as a set, which hides an answer that occurs twice
     return await asyncio.to_thread(EqualityPool.shared().equal, gold, answer)
 
 
 def normalised(answer: str) -> str:
-    """LaTeX with the freedoms of writing removed: spacing, `\\dfrac`, `\\left`, `\\text`, degree signs, end stops."""
+    """LaTeX in a normal form, without spacing, `\\dfrac`, `\\left`, `\\text`, degree signs, end stops."""
     answer = _TEXT.sub(lambda match: match[1], answer)
     answer = _DEGREES.sub("", answer)
     answer = _DROPPED.sub("", answer)
@@ -83,7 +83,7 @@ def normalised(answer: str) -> str:
 
 
 def _as_integer(answer: str) -> int | None:
-    """An answer that is written as one integer, `$`, sign and thousands separators allowed."""
+    """The value of an answer that is one integer; `$`, sign and thousands separators are allowed. Else None."""
     answer = _without_separators(answer.strip().strip("$").strip().rstrip("."))
     if len(answer) > 4000 or not _INTEGER.fullmatch(answer):  # int() refuses more digits
         return None
@@ -91,7 +91,7 @@ def _as_integer(answer: str) -> int | None:
 
 
 def _number_in(answer: str) -> str:
-    """The bare number of an answer that says more: its name, currency, unit, or zeros after the point."""
+    """The number in an answer, without a name, currency, unit, or zeros after the point."""
     if len(answer) > MAX_NUMBER_CHARACTERS:
         return answer
     answer = answer.replace("−", "-").strip()

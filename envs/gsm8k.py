@@ -1,6 +1,6 @@
-"""GSM8K: word problems of primary school, with an interpreter and, as its control arm, without.
+"""GSM8K: grade-school word problems, with an interpreter and, as a control arm, without.
 
-The set's worked solutions say after each sum what a calculator gave, `<<48/2=24>>`; those sums are demonstrations.
+The set's worked solutions note each calculation, as `<<48/2=24>>`; these calculations are the demonstrations.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Gsm8k(BoxedMath):
 
     @classmethod
     def demonstrations(cls, task: Task, *, skill: float = 1.0, seed: int = 0) -> Sequence[Message] | None:
-        """The worked solution without its sums, always right."""
+        """The worked solution without its calculations. Always right."""
         solution = task.metadata.get("solution")
         if not isinstance(solution, str) or "####" not in solution:
             return super().demonstrations(task, skill=skill, seed=seed)
@@ -37,7 +37,7 @@ class Gsm8kPython(WithPython, Gsm8k):
 
     @classmethod
     def demonstrations(cls, task: Task, *, skill: float = 1.0, seed: int = 0) -> Sequence[Message] | None:
-        """One call that prints the solution's sums, then the solution, always right."""
+        """One call that prints the results of the calculations, then the solution. Always right."""
         spoken = super().demonstrations(task, skill=skill, seed=seed)
         sums = sums_of(str(task.metadata.get("solution", "")))
         if spoken is None or not sums:
@@ -46,11 +46,11 @@ class Gsm8kPython(WithPython, Gsm8k):
 
 
 def prose(solution: str) -> str:
-    """A worked solution without calculator notes and without its marked answer."""
+    """A worked solution without calculator notes and marked answer."""
     return _SUM.sub("", solution.rpartition("####")[0]).strip()
 
 
 def sums_of(solution: str) -> list[str]:
-    """The sums a worked solution gives to the calculator, as Python; those that are no arithmetic are left out."""
+    """The calculations of a worked solution, as Python. Those that are not arithmetic are left out."""
     sums = [_LEADING_ZEROS.sub("", match[1].strip()) for match in _SUM.finditer(solution)]
     return [each for each in sums if each and _ARITHMETIC.fullmatch(each)]

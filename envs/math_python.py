@@ -1,4 +1,4 @@
-"""Competition mathematics with any kind of answer, with an interpreter and, as its control arm, without."""
+"""Competition mathematics with any kind of answer, with an interpreter and, as a control arm, without."""
 
 from __future__ import annotations
 

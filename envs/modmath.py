@@ -1,4 +1,4 @@
-"""AIME in miniature: generated problems over AimePython's own tool and grading, with a scripted demonstrator."""
+"""A small AIME: generated problems with AimePython's tool and grading, and a scripted demonstrator."""
 
 from __future__ import annotations
 
@@ -17,16 +17,21 @@ _TEMPLATE_BY_NAME = {template.name: template for template in TEMPLATES}
 
 @register("ModMath-v0")
 class ModMath(AimePython):
-    """The quickstart: modular powers, digit sums, counting, multiples, series, recurrences; answers from 0 to 999."""
+    """The quickstart: modular powers, digit sums, counting, multiples, series, recurrences; answers from 0 to 999.
+
+    Example:
+        task = next(iter(ModMath.tasks("train", seed=0)))
+        script = ModMath.demonstrations(task, skill=1.0)  # messages of an expert
+    """
 
     system_prompt = "Solve the problem with Python. End with the answer in \\boxed{}."
-    canary_answers = (("33", "033", "34"),)  # all answers are integers: the grader of others is not started
+    canary_answers = (("33", "033", "34"),)  # all answers are integers, so the grader of other answers is not started
 
     @classmethod
     def tasks(cls, split: Split, *, data: str | None = None, seed: int = 0) -> Iterable[Task]:
-        """Endless for `train`; for `test` the same 512 whatever the seed. A text belongs to one split for ever.
+        """Endless for `train`; for `test` the same 512 with every seed. A text always belongs to the same split.
 
-        The templates take turns, so that any prefix is balanced. With `data`, the rows of that file instead.
+        The templates alternate, so that any prefix is balanced. With `data`, the rows of that file instead.
         """
         if data is not None:
             return super().tasks(split, data=data, seed=seed)
@@ -51,7 +56,7 @@ class ModMath(AimePython):
 
 
 def _generate(split: Split, name: str) -> Iterator[Task]:
-    """Distinct within `test`; an endless stream may repeat a text."""
+    """Generate problems: distinct ones for `test`; an endless stream may repeat a text."""
     rng = Random(name)
     streams = [template.problems(Random(rng.random())) for template in TEMPLATES]
     used: set[str] = set()

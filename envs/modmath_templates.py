@@ -1,7 +1,7 @@
-"""Generated problems in the manner of AIME, with right and wrong ways to compute them in Python.
+"""Generated problems in the style of AIME, with right and wrong ways to compute them in Python.
 
-Knows arithmetic and text. Knows nothing of environments, tokens or sandboxes. Every program here is written by us from
-integers we drew, so running it in process (to write a demonstrator's script) is safe.
+Independent of environments, tokens and sandboxes. Every program here consists of our own code and integers that we
+drew, so it is safe to run it in this process, to write a demonstrator's script.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ MAX_ANSWER = 999
 
 Numbers = Mapping[str, int]
 Program = tuple[str, ...]
-"""Cells run one after the other in one session; the last prints the result."""
+"""Cells that run one after the other in one session. The last prints the result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Template:
-    """A family of problems. `problem` and the programs are format strings over the drawn numbers."""
+    """A kind of problem. `problem` and the programs are format strings over the drawn numbers."""
 
     name: str
     problem: str
     draw: Callable[[Random], dict[str, int]]
     answer: Callable[..., int]
     right: Program
-    right_in_steps: Program  # the same in two calls: set a variable and look, then compute from it
-    wrong: tuple[Program, ...]  # plausible mistakes: right by accident at most
+    right_in_steps: Program  # the same in two calls: set and print a variable, then compute from it
+    wrong: tuple[Program, ...]  # plausible mistakes, which are right only by accident
 
     def problems(self, rng: Random) -> Iterator[tuple[dict[str, int], int]]:
-        """Endless (numbers, answer), answers in 0..999 only."""
+        """Endless pairs (numbers, answer), with answers from 0 to 999 only."""
         while True:
             numbers = self.draw(rng)
             answer = self.answer(**numbers)
@@ -41,7 +41,7 @@ class Template:
 
 
 def outputs(program: Program) -> list[str]:
-    """What each cell of one of our own programs prints, in one namespace."""
+    """The output of each cell of one of our own programs, run in one namespace."""
     printed: list[str] = []
     namespace: dict[str, Any] = {"print": lambda *values: printed.append(" ".join(map(str, values)))}
     texts = []
@@ -145,7 +145,7 @@ TEMPLATES: tuple[Template, ...] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """A demonstrator's whole episode: the cells it runs, one a turn, and the sentence it ends with."""
+    """A demonstrator's whole episode: the cells that it runs, one per turn, and its last sentence."""
 
     program: Program
     closing: str
@@ -158,7 +158,7 @@ SHARE_IN_STEPS = 0.2
 
 
 def attempt(template: Template, numbers: Numbers, *, skill: float, rng: Random) -> Attempt:
-    """One demonstrator at work: with probability `skill` right, else with one of `BAD_HABITS`."""
+    """A demonstrator's attempt: right with probability `skill`, else with one of `BAD_HABITS`."""
     in_steps = rng.random() < SHARE_IN_STEPS
     program = fill(template.right_in_steps if in_steps else template.right, numbers)
     if rng.random() < skill:

@@ -1,4 +1,4 @@
-"""The `python` tool: a stateful interpreter in the sandbox, opened by its first call. Knows no grading."""
+"""The `python` tool: a stateful interpreter in the sandbox, opened by its first call. Independent of grading."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ if TYPE_CHECKING:
 
 
 class WithPython(BoxedMath):
-    """Gives problems an interpreter: `class MathPython(WithPython, Math)`."""
+    """Adds an interpreter to problems.
+
+    Example:
+        @register("PhysicsPython-v0")
+        class PhysicsPython(WithPython, Physics): ...
+    """
 
     max_turns = 8
     system_prompt = (
@@ -28,13 +33,13 @@ class WithPython(BoxedMath):
 
     @classmethod
     def canaries(cls) -> Sequence[Canary]:
-        """The known answers, and one found with the tool."""
+        """The known answers, and one that uses the tool."""
         graded = super().canaries()
         script = (python_call("print(6 * 7)"), *graded[0].script)
         return [*graded, Canary(task=graded[0].task, script=script, correct=graded[0].correct, tool_texts=("42",))]
 
     async def reset(self, *, task: Task, seed: int | None = None) -> tuple[list[Message], dict[str, Any]]:
-        """The instructions and the problem. The interpreter is opened by the first call: many episodes make none."""
+        """Returns the instructions and the problem. The interpreter is opened by the first call, if any."""
         self._seed = seed
         return await super().reset(task=task, seed=seed)
 
@@ -46,7 +51,7 @@ class WithPython(BoxedMath):
         return (await self._session.exec(code)).to_text() or "(no output)"
 
     async def close(self) -> None:
-        """Give the interpreter back."""
+        """Close the interpreter."""
         session, self._session = self._session, None
         if session is not None:
             await session.close()

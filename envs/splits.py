@@ -1,4 +1,4 @@
-"""Which split a generated problem belongs to. Its text alone decides: no seed brings a test problem into training."""
+"""The split of a generated problem. Only its text decides, so no seed brings a test problem into training."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ TEST_SHARE = 1 / 8
 
 
 def split_of(text: str) -> Split:
-    """The same for ever. One text in eight is for tests."""
+    """The split of a text, always the same. One text in eight belongs to `test`."""
     first_byte = hashlib.sha256(text.encode()).digest()[0]
     return "test" if first_byte < 256 * TEST_SHARE else "train"

@@ -1,5 +1,6 @@
 """Runs untrusted Python in isolated sessions, over HTTP.
 
-May import: nothing of `agentrl`, `envs` or `trainer`. Start reading in `client.py` to use it, in `server.py` and
-`pool.py` for the service, in `backends/` for the isolation.
+May import: no other package of the project. Other packages import only `client.py` and `protocol.py`. Start reading in
+`protocol.py` (the records), then `pool.py` (sessions and slots), `supervisor.py` (one interpreter) and
+`backends/isolate.py` (what isolates it).
 """

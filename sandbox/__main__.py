@@ -1,4 +1,4 @@
-"""Command line of the service: `python -m sandbox`. Knows nothing of how sessions work."""
+"""Command line of the service: `python -m sandbox`. Independent of how sessions work."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ log = logging.getLogger("sandbox")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until SIGTERM or SIGINT. Returns the exit code: 2 when the settings cannot be served, with one line why."""
+    """Serve until SIGTERM or SIGINT. Returns the exit code: 2, with one line, when the settings cannot be served."""
     options = _parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8321, help="0 takes a free one")
+    parser.add_argument("--port", type=int, default=8321, help="0 takes a free port")
     parser.add_argument("--backend", choices=BACKENDS, default="auto", help="what isolates sessions (see below)")
     parser.add_argument("--slots", type=int, default=8, help="executions at the same time")
     parser.add_argument("--warm", type=int, default=None, help="interpreters kept ready (default: as many as slots)")
@@ -73,14 +73,14 @@ def _parser() -> argparse.ArgumentParser:
         "--preload",
         default="numpy,sympy",
         metavar="MODULES",
-        help="imported once for all sessions (default: numpy,sympy)",
+        help="modules to import once for all sessions (default: numpy,sympy)",
     )
     parser.add_argument("--image", default="agentrl-sandbox", help="of the docker backend's containers")
     parser.add_argument("--strict", action="store_true", help="do not start when anything is weaker than it should be")
     parser.add_argument(
         "--token-env",
         metavar="NAME",
-        help="variable with the bearer tokens, one a tenant, by comma; NAME_FILE: path of a file with them",
+        help="variable with the bearer tokens, comma-separated, one per tenant; NAME_FILE: a file with them",
     )
     parser.add_argument("--allow-unsafe", action="store_true", help="permit the backend that isolates nothing")
     parser.add_argument("--ready-fd", type=int, help="write {port, backend} as a JSON line here when serving")
@@ -89,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _tokens(name: str | None) -> list[str]:
-    """Those of the variable `name`, else of the file that `name`_FILE names. Raises OSError."""
+    """The tokens in the variable `name`, else in the file that `name`_FILE names. Raises OSError."""
     if name is None:
         return []
     text = os.environ.get(name, "")
@@ -112,7 +112,7 @@ def _is_loopback(host: str) -> bool:
 
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # named protocol: asyncio turns Nagle off only where it can see that it is TCP, which saves 40 ms a call
+    # the protocol is named, because asyncio turns Nagle off only for a known TCP socket; this saves 40 ms per call
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -130,7 +130,7 @@ async def _serve(options: argparse.Namespace, listener: socket.socket, tokens: S
     from sandbox.server import create_app
 
     class Server(uvicorn.Server):
-        """Leaves signals to this file: uvicorn's own way ends the process before the sandboxes are gone."""
+        """A server without signal handlers: uvicorn's would end the process before the sandboxes are gone."""
 
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:
@@ -175,7 +175,7 @@ async def _serve(options: argparse.Namespace, listener: socket.socket, tokens: S
 
 
 def _announce(ready_fd: int | None, port: int, name: str) -> None:
-    """The socket listens already: whoever connects now is answered as soon as the loop turns."""
+    """Report the port. The socket listens already; clients that connect now are answered as soon as the loop runs."""
     log.info("serving on port %d with the %s backend", port, name)
     if ready_fd is not None:
         os.write(ready_fd, json.dumps({"port": port, "backend": name}).encode() + b"\n")
@@ -183,7 +183,7 @@ def _announce(ready_fd: int | None, port: int, name: str) -> None:
 
 
 def _raise_descriptor_limit() -> None:
-    """A session holds seven descriptors."""
+    """Raise the limit of open files to the maximum, because a session holds seven descriptors."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,6 +1,7 @@
-"""Async client of the service: sessions over pooled HTTP, retries for infrastructure only. Loads no server code.
+"""Async client of the service: sessions over pooled HTTP, with retries for infrastructure failures only.
 
-Knows nothing of episodes and rewards: what a program does is a result, what the service fails to do is an exception.
+Whatever a program does is a result; a failure of the service is an exception. Loads no server code, and does not depend
+on episodes or rewards.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ BACKOFF_S = 0.1  # doubles, with jitter, up to BACKOFF_MAX_S
 BACKOFF_MAX_S = 5.0
 CALL_DEADLINE_S = 30.0
 CONNECT_TIMEOUT_S = 5.0
-KEEPALIVE_S = 2.0  # the service closes idle connections after 5 s: this side should be first
-CLOSE_ATTEMPTS = 3  # a service that is gone has forgotten the session anyway
-REPLY_GRACE_S = 30.0  # beyond queueing and running, for the answer to come
+KEEPALIVE_S = 2.0  # shorter than the service's 5 s, so that this side closes idle connections first
+CLOSE_ATTEMPTS = 3  # a service that is gone has lost the session anyway
+REPLY_GRACE_S = 30.0  # for the answer to arrive, beyond queueing and running
 START_DEADLINE_S = 90.0
 STOP_DEADLINE_S = 15.0
 
@@ -53,7 +54,7 @@ class SandboxUnavailable(RuntimeError):
 
 
 class SandboxGone(SandboxUnavailable):
-    """Nobody listens at its address: it died, and may be started again."""
+    """Nothing listens at the service's address: it died, and may be restarted."""
 
 
 class SessionLost(SandboxUnavailable):
@@ -61,10 +62,19 @@ class SessionLost(SandboxUnavailable):
 
 
 class SandboxClient:
-    """`async with SandboxClient(url, token=...) as client:`, or `SandboxClient.embedded()` for a local service."""
+    """A client of one sandbox service, for any number of sessions at once.
+
+    Example:
+        async with SandboxClient("http://127.0.0.1:8321", token="...") as client:
+            async with client.session(seed=0) as session:
+                result = await session.exec("print(6 * 7)")
+                assert result.to_text() == "42"
+
+    `SandboxClient.embedded()` starts a local service and gives a client of it.
+    """
 
     def __init__(self, url: str, token: str | None = None, *, return_timeout_s: float = 0.0) -> None:
-        """`return_timeout_s`: how long a new session waits for a service that is gone and is started again."""
+        """`return_timeout_s`: how long opening a session waits for a service that died to be restarted."""
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
         self.url = url.rstrip("/")
         self.return_timeout_s = return_timeout_s
@@ -80,7 +90,7 @@ class SandboxClient:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Wait for sessions that are closing, then close the connections; what is still open expires on its own."""
+        """Wait for sessions that are closing, then close the connections. Sessions that are still open expire."""
         await asyncio.gather(*self._closing)
         if self._http is not None:
             await self._http.close()
@@ -90,10 +100,14 @@ class SandboxClient:
     async def embedded(
         cls, backend: str = "auto", slots: int = 8, **options: int | str | bool
     ) -> AsyncIterator[SandboxClient]:
-        """A service of our own on a free port of 127.0.0.1, gone at the end, also when this process is killed.
+        """Start a service on a free port of 127.0.0.1. It ends with the block, also when this process is killed.
 
         `options` are the flags of `python -m sandbox`: `memory_bytes=2**28, allow_unsafe=True`.
-        Raises SandboxUnavailable when no backend works here.
+        Raises SandboxUnavailable when no backend works on this machine.
+
+        Example:
+            async with SandboxClient.embedded(slots=2) as client, client.session() as session:
+                await session.exec("x = 1")
         """
         async with _local_service(backend, slots, options) as (url, token), cls(url, token) as client:
             yield client
@@ -105,7 +119,7 @@ class SandboxClient:
     async def open_session(
         self, *, seed: int | None = None, limits: Limits | None = None, ttl_s: float | None = None
     ) -> SandboxSession:
-        """An open session; the caller closes it. Raises SandboxUnavailable."""
+        """Open a session, which the caller closes. Raises SandboxUnavailable."""
         return await self.session(seed=seed, limits=limits, ttl_s=ttl_s)
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -116,7 +130,7 @@ class SandboxClient:
         return task
 
     async def health(self) -> Health:
-        """What the service says of itself. Raises SandboxUnavailable."""
+        """The service's state: backend, isolation, load. Raises SandboxUnavailable."""
         return Health.model_validate_json(await self.call("GET", "/healthz"))
 
     async def call(
@@ -133,7 +147,7 @@ class SandboxClient:
         Raises SandboxUnavailable (SandboxGone, SessionLost), ValueError.
         """
         deadline = time.monotonic() + deadline_s
-        url = URL(self.url + quote(path), encoded=True)  # as it is: "a/../b" is the service's to refuse
+        url = URL(self.url + quote(path), encoded=True)  # unchanged, so that the service can refuse "a/../b"
         problem, failure = "no attempt was made", SandboxUnavailable
         for attempt in range(max_attempts):
             wait_s = 0.0
@@ -142,7 +156,7 @@ class SandboxClient:
                     async with self._opened().request(method, url, data=content) as response:
                         body = await response.read()
             except aiohttp.ClientConnectorError as error:
-                problem, failure = f"nobody answers there ({error.strerror})", SandboxGone
+                problem, failure = f"nothing answers there ({error.strerror})", SandboxGone
             except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
                 problem, failure = f"{type(error).__name__}: {error}", SandboxUnavailable
             else:
@@ -158,7 +172,7 @@ class SandboxClient:
         raise failure(f"{method} {self.url}{path.split('/sessions/')[0]}: {problem}")
 
     def _opened(self) -> aiohttp.ClientSession:
-        """Made by the first call: it belongs to the event loop that is running then."""
+        """The HTTP session. The first call makes it, because it belongs to the running event loop."""
         if self._http is None:
             self._http = aiohttp.ClientSession(
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
@@ -170,7 +184,7 @@ class SandboxClient:
 
 
 def _infra_failure(url: str, status: int, body: bytes) -> str:
-    """Why to try again, or "" when the answer counts. Raises what no retry mends."""
+    """The reason for a retry, or "" for a valid answer. Raises errors that no retry can fix."""
     text = body[:500].decode("utf-8", "replace") if status != 200 else ""
     match status:
         case 200:
@@ -188,7 +202,14 @@ def _infra_failure(url: str, status: int, body: bytes) -> str:
 
 
 class SandboxSession:
-    """A persistent interpreter. Calls of one session run one after the other."""
+    """A persistent interpreter. Calls of one session run one after the other.
+
+    Example:
+        async with client.session() as session:
+            await session.exec("x = 6")
+            result = await session.exec("x * 7", timeout_s=2)
+            assert (result.status, result.result) == ("ok", "42")
+    """
 
     def __init__(self, client: SandboxClient, reply: SessionReply) -> None:
         self._client, self._path = client, f"/v1/sessions/{reply.session_id}"
@@ -212,18 +233,18 @@ class SandboxSession:
         max_output_bytes: int = DEFAULT_MAX_OUTPUT_BYTES,
         max_queue_s: float = DEFAULT_MAX_QUEUE_S,
     ) -> ExecResult:
-        """Run code and say what happened; whatever the program does is a result.
+        """Run code and return what happened. Whatever the program does is a result.
 
-        `max_queue_s`: how long it may wait for a slot of the service, retries included; the service is told.
-        Raises SandboxUnavailable for failures of the service (SessionLost when it forgot the session), ValueError for
-        a request it can never serve.
+        `max_queue_s`: how long the call may wait for a slot of the service, retries included.
+        Raises SandboxUnavailable for failures of the service (SessionLost when it no longer knows the session), and
+        ValueError for a request that it can never serve.
         """
         deadline = time.monotonic() + max_queue_s
         for attempt in range(MAX_ATTEMPTS):
             order = {"exec_id": uuid.uuid4().hex, "code": code, "stdin": stdin, "timeout_s": timeout_s}
             order |= {"max_output_bytes": max_output_bytes, "max_queue_s": max(deadline - time.monotonic(), 1e-3)}
             ExecRequest.model_validate(order)
-            # json.dumps, not pydantic: the code may hold lone surrogates, which travel escaped
+            # json.dumps and not pydantic, because the code may hold lone surrogates; json.dumps escapes them
             content = await self._client.call(
                 "POST",
                 f"{self._path}/exec",
@@ -240,22 +261,22 @@ class SandboxSession:
         raise SandboxUnavailable(f"{result.status}: {result.stderr}")
 
     async def put_file(self, path: str, data: bytes) -> None:
-        """Write below the session's work folder. Raises SandboxUnavailable, ValueError (path or size refused)."""
+        """Write a file in the session's work folder. Raises SandboxUnavailable, ValueError (path or size refused)."""
         await self._client.call("PUT", f"{self._path}/files/{path}", content=data)
 
     async def get_file(self, path: str) -> bytes:
-        """Read from the session's work folder. Raises SandboxUnavailable, ValueError (no file, a link, too large)."""
+        """Read a file of the session's work folder. Raises SandboxUnavailable, ValueError (none, a link, too large)."""
         return await self._client.call("GET", f"{self._path}/files/{path}")
 
     async def close(self) -> None:
-        """Give the session back. Safe to call twice, too late, and under cancellation: it goes on in the background."""
+        """End the session. Safe to call twice or late. Under cancellation it continues in the background."""
         if self._closed:
             return
         self._closed = True
         await asyncio.shield(self._client._in_background(self._delete()))
 
     async def _delete(self) -> None:
-        with contextlib.suppress(SandboxUnavailable):  # it expires there, or is gone already
+        with contextlib.suppress(SandboxUnavailable):  # the session expires, or is gone already
             await self._client.call("DELETE", self._path, max_attempts=CLOSE_ATTEMPTS)
 
 
@@ -270,7 +291,7 @@ class _Lease:
         return self._open().__await__()
 
     async def _open(self) -> SandboxSession:
-        """Waits for a service that is gone, as long as the client may."""
+        """Open a session. Waits for a service that is gone, for up to the client's `return_timeout_s`."""
         deadline = time.monotonic() + self._client.return_timeout_s
         while True:
             try:
@@ -280,7 +301,7 @@ class _Lease:
                     raise
 
     async def _open_now(self) -> SandboxSession:
-        """Cancelled, it goes on in the background: a session that the service opens all the same is given back."""
+        """Open a session. If cancelled, it continues in the background and closes the session that it gets."""
         opening = asyncio.ensure_future(self._request_session())
         try:
             return await asyncio.shield(opening)
@@ -304,7 +325,7 @@ class _Lease:
 
 
 async def _give_back(opening: asyncio.Future[SandboxSession]) -> None:
-    with contextlib.suppress(SandboxUnavailable, ValueError):  # then there is none
+    with contextlib.suppress(SandboxUnavailable, ValueError):  # then no session was opened
         await (await opening).close()
 
 
@@ -312,10 +333,10 @@ async def _give_back(opening: asyncio.Future[SandboxSession]) -> None:
 async def _local_service(
     backend: str, slots: int, options: dict[str, int | str | bool]
 ) -> AsyncIterator[tuple[str, str]]:
-    """(url, token) of a child process that ends with this block, or with this process."""
+    """(url, token) of a service in a child process, which ends with this block or with this process."""
     token = secrets.token_urlsafe(24)
     ready_read, ready_write = os.pipe()
-    alive_read, alive_write = os.pipe()  # held open by this process only: its end, however it comes, is the signal
+    alive_read, alive_write = os.pipe()  # only this process holds it open; the service stops when it closes
     command = [sys.executable, "-m", "sandbox", "--port", "0", "--backend", backend, "--slots", str(slots)]
     command += ["--token-env", "SANDBOX_TOKEN", "--ready-fd", str(ready_write), "--alive-fd", str(alive_read)]
     for name, value in options.items():
@@ -329,7 +350,7 @@ async def _local_service(
             pass_fds=[ready_write, alive_read],
             stdin=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for the owner, who then stops the service
+            start_new_session=True,  # Ctrl-C reaches only this process, which then stops the service
         )
     finally:
         os.close(ready_write)
@@ -349,7 +370,7 @@ def _package_root() -> str:
 
 
 async def _collect_errors(process: asyncio.subprocess.Process, errors: list[str]) -> None:
-    """Keep the last lines the service said, so that its pipe never fills."""
+    """Read the service's stderr, so that its pipe never fills, and keep the last lines."""
     assert process.stderr is not None
     while line := await process.stderr.readline():
         errors.append(line.decode("utf-8", "replace").rstrip())
@@ -366,7 +387,7 @@ async def _read_ready(fd: int, errors: list[str], reader: asyncio.Task[None]) ->
             line = os.read(fd, 4096)
             if line:
                 return int(json.loads(line)["port"])
-            await reader  # it ended: let its last words come in
+            await reader  # it ended: read the rest of its stderr
     except TimeoutError:
         errors.append("it was not ready in time")
     finally:
@@ -376,7 +397,7 @@ async def _read_ready(fd: int, errors: list[str], reader: asyncio.Task[None]) ->
 
 
 async def _stop(process: asyncio.subprocess.Process, reader: asyncio.Task[None]) -> None:
-    """The closed pipe has told it to stop; if it does not, kill it: the kernel then ends its sandboxes."""
+    """Wait for the service, which stops when the pipe closes, else kill it. The kernel then ends its sandboxes."""
     try:
         async with asyncio.timeout(STOP_DEADLINE_S):
             await process.wait()

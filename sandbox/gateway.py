@@ -1,7 +1,8 @@
-"""One door to several sandbox services: `python -m sandbox.gateway --to sandbox:8321`.
+"""One address for several sandbox services: `python -m sandbox.gateway --to sandbox:8321`.
 
-A session stays with the replica that opened it, whose address its id carries, so the gateway remembers nothing and may
-be restarted at any time. Replicas are whatever the name resolves to now. Knows no tokens: the services check them.
+A session stays with the replica that opened it. The session's id carries the replica's address, so the gateway has no
+state and may be restarted at any time. Replicas are the addresses that the name resolves to now. The services check
+tokens; the gateway does not.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from yarl import URL
 from sandbox.protocol import Health, SessionReply
 
 CONNECT_DEADLINE_S = 5.0
-KEEPALIVE_S = 2.0  # the services close idle connections after 5 s: this side should be first
+KEEPALIVE_S = 2.0  # shorter than the services' 5 s, so that this side closes idle connections first
 OPEN, SESSIONS = "/v1/sessions", "/v1/sessions/"
 FULL = (429, 503)  # another replica may have room
 PASSED_ON = ("authorization", "content-type", "content-length")
@@ -35,11 +36,11 @@ Resolve = Callable[[], Awaitable[Sequence[str]]]
 
 
 class Gateway:
-    """Passes requests on to replicas.
+    """Forwards requests to replicas.
 
     Args:
-        resolve: addresses of the replicas at this moment. Raises OSError.
-        port: theirs, the same for all.
+        resolve: returns the current addresses of the replicas. Raises OSError.
+        port: the port of all replicas.
     """
 
     def __init__(self, resolve: Resolve, port: int) -> None:
@@ -48,7 +49,7 @@ class Gateway:
         self._http: aiohttp.ClientSession
 
     def app(self) -> web.Application:
-        """To be served with `handler_cancellation`: a client that goes away ends what it asked for."""
+        """The application. Serve it with `handler_cancellation`, so that a client that disconnects ends its request."""
         app = web.Application(client_max_size=0)
         app.cleanup_ctx.append(self._connections)
         app.router.add_get("/healthz", self._health)
@@ -67,7 +68,7 @@ class Gateway:
             yield
 
     async def _open_session(self, request: web.Request) -> web.Response:
-        """At the first replica that has room; a call repeated for its lost answer begins at the same one."""
+        """Open a session at the first replica with room. A call that is repeated starts at the same replica."""
         body = await request.read()
         key = _idempotency_key(body) or random.randbytes(8).hex()
         ranked = sorted(await self._replicas(), key=lambda address: hashlib.sha256((address + key).encode()).digest())
@@ -94,20 +95,20 @@ class Gateway:
         return await self._passed(request, address, target, _body(request))
 
     async def _any(self, request: web.Request) -> web.Response:
-        """Calls without a session go to some replica."""
+        """Forward a call without a session to any replica."""
         replicas = await self._replicas()
         if not replicas:
             return _unavailable("no replica of the sandbox can be found")
         return await self._passed(request, random.choice(replicas), request.rel_url, _body(request))
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        """Of the one replica; several have one each, which cannot be added up here."""
+        """Metrics of the only replica. Those of several replicas cannot be added up here."""
         if len(await self._replicas()) > 1:
             raise web.HTTPNotFound(text=f"there are several replicas: ask each for its own, port {self._port}\n")
         return await self._any(request)
 
     async def _health(self, request: web.Request) -> web.Response:
-        """All replicas as one service: numbers added up, the weakest in words."""
+        """Health of all replicas as one service: the sums of the numbers, and the weakest status."""
         answers = [await self._passed(request, address, request.rel_url, None) for address in await self._replicas()]
         healths = [Health.model_validate_json(_bytes(answer)) for answer in answers if answer.status == 200]
         if not healths:
@@ -126,7 +127,7 @@ class Gateway:
     async def _passed(
         self, request: web.Request, address: str, target: URL, body: bytes | aiohttp.StreamReader | None
     ) -> web.Response:
-        """The replica's answer, or 503 where it gives none."""
+        """The replica's answer, or 503 if there is none."""
         host = f"[{address}]" if ":" in address else address
         url = URL(f"http://{host}:{self._port}{target.raw_path_qs}", encoded=True)
         headers = {name: request.headers[name] for name in PASSED_ON if name in request.headers}
@@ -157,7 +158,7 @@ def _idempotency_key(body: bytes) -> str | None:
     try:
         return str(json.loads(body)["idempotency_key"])
     except (ValueError, TypeError, KeyError):
-        return None  # the service says what is wrong with it, if anything
+        return None  # the service reports what is wrong with it
 
 
 def _address(mark: str) -> str | None:
@@ -175,7 +176,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def resolver(host: str, port: int) -> Resolve:
-    """Asks the system's resolver each time: replicas come and go."""
+    """A function that asks the system's resolver each time, because replicas come and go."""
 
     async def resolve() -> Sequence[str]:
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -185,7 +186,7 @@ def resolver(host: str, port: int) -> Resolve:
 
 
 async def serve(gateway: Gateway, *, host: str, port: int) -> None:
-    """Until SIGTERM or SIGINT."""
+    """Serve until SIGTERM or SIGINT."""
     stop = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
@@ -199,15 +200,15 @@ async def serve(gateway: Gateway, *, host: str, port: int) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 0 after SIGTERM or SIGINT; 2 with one line for wrong arguments."""
-    parser = argparse.ArgumentParser(prog="sandbox.gateway", description="One door to several sandbox services.")
+    """Run the command. Returns 0 after SIGTERM or SIGINT, and 2 with one line for wrong arguments."""
+    parser = argparse.ArgumentParser(prog="sandbox.gateway", description="One address for several sandbox services.")
     parser.add_argument("--to", required=True, metavar="NAME:PORT", help="name that resolves to every replica")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8321)
     options = parser.parse_args(argv)
     name, _, port = options.to.rpartition(":")
     if _is_loopback(name) and not _is_loopback(options.host):
-        # anything else that listens there demands tokens itself
+        # a service that listens on another address demands tokens itself
         parser.error(f"--host {options.host} would let others at {options.to}, which may demand no token")
     asyncio.run(serve(Gateway(resolver(name, int(port)), int(port)), host=options.host, port=options.port))
     return 0

@@ -1,4 +1,4 @@
-"""Sessions, the slots they execute on, and interpreters kept ready. Knows nothing of HTTP nor of any one backend."""
+"""Sessions, the slots they execute on, and interpreters kept ready. Independent of HTTP and of any one backend."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 FILE_TIMEOUT_S = 10.0
-NUM_KEPT_RESULTS = 16  # per session, for clients that ask again
+NUM_KEPT_RESULTS = 16  # per session, for clients that repeat a request
 NUM_KEPT_KEYS = 4096
 REAP_INTERVAL_S = 5.0
 REFILL_PAUSE_S = 1.0
@@ -30,7 +30,7 @@ MAX_STARTING = 4  # interpreters made ready at the same time
 
 
 class Overloaded(Exception):
-    """No room now; the message says for what."""
+    """There is no free capacity now; the message says of what."""
 
 
 class UnknownSession(Exception):
@@ -38,12 +38,12 @@ class UnknownSession(Exception):
 
 
 class FileRefused(Exception):
-    """The session's answer to a file request was no."""
+    """The session refused a file request."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Session:
-    """One tenant's interpreter over time. The interpreter itself is taken from the warm ones at the first call."""
+    """One tenant's interpreter over time. The first call takes an interpreter from the warm ones."""
 
     id: str
     tenant: str
@@ -52,7 +52,7 @@ class Session:
     ttl_s: float
     last_used_s: float
     interpreter: Interpreter | None = None
-    has_state: bool = False  # something has run since the start: a fresh interpreter means a loss
+    has_state: bool = False  # something has run, so a fresh interpreter means a loss of state
     closed: bool = False
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     results: OrderedDict[str, asyncio.Task[ExecResult]] = field(default_factory=OrderedDict)
@@ -71,7 +71,7 @@ class PoolSettings:
 
 
 class Pool:
-    """`async with Pool(...)`: keeps interpreters warm while open, ends all of them at the end."""
+    """Keeps interpreters warm while it is open (`async with Pool(...)`), and ends all of them at the end."""
 
     def __init__(self, backend: Backend, settings: PoolSettings) -> None:
         self.backend, self.settings = backend, settings
@@ -84,7 +84,7 @@ class Pool:
         self._num_starting = 0
         self._wants_refill = asyncio.Event()
         self._loops: set[asyncio.Task[None]] = set()
-        self._closings: set[asyncio.Task[None]] = set()  # never cancelled: they give back what the host lent
+        self._closings: set[asyncio.Task[None]] = set()  # never cancelled, because they free resources of the host
 
     async def __aenter__(self) -> Pool:
         self._background(self._loops, self._keep_warm(), "warm interpreters")
@@ -151,7 +151,7 @@ class Pool:
         )
 
     def find(self, session_id: str, tenant: str) -> Session:
-        """Raises UnknownSession, also for another tenant's session."""
+        """The session with this id. Raises UnknownSession, also for another tenant's session."""
         session = self._sessions.get(session_id)
         if session is None or session.tenant != tenant:
             raise UnknownSession(session_id)
@@ -159,7 +159,7 @@ class Pool:
         return session
 
     def close_session(self, session: Session) -> None:
-        """Forget it at once; its interpreter ends in the background, with the call it may be in."""
+        """Remove the session at once. Its interpreter, and a call in progress, end in the background."""
         session.closed = True
         self._sessions.pop(session.id, None)
         for task in session.results.values():
@@ -171,7 +171,7 @@ class Pool:
     # -- calls --------------------------------------------------------------------------------------------------
 
     def execute(self, session: Session, request: ExecRequest) -> asyncio.Task[ExecResult]:
-        """The execution as a task: the same one for the same exec_id. Raises Overloaded. Cancel it to stop it."""
+        """Start an execution as a task, or find the one with its exec_id. Cancelling stops it. Raises Overloaded."""
         if (known := session.results.get(request.exec_id)) is not None:
             return known
         if self.num_queued >= self.settings.max_queue:
@@ -193,7 +193,7 @@ class Pool:
         except Overloaded as error:
             return ExecResult(status="overloaded", stderr=str(error), queue_s=time.monotonic() - arrived)
         except asyncio.CancelledError:
-            # the record says so to whoever asks again; a failure of the service's own, never an observation
+            # kept for clients that repeat the request; a failure of the service, never an observation
             return ExecResult(status="sandbox_error", stderr="cancelled: the client went away or closed the session")
         except BackendError as error:
             log.error("an execution failed for the sandbox's own reasons: %s", error)
@@ -220,7 +220,7 @@ class Pool:
         session.has_state = True
 
     async def get_file(self, session: Session, path: str) -> bytes:
-        """Read one. Raises FileRefused, BackendError, Overloaded."""
+        """Read a file below the session's work folder. Raises FileRefused, BackendError, Overloaded."""
         answer = await self._transfer(session, {"op": "get", "path": path, "max_bytes": MAX_FILE_BYTES})
         try:
             if answer is None:
@@ -241,7 +241,7 @@ class Pool:
     async def _on_a_slot(
         self, session: Session, work: Callable[[Interpreter, bool], Awaitable[T]], *, max_queue_s: float
     ) -> T:
-        """`work(interpreter, is_fresh)` once the session is free and a slot is. Raises BackendError, Overloaded."""
+        """Run `work(interpreter, is_fresh)` when the session and a slot are free. Raises BackendError, Overloaded."""
         async with contextlib.AsyncExitStack() as held:
             await self._queue(held, session, max_queue_s)
             self.num_running += 1

@@ -1,4 +1,4 @@
-"""The records that cross the wire between a sandbox client and the service. Knows nothing of processes or HTTP."""
+"""The records that a sandbox client and the service exchange. Independent of processes and HTTP."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BACKENDS: Mapping[BackendName, str] = {
     "landlock": "Landlock and a strict system call filter: Linux 6.2 as root, 6.12 as a plain user",
     "unsafe": "resource limits only, for code that you trust; must be permitted with allow_unsafe",
 }
-"""What isolates sessions: name -> what it is and needs. After `auto`, the strongest first."""
+"""What isolates sessions: name -> what it is and needs. `auto` comes first, then the strongest."""
 
 INFRA_STATUSES: frozenset[str] = frozenset({"sandbox_error", "overloaded"})
 """Failures of the service, never of the program: the client retries them, then raises."""
@@ -31,7 +31,7 @@ DEFAULT_MAX_OUTPUT_BYTES = 65_536
 
 
 def _text(value: Any) -> str:
-    """Any Python string, lone surrogates included: those are for the interpreter to refuse, not for the wire."""
+    """Accept any Python string, lone surrogates included: the interpreter refuses those, not the protocol."""
     if not isinstance(value, str):
         raise ValueError("must be a string")
     if len(value) > MAX_CODE_CHARS:
@@ -50,10 +50,10 @@ class ProtocolModel(BaseModel):
 
 
 class Limits(ProtocolModel):
-    """What one session may use. The service clamps each to its own maximum and answers with what holds."""
+    """What one session may use. The service clamps each limit to its own maximum and replies with the result."""
 
     memory_bytes: Annotated[int, Field(ge=32 * 1024**2, le=2**46)] = 512 * 1024**2
-    """All processes and files of the session together; the preloaded libraries are not counted."""
+    """Sum over all processes and files of the session, without the preloaded libraries."""
     num_processes: Annotated[int, Field(ge=1, le=4096)] = 64
     """Processes and threads."""
 
@@ -64,7 +64,7 @@ class SessionRequest(ProtocolModel):
     profile: Literal["python"] = "python"
     limits: Limits | None = None
     ttl_s: Annotated[float, Field(gt=0, le=86_400)] | None = None
-    """The session is closed after this long without a call."""
+    """The session is closed after this time without a call."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] | None = None
     """Seeds `random` and `numpy.random`, again after every loss of state."""
     idempotency_key: Identifier | None = None
@@ -85,14 +85,14 @@ class ExecRequest(ProtocolModel):
     code: Text
     timeout_s: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] = DEFAULT_TIMEOUT_S
     max_queue_s: Annotated[float, Field(gt=0, le=3600)] = DEFAULT_MAX_QUEUE_S
-    """Not begun after this long, it is answered `overloaded` and never run."""
+    """A call that has not begun after this time is answered `overloaded` and never run."""
     stdin: Text | None = None
     max_output_bytes: Annotated[int, Field(ge=0, le=16 * 1024**2)] = DEFAULT_MAX_OUTPUT_BYTES
     """Cap on each of stdout, stderr, result and traceback; the middle is cut out."""
 
 
 class ExecResult(ProtocolModel):
-    """What one execution did. `status` is the supervisor's own observation; the texts are the program's."""
+    """What one execution did. The supervisor observes `status`; the program writes the texts."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)  # a client may be older than its service
 
@@ -104,17 +104,17 @@ class ExecResult(ProtocolModel):
     traceback: str | None = None
     truncated: bool = False
     exit_code: int | None = None
-    """Set when the program asked to exit, or its interpreter ended (negative: by that signal)."""
+    """Set when the program asked to exit, or when its interpreter ended (negative: by that signal)."""
     wall_s: float = 0.0
     cpu_s: float = 0.0
     queue_s: float = 0.0
-    """Waiting for a free slot and an interpreter; not part of `wall_s`."""
+    """Time spent waiting for a free slot and an interpreter; not part of `wall_s`."""
     peak_rss_bytes: int = 0
     state_lost: bool = False
-    """This call ran in a fresh interpreter though an earlier call of the session had left state."""
+    """Whether this call ran in a fresh interpreter although an earlier call of the session had left state."""
 
     def to_text(self, *, traceback_lines: int = 20) -> str:
-        """What the model reads: output, then the last expression, the end of the traceback, or one line of why not."""
+        """The text for the model: output, then the last expression, the end of the traceback, or a one-line reason."""
         parts = []
         if self.state_lost:
             parts.append("[the interpreter was restarted: earlier variables are gone]")
@@ -144,7 +144,7 @@ class Health(ProtocolModel):
     status: Literal["ok", "degraded", "unsafe"]
     backend: str
     isolation: str
-    """Which walls are really up, in words."""
+    """Which isolation is active, in words."""
     degraded: list[str]
     """What is weaker than it should be, and why."""
     slots: int

@@ -1,4 +1,4 @@
-"""The HTTP face of a pool: routes, tokens, status codes, metrics. Knows nothing of processes and isolation."""
+"""Serves a pool over HTTP: routes, tokens, status codes, metrics. Independent of processes and isolation."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class RunCodeRequest(BaseModel):
 
 
 def create_app(pool: Pool, *, tokens: Sequence[str] = ()) -> FastAPI:
-    """The service's app around a pool that is already open. Each token is a tenant; without any, everyone is one."""
+    """The app for a pool that is already open. Each token is a tenant; without tokens there is one tenant."""
     metrics = Metrics(pool)
     app = FastAPI(title="sandbox", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(Guard, tokens=tuple(token.encode() for token in tokens))
@@ -83,7 +83,7 @@ def create_app(pool: Pool, *, tokens: Sequence[str] = ()) -> FastAPI:
     return app
 
 
-async def _tenant(request: Request) -> str:  # async: FastAPI would send a plain function to a thread
+async def _tenant(request: Request) -> str:  # async, because FastAPI runs a plain function in a thread
     return str(request.scope["sandbox_tenant"])
 
 
@@ -91,17 +91,17 @@ Tenant = Annotated[str, Depends(_tenant)]
 
 
 class Guard:
-    """Outermost layer: who asks, and is the body of bearable size. Plain ASGI, so that disconnects pass through."""
+    """Outermost layer: checks the token and the size of the body. Plain ASGI, so that disconnects pass through."""
 
     def __init__(self, app: ASGIApp, tokens: tuple[bytes, ...]) -> None:
         self._app, self._tokens = app, tokens
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a refusal here, pass on the rest."""
+        """Answer refused requests here, and pass on the others."""
         if scope["type"] == "http":
             headers = Headers(scope=scope)
             given = headers.get("authorization", "").removeprefix("Bearer ").encode("latin-1", "replace")
-            # every token is compared, so that the time taken does not tell which one was near
+            # every token is compared, so that the time taken does not reveal a near match
             found = [number for number, token in enumerate(self._tokens) if hmac.compare_digest(given, token)]
             scope["sandbox_tenant"] = str(found[0]) if found else ""
             refusal = _size_refusal(headers)
@@ -129,7 +129,7 @@ def _error(status_code: int, error: str, message: str, headers: dict[str, str] |
 def _add_error_handlers(app: FastAPI, metrics: Metrics) -> None:
     async def invalid(_request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        # the input is not echoed: it may hold what JSON cannot
+        # the input is not echoed, because it may hold what JSON cannot represent
         problems = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
         message = "; ".join(problems).encode("utf-8", "backslashreplace").decode()
         return _error(422, "invalid", message[:2000])
@@ -193,7 +193,7 @@ def _add_session_routes(app: FastAPI, pool: Pool, metrics: Metrics) -> None:
 
 
 async def _execute(pool: Pool, session: Session, body: ExecRequest, request: Request, metrics: Metrics) -> ExecResult:
-    """The result, or the end of the execution when the client goes away first."""
+    """Run the call and return the result. The execution is cancelled when the client disconnects first."""
     is_new = body.exec_id not in session.results
     task = pool.execute(session, body)
     if is_new:

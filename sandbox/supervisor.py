@@ -1,6 +1,6 @@
-"""Watches one interpreter from outside: sends it a request, holds the clock, caps its output, decides the status.
+"""Controls one interpreter from outside: sends it a request, keeps the time, caps its output, decides the status.
 
-Everything read from the interpreter is untrusted. Knows nothing of sessions, slots and HTTP.
+Everything read from the interpreter is untrusted. Independent of sessions, slots and HTTP.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ DEATH_DEADLINE_S = 5.0
 WATCH_INTERVAL_S = 0.05
 _SMALL_FRAME_BYTES = 65_536
 _AFTER_TOKEN_BYTES = 8  # the token is the last thing in a reply
-_MAX_CHATTER_BYTES = 1024**2  # of a call, on the worker's own line, beside its one frame
+_MAX_CHATTER_BYTES = 1024**2  # per call, on the worker's control line, in addition to its one frame
 
 
 class Frame(msgspec.Struct):
-    """All that is ever read of a worker's frame. Typed, so that whatever else a program puts into one is never built:
+    """The fields of a worker's frame that are read. Typed, so that other content of a hostile frame is never built.
 
-    16 MB of empty lists, decoded freely, would hold the service up for seconds and take half a gigabyte.
+    16 MB of empty lists, decoded without a type, would block the service for seconds and take half a gigabyte.
     """
 
     token: str = ""
@@ -48,7 +48,7 @@ _decode = msgspec.json.Decoder(Frame).decode
 
 
 class _Capture:
-    """One output stream: the head and the tail of what came, within a cap."""
+    """One output stream: keeps the head and the tail of the data, within a cap."""
 
     def __init__(self, cap_bytes: int) -> None:
         self._cap = cap_bytes
@@ -67,7 +67,7 @@ class _Capture:
         return self.num_bytes > self._cap
 
     def text(self) -> str:
-        """At most the cap; what was cut is counted in the middle."""
+        """The text, at most the cap; a marker in the middle gives the total size."""
         if not self.truncated:
             return self._head.decode("utf-8", "replace")
         marker = f"\n... [{self.num_bytes} bytes in all, the middle is cut] ...\n".encode()
@@ -86,21 +86,23 @@ class _Call:
     stdout: _Capture
     stderr: _Capture
     max_frame_bytes: int
-    done: asyncio.Future[Frame | None]  # the worker's frame, or None: it ended, or must be stopped
+    done: asyncio.Future[Frame | None]  # the worker's frame; None if it ended or must be stopped
     num_control_bytes: int = 0
     is_flooding: bool = False
     is_over_limit: bool = False
 
 
 class Interpreter:
-    """A child and the state of its one call at a time."""
+    """A child process and the state of its current call. There is one call at a time."""
 
     def __init__(self, child: Child) -> None:
         self._child = child
         self._call: _Call | None = None
         self._buffer = bytearray()
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._usage = Usage(cpu_s=0.0, peak_rss_bytes=0)  # at the end of its last call; it is stopped in between
+        self._usage = Usage(
+            cpu_s=0.0, peak_rss_bytes=0
+        )  # at the end of its last call; the child is stopped between calls
         self._closed = False
         self._killed = False
         child.listen(self)
@@ -108,7 +110,7 @@ class Interpreter:
 
     @classmethod
     async def start(cls, backend: Backend) -> Interpreter:
-        """A fresh interpreter that waits for work. Raises BackendError."""
+        """Start an interpreter and wait until it is ready. Raises BackendError."""
         self = cls(await backend.spawn())
         try:
             async with asyncio.timeout(READY_DEADLINE_S):
@@ -124,18 +126,18 @@ class Interpreter:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can take another call."""
+        """Whether the interpreter can take another call."""
         return not (self._closed or self._killed or self._child.exited.done())
 
     async def restrict(self, limits: Limits) -> None:
-        """Lower its limits, before it has run anything. Raises BackendError."""
+        """Lower its limits before it has run anything. Raises BackendError."""
         try:
             await self._child.restrict(limits)
         except OSError as error:
             raise BackendError(f"the limits of a session could not be set: {error}") from error
 
     async def close(self) -> None:
-        """Kill it and free what it held; safe to call twice."""
+        """Kill the interpreter and free what it held. Safe to call twice."""
         if self._closed:
             return
         self._closed = True
@@ -156,7 +158,7 @@ class Interpreter:
     def on_control(self, data: bytes) -> None:
         """See base.Listener."""
         if not data:
-            if self._ready.done():  # without its line of orders it is of no use
+            if self._ready.done():  # without its control line it cannot be used
                 self._kill()
             return
         if not self._ready.done():
@@ -176,7 +178,7 @@ class Interpreter:
                 return
 
     def _look_for_reply(self, call: _Call, data: bytes) -> None:
-        """Find the line with the token; everything else the program may have written, cheaply passed over."""
+        """Find the line with the token, and skip cheaply whatever else the program may have written."""
         token = call.token.encode()
         begin = max(len(self._buffer) - len(token) - _AFTER_TOKEN_BYTES, 0)
         self._buffer += data
@@ -191,7 +193,7 @@ class Interpreter:
             self._buffer.clear()
 
     def _is_bearable(self, call: _Call, num_bytes: int) -> bool:
-        """False once the worker, or a program in its name, has said far more than a reply; that ends it."""
+        """Count control bytes. False, which ends the interpreter, after far more bytes than a reply needs."""
         call.num_control_bytes += num_bytes
         if call.num_control_bytes <= call.max_frame_bytes + _MAX_CHATTER_BYTES:
             return True
@@ -202,7 +204,7 @@ class Interpreter:
     def _on_exit(self, exited: asyncio.Future[Exit]) -> None:
         if not self._ready.done():
             self._ready.set_exception(BackendError(f"a session ended at once: {exited.result()}"))
-            self._ready.exception()  # nobody may be waiting any more
+            self._ready.exception()  # marks it as retrieved: possibly no caller waits any more
         self._finish(None)
 
     def _finish(self, frame: Frame | None) -> None:
@@ -214,7 +216,7 @@ class Interpreter:
     async def execute(
         self, code: str, *, timeout_s: float, max_output_bytes: int, stdin: str | None, seed: int | None
     ) -> ExecResult:
-        """Run `code`; `seed` only on the first call. Raises nothing for whatever the program does."""
+        """Run `code`; `seed` only on the first call. No behaviour of the program raises an exception here."""
         request = {"op": "exec", "code": code, "stdin": stdin, "seed": seed, "max_output_bytes": max_output_bytes}
         frame_bytes = 8 * max_output_bytes + _SMALL_FRAME_BYTES  # result and traceback, escaped
         before = self._usage
@@ -224,7 +226,7 @@ class Interpreter:
         return self._result(frame, call, status, wall_s, before, max_output_bytes)
 
     async def transfer(self, request: dict[str, Any], *, timeout_s: float, max_frame_bytes: int) -> Frame:
-        """A file in or out: the worker's (untrusted) answer. Raises BackendError when there is none."""
+        """Send or fetch a file; returns the worker's (untrusted) answer. Raises BackendError when there is none."""
         frame, _, _ = await self._request(request, timeout_s, 0, max_frame_bytes)
         if frame is None:
             raise BackendError("the interpreter ended during a file transfer")
@@ -233,7 +235,7 @@ class Interpreter:
     async def _request(
         self, request: dict[str, Any], timeout_s: float, cap: int, max_frame_bytes: int
     ) -> tuple[Frame | None, _Call, ExecStatus | None]:
-        """The frame and the reason for stopping it, if it was stopped."""
+        """Send a request. Returns the frame, and the reason if the call was stopped."""
         call = _Call(
             token=secrets.token_hex(16),
             stdout=_Capture(cap),
@@ -261,7 +263,7 @@ class Interpreter:
                 await self._interrupt(call)
             await self._settle(call)
             return frame, call, status
-        except BaseException:  # cancelled: the caller is gone
+        except BaseException:  # cancelled: the caller no longer waits
             self._kill()
             raise
         finally:
@@ -270,11 +272,11 @@ class Interpreter:
                 watch.cancel()
 
     async def _send(self, request: dict[str, Any]) -> None:
-        with contextlib.suppress(ConnectionError):  # it ended; its exit tells the rest
+        with contextlib.suppress(ConnectionError):  # it ended; its exit gives the reason
             await self._child.send(json.dumps(request).encode() + b"\n")
 
     async def _interrupt(self, call: _Call) -> None:
-        """SIGINT first, which keeps the state of most programs; SIGKILL for the rest."""
+        """Stop the call: SIGINT first, which keeps the state of most programs, then SIGKILL."""
         call.done = asyncio.get_running_loop().create_future()
         if not self._child.exited.done():
             self._child.signal(signal.SIGINT)
@@ -285,18 +287,18 @@ class Interpreter:
         self._kill()
 
     def _kill(self) -> None:
-        self._killed = True  # at once: its exit is noticed later, and no call may be sent to it until then
+        self._killed = True  # set at once, because its exit is noticed later and no call may be sent until then
         self._child.signal(signal.SIGKILL)
 
     async def _settle(self, call: _Call) -> None:
-        """Nothing of the session runs between calls."""
+        """Stop everything in the session after a call, so that nothing runs between calls."""
         if call.done.done() and call.done.result() is not None and await self._child.settle():
             return
         self._kill()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DEATH_DEADLINE_S):
                 await asyncio.shield(self._child.exited)
-        await self._child.settle()  # its last words
+        await self._child.settle()  # reads its last output
 
     async def _watch(self, call: _Call) -> None:
         while True:
@@ -342,7 +344,7 @@ class Interpreter:
 
 
 def _frame(line: bytes) -> Frame | None:
-    """A line as the record it may be; the worker is not believed to write JSON."""
+    """Decode a line, or None: the worker may not have written JSON."""
     try:
         return _decode(line)
     except (ValueError, RecursionError):  # msgspec's errors are ValueErrors
@@ -350,10 +352,10 @@ def _frame(line: bytes) -> Frame | None:
 
 
 def _is_cut(frame: Frame, cap: int) -> bool:
-    """The worker marks its cuts by exceeding the cap with the note of how much it cut."""
+    """Whether the worker cut a text: it then exceeds the cap by the note that says how much."""
     return any(text is not None and len(text) > cap for text in (frame.result, frame.traceback))
 
 
 def _text(text: str | None, cap: int) -> str | None:
-    """A text of the worker's, of bounded length whatever it did to its own cap."""
+    """A text of the worker's, bounded here too, because hostile code may have changed the worker's cap."""
     return None if text is None else text[: cap + 100]

@@ -1,8 +1,8 @@
-"""The one program inside every sandbox: a persistent interpreter driven by frames on a descriptor.
+"""The program inside every sandbox: a persistent interpreter that is driven by frames on a descriptor.
 
-Runs beside hostile code in one process, so nothing it says is trusted: the supervisor checks frames by a token that is
-new for each call, and takes the status from the kernel and its own clock. Knows nothing of how it is isolated.
-Frames are JSON lines; each starts with a newline too, so that garbage written between two frames spoils neither.
+It runs in one process with hostile code, so its output is not trusted: the supervisor checks frames by a token that is
+new for each call, and takes the status from the kernel and its own clock. Does not depend on how it is isolated.
+Frames are JSON lines. Each also starts with a newline, so that garbage written between two frames spoils neither.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ import types
 from typing import Any, cast
 
 OUTPUT_HARD_CAP_BYTES = 16 * 1024**2
-"""More than this on one stream ends the call: the supervisor interrupts, and the worker stops passing it on."""
+"""More output than this on one stream ends the call: the supervisor interrupts, and the worker stops forwarding it."""
 
 
 class _Stream(io.RawIOBase):
-    """A descriptor behind sys.stdout or sys.stderr: line by line at first, in blocks once past the cap."""
+    """The raw stream of sys.stdout or sys.stderr: written line by line at first, in blocks once past the cap."""
 
     def __init__(self, fd: int, line_bytes: int) -> None:
         self._fd, self._line_bytes, self._num_bytes, self._block = fd, line_bytes, 0, bytearray()
@@ -49,7 +49,7 @@ class _Stream(io.RawIOBase):
         return len(view)
 
     def drain(self) -> None:
-        """Write out what is held back."""
+        """Write out the buffered rest."""
         block, self._block = self._block, bytearray()
         view = memoryview(block)
         while view:
@@ -57,7 +57,7 @@ class _Stream(io.RawIOBase):
 
 
 class Worker:
-    """One interpreter: `serve` answers frames until the descriptor closes."""
+    """One interpreter. `serve` answers frames until the descriptor closes."""
 
     def __init__(self, control_in: int, control_out: int) -> None:
         self._in = os.fdopen(control_in, "rb", buffering=65_536, closefd=False)
@@ -71,14 +71,14 @@ class Worker:
         sys.modules["__main__"] = self._module
 
     def serve(self) -> None:
-        """Read a request, answer it, and again; returns when the supervisor hangs up."""
+        """Read and answer requests, one after the other. Returns when the supervisor closes the descriptor."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         self._send({"ready": True})
         while line := self._in.readline():
             request = json.loads(line)
-            self._end_leftovers()  # those the supervisor killed after the last reply are still to be waited for
+            self._end_leftovers()  # reaps those that the supervisor killed after the last reply
             reply = self._exec(request) if request["op"] == "exec" else self._file(request)
-            if os.getpid() != self._pid:  # a child that the cell forked came back up the stack
+            if os.getpid() != self._pid:  # a child that the cell forked returned up the stack
                 os._exit(0)
             self._end_leftovers()
             self._send({**reply, "token": request["token"]})
@@ -90,7 +90,7 @@ class Worker:
             view = view[os.write(self._out_fd, view) :]
 
     def _end_leftovers(self) -> None:
-        """Processes do not outlive their call. Killed here only where pid 1 proves a pid namespace of our own."""
+        """End processes that the call left. Kills only if this is pid 1, which proves a pid namespace of its own."""
         with contextlib.suppress(OSError):
             if self._pid == 1:
                 os.kill(-1, signal.SIGKILL)
@@ -121,7 +121,7 @@ class Worker:
         return reply
 
     def _open_streams(self, stdin: str, cap: int) -> list[_Stream]:
-        """Whatever the last cell did to sys.stdout or to descriptors 0-2 is undone."""
+        """Open descriptors 0-2 and sys.stdout afresh, whatever the last cell did to them."""
         for fd, saved in self._saved.items():
             os.dup2(saved, fd)
         raws = [_Stream(1, cap), _Stream(2, cap)]
@@ -176,7 +176,7 @@ class Worker:
 
 
 def _open_beneath(root: str, path: str, flags: int, *, make_parents: bool = False) -> int:
-    """Open a regular file below `root`, no symlink followed on any part. Raises OSError, ValueError."""
+    """Open a regular file below `root` without following symlinks in any part. Raises OSError, ValueError."""
     parts = path.split("/")
     if not all(parts) or {".", ".."} & set(parts) or "\0" in path:
         raise ValueError("the path must be relative, without empty parts, '.' and '..'")
@@ -206,7 +206,7 @@ def _seed(seed: int) -> None:
 
 
 def _flush(raws: list[_Stream]) -> None:
-    """Push out what the cell printed; it may have closed or replaced any of this."""
+    """Flush what the cell printed. The cell may have closed or replaced any of these streams."""
     for stream, raw in zip((sys.stdout, sys.stderr), raws, strict=True):
         with contextlib.suppress(Exception):
             stream.flush()
@@ -215,19 +215,19 @@ def _flush(raws: list[_Stream]) -> None:
 
 
 def _printable(text: str) -> str:
-    """Lone surrogates spelled out: no reader of JSON has to take them."""
+    """`text` with lone surrogates escaped, because not every reader of JSON accepts them."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _cut(text: str, cap: int) -> str:
-    """At most `cap` characters: head and tail."""
+    """The head and the tail of `text`, at most `cap` characters."""
     if len(text) <= cap:
         return text
     return text[: cap // 2] + f"... [{len(text) - cap} characters cut] ..." + text[len(text) - cap // 2 :]
 
 
 def _format(error: BaseException, cap: int) -> str:
-    """The traceback without the worker's own frames. The exception may be hostile: its __str__ is its own."""
+    """The traceback without the worker's own frames. The exception may be hostile, for example in its __str__."""
     try:
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename == __file__:

@@ -1,6 +1,6 @@
-"""A Gymnasium environment as an Env: its states in words, its actions read from the model's messages.
+"""A Gymnasium environment as an Env: describes its states in words and reads its actions from the model's messages.
 
-Knows Gymnasium; knows no tokens. An action that cannot be read is an observation; an error of the game is EnvError.
+Independent of tokens. An action that cannot be read is an observation; an error of the game is EnvError.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Game:
-    """How one environment is made and told."""
+    """How one environment is made and described."""
 
     make: Callable[[], gymnasium.Env[Any, Any]]
     rules: str
@@ -47,18 +47,18 @@ class GymnasiumEnv(Env):
 
     def __init__(self) -> None:
         self._env: gymnasium.Env[Any, Any] | None = None
-        # Some games are bound to the thread that made them; the toys are not, and cost less than a thread would.
+        # Some games are bound to the thread that made them. The toy games are not, and cost less than a thread.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="gymnasium") if self.game.in_thread else None
 
     @classmethod
     def tasks(cls, split: Split, *, data: str | None = None, seed: int = 0) -> Iterable[Task]:
-        """A task is a seed of the game: endless for `train`, the same `num_test_tasks` ever for `test`."""
+        """A task is a seed of the game: endless for `train`, always the same `num_test_tasks` for `test`."""
         if data is not None:
             raise ConfigError(f"{cls.__name__} makes its own tasks, from seeds: leave the data file {data} out")
         return seed_tasks(split, prompt=cls.game.rules, seed=seed, num_test_tasks=cls.num_test_tasks)
 
     async def reset(self, *, task: Task, seed: int | None = None) -> tuple[list[Message], dict[str, Any]]:
-        """The rules and the first state. The task's seed rules: all episodes of a task begin alike."""
+        """Returns the rules and the first state. The task's seed determines it, so all its episodes start alike."""
         text = await self._do(lambda: self._begin(task.metadata["seed"]))
         return [user(f"{task.prompt}\n\n{text}")], {}
 
@@ -108,23 +108,26 @@ def from_gymnasium(
     num_test_tasks: int = 64,
     **kwargs: Any,
 ) -> type[GymnasiumEnv]:
-    """An Env class of a text or discrete Gymnasium environment.
+    """Makes an Env class from a text or discrete Gymnasium environment.
 
-    Its states are told by `describe`, by the words we have for the toy games, by its own `ansi` picture, or as the
-    numbers and texts they are, whichever is there first.
+    Its states are described by the first available of: `describe`; our words for the toy games; its own `ansi`
+    picture; its numbers and texts as they are.
 
     Args:
         env_id: id of a registered environment (`module:ns/Name-v0` imports the module first).
-        rules: what the model is told first; None takes the words we have, or the id.
-        action_names: names of Discrete actions, in order; empty takes the words we have, or numbers.
+        rules: first instructions for the model; None takes our words for the game, or the id.
+        action_names: names of Discrete actions, in order; empty takes our words for the game, or numbers.
         describe: observation -> text.
         max_turns: None takes the environment's own step limit, or 64 where it has none.
-        num_test_tasks: seeds in the test split.
-        kwargs: go to `gymnasium.make`.
+        num_test_tasks: number of seeds in the test split.
+        kwargs: passed to `gymnasium.make`.
 
     Raises:
         ConfigError: there is no such environment, or its observations or actions are not text or discrete.
         MissingDependencyError: gymnasium is not installed.
+
+    Example:
+        FrozenLake = from_gymnasium("FrozenLake-v1", is_slippery=False, max_turns=40)
     """
     make, bare = _maker(env_id, kwargs)
     try:
@@ -146,7 +149,7 @@ def from_gymnasium(
 def _maker(
     env_id: str, kwargs: dict[str, Any]
 ) -> tuple[Callable[[], gymnasium.Env[Any, Any]], gymnasium.Env[Any, Any]]:
-    """What makes the environment, in its text mode where it has one; and the first of them."""
+    """A function that makes the environment, in text mode if it has one; and the first environment made."""
     try:
         import gymnasium
     except ModuleNotFoundError as error:

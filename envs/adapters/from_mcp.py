@@ -1,7 +1,7 @@
-"""The tools of an MCP server as an environment's tools. Knows MCP's results; knows no transport and no tokens.
+"""The tools of an MCP server as an environment's tools. Independent of transports and tokens.
 
-Schemas are the server's own, word for word, and arguments are checked against them before a call. What the server
-calls an error is the model's to read; a server that fails or is gone is EnvError.
+Schemas are the server's own, word for word, and arguments are checked against them before a call. The model reads what
+the server marks as an error. A server that fails or is gone raises EnvError.
 """
 
 from __future__ import annotations
@@ -40,19 +40,22 @@ def from_mcp(
     start_timeout_s: float = 30.0,
     call_timeout_s: float = 60.0,
 ) -> type[ToolEnv]:
-    """`base` with the tools of an MCP server besides its own.
+    """Makes a class of `base` with the tools of an MCP server added.
 
-    The server is asked for its tools once, here. A server that offers others later fails the episode.
+    The server is asked for its tools once, here. If it offers others later, the episode fails.
 
     Args:
         place: a command line (stdio), or the URL of a server that runs (streamable HTTP).
-        base: a ToolEnv class or target, which has the tasks and the score; it may be an `mcp:` target itself.
-        lifetime: a session, and with a command a process, for each episode; or one for all episodes of a worker.
+        base: a ToolEnv class or target, which has the tasks and the score; it may be an `mcp:` target too.
+        lifetime: `episode`: a session, and with a command a process, per episode; `worker`: one for all episodes.
         tools: the names to offer; None offers all.
-        prefix: put before the names, where two servers use the same.
+        prefix: put before the names, if two servers use the same names.
         env, headers, start_timeout_s, call_timeout_s: see McpServer.
 
-    Raises ConfigError: `base` is no ToolEnv, names clash, a schema is none, or the server cannot be asked.
+    Raises ConfigError: `base` is not a ToolEnv, names clash, a schema is invalid, or the server cannot be reached.
+
+    Example:
+        Files = from_mcp("npx -y @modelcontextprotocol/server-filesystem /srv/papers", base="research.py:Research")
     """
     base_class = load_env_class(base) if isinstance(base, str) else base
     if not issubclass(base_class, ToolEnv):
@@ -71,7 +74,7 @@ def from_mcp(
 
 
 class _Layer:
-    """One server under an environment class: its tools as they were listed, and the connections to it."""
+    """One server of an environment class: its tools as they were listed, and the connections to it."""
 
     def __init__(self, server: McpServer, *, lifetime: str, listed: Sequence[mcp_types.Tool]) -> None:
         self._server = server
@@ -79,7 +82,7 @@ class _Layer:
         self._tools = listed
         self.is_shared = lifetime == "worker"
         self._of_episodes: dict[int, McpConnection] = {}
-        self._own: set[int] = set()  # episodes that close theirs
+        self._own: set[int] = set()  # episodes that have a connection of their own
         self._of_workers: dict[asyncio.AbstractEventLoop, _Shared] = {}
 
     def specs(self, names: Sequence[str] | None, prefix: str, taken: Mapping[str, ToolSpec]) -> dict[str, ToolSpec]:
@@ -102,7 +105,7 @@ class _Layer:
         return found
 
     async def _call(self, name: str, owner: object, arguments: dict[str, Any]) -> str:
-        """Raises ToolError for what the server calls an error, EnvError when it fails."""
+        """Call a tool. Raises ToolError for what the server marks as an error, EnvError when it fails."""
         from mcp import MCPError
 
         try:
@@ -115,7 +118,7 @@ class _Layer:
         return text
 
     async def begin(self, owner: object) -> None:
-        """Give an episode its connection. Raises EnvError."""
+        """Assign a connection to an episode. Raises EnvError."""
         shared = self._of_workers.get(asyncio.get_running_loop()) if self.is_shared else None
         if shared is not None:
             self._of_episodes[id(owner)] = await shared.connection()
@@ -124,14 +127,14 @@ class _Layer:
         self._own.add(id(owner))
 
     async def end(self, owner: object) -> None:
-        """Close the episode's connection, where it is its own."""
+        """Close the episode's connection, if it has its own."""
         connection = self._of_episodes.pop(id(owner), None)
         if connection is not None and id(owner) in self._own:
             self._own.discard(id(owner))
             await connection.close()
 
     async def connect(self) -> McpConnection:
-        """A new connection to a server whose tools are those that were listed. Raises EnvError."""
+        """Open a connection, and check that the tools are those that were listed. Raises EnvError."""
         connection = await McpConnection.open(self._server)
         try:
             now = {tool.name: _wire(tool) for tool in await connection.tools()}
@@ -144,7 +147,7 @@ class _Layer:
 
     @asynccontextmanager
     async def worker(self) -> AsyncIterator[None]:
-        """One connection for all episodes of this loop, for the length of the block."""
+        """One connection for all episodes of this loop, for the duration of the block."""
         loop = asyncio.get_running_loop()
         around, shared = self._of_workers.get(loop), _Shared(self.connect)
         self._of_workers[loop] = shared
@@ -161,7 +164,7 @@ class _Layer:
 
 
 class _Shared:
-    """A worker's connection; made anew for the next episode when it was lost."""
+    """A worker's connection. If it is lost, the next episode opens a new one."""
 
     def __init__(self, connect: Callable[[], Awaitable[McpConnection]]) -> None:
         self._connect = connect
@@ -212,7 +215,7 @@ def _with_tools(base: type[ToolEnv], layer: _Layer, specs: Mapping[str, ToolSpec
 
 
 def as_text(result: mcp_types.CallToolResult) -> str:
-    """What a model of text reads of a result: texts as they are, everything else by its name."""
+    """The text of a result for the model: texts as they are, everything else by its name."""
     parts = [_block(block) for block in result.content]
     if not parts and result.structured_content is not None:
         return json.dumps(result.structured_content, ensure_ascii=False)
@@ -241,7 +244,7 @@ def _num_bytes(base64: str) -> int:
 
 
 def _wire(tool: mcp_types.Tool) -> tuple[str | None, str]:
-    """What the model is told of a tool, to compare."""
+    """The schema and description of a tool, to compare."""
     return tool.description, json.dumps(tool.input_schema, sort_keys=True)
 
 

@@ -1,7 +1,8 @@
-"""An OpenEnv server's environment as an Env. Knows actions and observations; knows no wire and no tokens.
+"""An OpenEnv server's environment as an Env. Independent of the protocol and of tokens.
 
-A server that describes an action of one text takes the model's message; one that describes more is given a tool, `act`,
-with that schema; one that offers MCP tools has these. What it refuses is an observation; what it fails at is EnvError.
+If the server's action is one text, it is the model's message. If the action has several fields, the model gets a tool
+`act` with that schema. If the server offers MCP tools, the model gets these. A refused action is an observation; a
+failure of the server is EnvError.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from envs.adapters.schema_tool import SchemaTool, asked, check_schema
 from envs.adapters.seed_tasks import seed_tasks
 
 _OURS = ("metadata",)
-"""Fields of actions and observations that are the frameworks', not the model's."""
+"""Fields of actions and observations that belong to the framework, not to the model."""
 _MCP_TYPES = ("call_tool", "list_tools")
 _INFRASTRUCTURE = ("timeout", "transport_error")
 
@@ -36,7 +37,7 @@ class _Kind:
 
 
 class OpenEnv(ToolEnv):
-    """One session with a server. `from_openenv` makes the classes to use. Rewards are those of its steps."""
+    """One session with a server. `from_openenv` makes the classes to use. Rewards are those of the steps."""
 
     reward_weights: ClassVar[Mapping[str, float]] = {}
     server: ClassVar[OpenEnvServer]
@@ -55,13 +56,13 @@ class OpenEnv(ToolEnv):
 
     @classmethod
     def tasks(cls, split: Split, *, data: str | None = None, seed: int = 0) -> Iterable[Task]:
-        """Rows of `data`, whose further columns go to the server's reset; without `data` a task is a seed."""
+        """Rows of `data`, whose other columns are passed to the server's reset. Without `data`, a task is a seed."""
         if data is not None:
             return read_tasks(data, split=split)
         return seed_tasks(split, prompt=cls.instructions, seed=seed, num_test_tasks=cls.num_test_tasks)
 
     async def reset(self, *, task: Task, seed: int | None = None) -> tuple[list[Message], dict[str, Any]]:
-        """The task's prompt, where it has one, and the server's first observation."""
+        """Returns the task's prompt, if it has one, and the server's first observation."""
         data = {"seed": seed, **task.metadata} if "seed" not in task.metadata and seed is not None else task.metadata
         answer = await self._session.reset(data)
         if answer.done:
@@ -69,7 +70,7 @@ class OpenEnv(ToolEnv):
         return [user("\n\n".join(filter(None, (task.prompt, as_text(answer.observation)))))], {}
 
     async def step(self, action: Action) -> StepResult:
-        """Play the message, or its tool calls; several calls of one turn are several steps."""
+        """Play the message, or its tool calls. Several calls of one turn are several steps."""
         if self.kind.text_field is None or action.message.tool_calls or action.parse_errors:
             result = await super().step(action)
             reward, self._reward = self._reward, 0.0
@@ -106,16 +107,19 @@ def from_openenv(
     connect_timeout_s: float = 60.0,
     step_timeout_s: float = 120.0,
 ) -> type[OpenEnv]:
-    """An Env class of the environment that an OpenEnv server serves.
+    """Makes an Env class from the environment of an OpenEnv server.
 
     Args:
-        url: of the server, which runs already; see OpenEnvServer.
-        instructions: what the model is told before the first observation, for tasks that are seeds.
-        max_turns: turns of an episode.
-        num_test_tasks: seeds in the test split.
+        url: URL of a running server; see OpenEnvServer.
+        instructions: text before the first observation, for tasks that are seeds.
+        max_turns: limit on the turns of an episode.
+        num_test_tasks: number of seeds in the test split.
         connect_timeout_s, step_timeout_s: see OpenEnvServer.
 
-    Raises ConfigError: nobody answers there, or it describes no action that a model can take.
+    Raises ConfigError: nothing answers at `url`, or the server describes no action that a model can take.
+
+    Example:
+        Game = from_openenv("http://127.0.0.1:8000", instructions="Play well.", max_turns=20)
     """
     server = OpenEnvServer(url=url, connect_timeout_s=connect_timeout_s, step_timeout_s=step_timeout_s)
     kind = asked(lambda: _kind(server))
@@ -132,7 +136,7 @@ def from_openenv(
 
 
 async def _kind(server: OpenEnvServer) -> _Kind:
-    """How the model acts, by what the server says of its actions. Raises EnvError."""
+    """How the model acts, from the server's description of its actions. Raises EnvError."""
     schema = await server.action_schema()
     properties = {name: part for name, part in schema.get("properties", {}).items() if name not in _OURS}
     if properties.get("type", {}).get("const") in _MCP_TYPES:
@@ -176,7 +180,7 @@ async def _act(env: OpenEnv, arguments: dict[str, Any]) -> str:
 
 
 async def _call(name: str, env: OpenEnv, arguments: dict[str, Any]) -> str:
-    """An MCP tool behind the server. Raises ToolError for what it calls an error, EnvError when it fails."""
+    """Call an MCP tool of the server. Raises ToolError for what it marks as an error, EnvError when it fails."""
     told = (await env.act({"type": "call_tool", "tool_name": name, "arguments": arguments})).observation
     if error := told.get("error"):
         if error.get("error_type") in _INFRASTRUCTURE:
@@ -194,7 +198,7 @@ async def _call(name: str, env: OpenEnv, arguments: dict[str, Any]) -> str:
 
 
 def as_text(observation: Mapping[str, Any]) -> str:
-    """An observation in words: its only text as it is, several fields as `name: value`."""
+    """An observation in words: a single text as it is, several fields as `name: value`."""
     shown = {name: value for name, value in observation.items() if name not in _OURS and value is not None}
     if len(shown) == 1:
         return _plain(next(iter(shown.values())))

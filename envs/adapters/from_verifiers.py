@@ -1,7 +1,7 @@
 """A chat environment of the `verifiers` package as an AgentEnv: a worker process in its own interpreter plays it.
 
-The worker's model is our chat endpoint, so tokens and logprobs are recorded as they were sampled. Knows no rubric: the
-worker scores; a rubric that fails is EnvError and never a reward of 0.
+The worker's model is our chat endpoint, so tokens and logprobs are recorded as they were sampled. The worker scores; a
+rubric that fails is EnvError and never a reward of 0.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WORKER = Path(__file__).with_name("verifiers_worker.py")
 
 
 class _Workers:
-    """The worker process of one of our workers; started anew when it was lost."""
+    """The process that serves the episodes of this process. It is restarted when it was lost."""
 
     def __init__(self, name: str, command: Sequence[str], load: Mapping[str, Any]) -> None:
         self._name = name
@@ -54,7 +54,7 @@ class _Workers:
 class VerifiersEnv(AgentEnv):
     """One rollout of a `verifiers` environment. `from_verifiers` makes the classes to use.
 
-    `reward` is the rubric's; what its functions gave each is named beside it.
+    `reward` is the rubric's. The value of each of its functions is recorded under the function's name.
     """
 
     name: ClassVar[str]
@@ -78,14 +78,14 @@ class VerifiersEnv(AgentEnv):
 
     @classmethod
     def tasks(cls, split: Split, *, data: str | None = None, seed: int = 0) -> Iterable[Task]:
-        """The rows of its own data sets: the training set, and for `test` its evaluation set."""
+        """The rows of its own data sets: the training set and, for `test`, its evaluation set."""
         if data is not None:
             raise ConfigError(f"{cls.name} has its own rows: leave the data file {data} out")
         for index, row in enumerate(cls.rows["train" if split == "train" else "eval"]):
             yield Task(id=f"{split}-{index}", prompt=row["prompt"], answer=row["answer"], metadata={"index": index})
 
     async def run(self, *, task: Task, endpoint: Endpoint) -> None:
-        """One rollout, scored. Raises EnvError for what was not the model's doing."""
+        """Play and score one rollout. Raises EnvError for failures that the model did not cause."""
         worker = await self.shared.process()
         self._result = await worker.ask(
             "rollout",
@@ -103,7 +103,7 @@ class VerifiersEnv(AgentEnv):
             raise EnvError(f"{self.name}: {self._result['error']}")
 
     async def score(self, episode: Episode) -> dict[str, float]:
-        """What the rubric gave."""
+        """Returns the rubric's rewards."""
         if self._result is None or self._result["reward"] is None or self._result["rubric_errors"]:
             raise EnvError(f"{self.name} gave the rollout of task {episode.task.id} no reward")
         metrics = dict(self._result["metrics"])
@@ -120,17 +120,20 @@ def from_verifiers(
     sampling: Mapping[str, Any] | None = None,
     max_turns: int = 64,
 ) -> type[VerifiersEnv]:
-    """An AgentEnv class of an environment that `verifiers.load_environment(env_id, **args)` gives.
+    """Makes an AgentEnv class from the environment that `verifiers.load_environment(env_id, **args)` returns.
 
     Args:
-        env_id: as `verifiers` knows it: the name of an installed module, or of one in `paths`.
+        env_id: id in `verifiers`: the name of an installed module, or of one in `paths`.
         python: interpreter of the virtual environment that has `verifiers` (0.1.10 to 0.3.1) and the environment.
-        args: of its `load_environment`.
+        args: arguments of its `load_environment`.
         paths: folders to import from, for an environment that is not installed.
-        sampling: `max_tokens` and `stop` of its calls; the rest of the sampling is the run's.
-        max_turns: answers of the model in an episode.
+        sampling: `max_tokens` and `stop` of its calls; the run determines the other settings.
+        max_turns: limit on the model's answers in an episode.
 
     Raises ConfigError: it cannot be loaded, scores groups together, or has no rows.
+
+    Example:
+        Hard = from_verifiers("my-environment", python="~/verifiers/bin/python", args={"difficulty": "hard"})
     """
     interpreter = Path(python).expanduser().absolute()
     if not interpreter.is_file():
@@ -164,7 +167,7 @@ async def _ask_for_rows(name: str, command: Sequence[str], load: Mapping[str, An
 
 
 async def _loaded(name: str, command: Sequence[str], load: Mapping[str, Any]) -> tuple[LineProcess, Any]:
-    # The endpoint is on this machine: no web proxy may be asked for it.
+    # The endpoint is on this machine, so no web proxy may be used for it.
     no_proxy = {"NO_PROXY": "127.0.0.1,localhost", "no_proxy": "127.0.0.1,localhost"}
     process = await LineProcess.open(name, command, env=no_proxy)
     try:

@@ -1,9 +1,9 @@
-"""A helper program that answers JSON lines: many questions at a time over one pipe. Knows nothing of what is asked.
+"""A helper program that answers JSON lines: many requests at a time over one pipe. Independent of their content.
 
     stdin   {"id": 7, "ask": NAME, ...}         {"cancel": 7}
     stdout  {"id": 7, "answer": ...}  or  {"id": 7, "error": TEXT}
 
-Its process group ends with it, with the end of its input, and with this process.
+Its process group ends when the program ends, when its input closes, and when this process ends.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from agentrl.errors import EnvError
 MAX_LINE_BYTES = 2**30
 MAX_STDERR_BYTES = 4096
 GRACE_S = 5.0
-# Linux sends the signal when the thread that started the process ends, by whatever means.
+# Linux sends the signal when the thread that started the process ends, for any reason.
 DIES_WITH_US = "import ctypes,os,sys; ctypes.CDLL(None).prctl(1, 9); os.execvp(sys.argv[1], sys.argv[1:])"
 
 
 def dying_with_us(command: Sequence[str]) -> list[str]:
-    """The command, ended by the kernel when this process is killed."""
+    """A command that the kernel ends when this process is killed."""
     return [sys.executable, "-I", "-S", "-c", DIES_WITH_US, *command]
 
 
 class LineProcess:
-    """One running program. `open` starts it; `close` ends it, whatever it does."""
+    """A running helper program. `open` starts it; `close` always ends it."""
 
     def __init__(self, name: str, process: Process, errors: Any) -> None:
         self._name = name
@@ -47,7 +47,7 @@ class LineProcess:
 
     @classmethod
     async def open(cls, name: str, command: Sequence[str], *, env: Mapping[str, str]) -> LineProcess:
-        """Start the program with `env` besides this process's own. Raises EnvError when it cannot be started."""
+        """Start the program with `env` added to this process's variables. Raises EnvError when it cannot start."""
         errors = tempfile.TemporaryFile("w+b")  # noqa: SIM115  (closed with the process)
         try:
             process = await asyncio.create_subprocess_exec(
@@ -66,11 +66,11 @@ class LineProcess:
 
     @property
     def is_open(self) -> bool:
-        """Whether it still answers."""
+        """Whether the program still answers."""
         return not self._reader.done()
 
     async def ask(self, what: str, **details: Any) -> Any:
-        """Its answer. A cancelled question is cancelled there, too. Raises EnvError for its error or its end."""
+        """Send a request and return the answer. Cancelling it cancels it in the program too. Raises EnvError."""
         if not self.is_open:
             raise self._ended(what)
         number = next(self._numbers)
@@ -86,7 +86,7 @@ class LineProcess:
             del self._waiting[number]
 
     async def close(self) -> None:
-        """End its input, then the whole process group. May be called again."""
+        """Close its input, then end the whole process group. May be called again."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:

@@ -1,6 +1,6 @@
-"""A live session with an MCP server, kept open by a task of its own. Knows MCP; knows no environment.
+"""A live session with an MCP server, kept open by its own task. Independent of environments.
 
-Whatever ends the session, the process that was started for it ends too, also when this process is killed.
+The process that was started for a session always ends with it, also when this process is killed.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class McpServer:
-    """Where a server is and how it is started.
+    """Where a server is, or how to start it.
 
     Args:
-        place: `http://` or `https://` URL of streamable HTTP, or a command line, which is started and speaks stdio.
-        env: variables of the command, next to PATH, HOME and the like; `env:NAME` as a value takes this process's own.
-        headers: of the HTTP requests; `env:NAME` as a value likewise, so that no secret stands in a config.
+        place: `http://` or `https://` URL of streamable HTTP, or a command line, which is started and uses stdio.
+        env: variables of the command, in addition to PATH, HOME and similar; the value `env:NAME` takes this process's.
+        headers: of the HTTP requests; `env:NAME` works here too, so that a config holds no secret.
     """
 
     place: str
@@ -55,17 +55,17 @@ class McpServer:
 
     @property
     def is_http(self) -> bool:
-        """Whether it runs already, behind a URL."""
+        """Whether it is a running server at a URL."""
         return self.place.startswith(("http://", "https://"))
 
     @asynccontextmanager
     async def transport(self, errors: TextIO) -> AsyncIterator[Transport]:
-        """What a client talks through; a command's standard error goes to `errors`."""
+        """The client's transport. A command's standard error goes to `errors`."""
         if self.is_http:
             import httpx2
             from mcp.client.streamable_http import streamable_http_client
 
-            # Answers of slow tools stream for as long as the call may take.
+            # Answers of slow tools may stream for the whole duration of the call.
             timeout = httpx2.Timeout(self.start_timeout_s, read=self.call_timeout_s + 5)
             async with httpx2.AsyncClient(headers=_filled(self.headers), timeout=timeout) as client:
                 yield streamable_http_client(self.place, http_client=client)
@@ -107,11 +107,11 @@ class McpConnection:
 
     @property
     def is_open(self) -> bool:
-        """Whether the session lives, as far as is known."""
+        """Whether the session is open, as far as is known."""
         return not self._keeper.done() and not self._closing.is_set()
 
     async def tools(self) -> list[mcp_types.Tool]:
-        """All tools. Raises EnvError."""
+        """All tools of the server. Raises EnvError."""
         found: list[mcp_types.Tool] = []
         cursor: str | None = None
         for _ in range(MAX_TOOL_PAGES):
@@ -122,7 +122,7 @@ class McpConnection:
         raise EnvError(f"the MCP server {self._server.place} lists tools without end")
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> mcp_types.CallToolResult:
-        """What the server answers. Raises mcp.MCPError for its refusal of the arguments, EnvError for the rest."""
+        """The server's answer. Raises mcp.MCPError if it refuses the arguments, EnvError for other failures."""
         return await self._ask(f"tool {name}", lambda client: client.call_tool(name, dict(arguments)))
 
     async def close(self) -> None:

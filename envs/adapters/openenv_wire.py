@@ -1,4 +1,4 @@
-"""OpenEnv's wire protocol: one WebSocket is one session. Knows messages and error codes; knows no Env.
+"""OpenEnv's protocol: one WebSocket is one session. Messages and error codes; independent of Env.
 
 /schema                     the JSON schema of an action
 /ws  reset, step, close     -> observation {observation, reward, done}, or error {code, message}
@@ -22,22 +22,22 @@ if TYPE_CHECKING:
 
 MAX_MESSAGE_BYTES = 100 * 2**20
 FULL_WAIT_S = 0.25
-"""Wait before a full server is asked again; doubles up to MAX_FULL_WAIT_S."""
+"""Pause before a full server is asked again. Doubles up to MAX_FULL_WAIT_S."""
 MAX_FULL_WAIT_S = 2.0
 CLOSE_TIMEOUT_S = 5.0
 
 
 class ActionRefused(Exception):
-    """The server takes no such action; it has not been played."""
+    """The server refused the action, which was not played."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenEnvServer:
-    """Where a server is.
+    """The address of a server, and its timeouts.
 
     Args:
-        url: `http://`, `https://`, `ws://` or `wss://`, up to but without `/ws`.
-        connect_timeout_s: how long to wait for a connection, and for a place where the server is full.
+        url: `http://`, `https://`, `ws://` or `wss://`, without `/ws` at the end.
+        connect_timeout_s: longest wait for a connection, and for a free session of a full server.
         step_timeout_s: longest wait for an answer.
     """
 
@@ -51,7 +51,7 @@ class OpenEnvServer:
 
     @property
     def http_url(self) -> str:
-        """Base of its HTTP routes."""
+        """Base URL of its HTTP routes."""
         return self.url.replace("ws", "http", 1).rstrip("/") if self.url.startswith("ws") else self.url.rstrip("/")
 
     async def action_schema(self) -> dict[str, Any]:
@@ -72,7 +72,7 @@ class OpenEnvServer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What a reset or a step came to."""
+    """The result of a reset or a step."""
 
     observation: Mapping[str, Any]
     reward: float
@@ -88,7 +88,7 @@ class OpenEnvSession:
         self._socket: ClientWebSocketResponse | None = None
 
     async def reset(self, data: Mapping[str, Any]) -> Answer:
-        """Connect where that is to be done, and begin. Waits while the server is full. Raises EnvError."""
+        """Connect if needed, and start an episode. Waits while the server is full. Raises EnvError."""
         try:
             async with asyncio.timeout(self._server.connect_timeout_s):
                 return await self._reset(data)
@@ -107,7 +107,7 @@ class OpenEnvSession:
         return self._read(answer)
 
     async def close(self) -> None:
-        """Say goodbye and hang up. May be called again."""
+        """Send a close message and disconnect. May be called again."""
         socket, client, self._socket, self._client = self._socket, self._client, None, None
         try:
             if socket is not None and not socket.closed:
@@ -137,7 +137,7 @@ class OpenEnvSession:
         try:
             async with asyncio.timeout(self._server.step_timeout_s):
                 socket = await self._connected()
-                with suppress(aiohttp.ClientConnectionResetError):  # it may have said why before it hung up
+                with suppress(aiohttp.ClientConnectionResetError):  # it may have sent a reason before it disconnected
                     await socket.send_str(json.dumps({"type": kind, "data": dict(data)}))
                 answer = json.loads(await socket.receive_str())
         except (TimeoutError, aiohttp.ClientError, OSError, ValueError, TypeError) as error:
@@ -171,7 +171,7 @@ class OpenEnvSession:
 
 
 def _refusal(data: Mapping[str, Any]) -> str:
-    """What was wrong with an action, in one sentence."""
+    """What is wrong with an action, in one sentence."""
     errors = data.get("errors") or ()
     told = [f"{'.'.join(map(str, e.get('loc', ())))}: {e.get('msg')}" for e in errors if isinstance(e, dict)]
     return "; ".join(told) or str(data.get("message"))

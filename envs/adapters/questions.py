@@ -1,4 +1,4 @@
-"""Rows with a question and an answer, for environments whose tools come from elsewhere. Knows no tools."""
+"""Rows with a question and an answer, for environments whose tools come from elsewhere. Independent of the tools."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from agentrl.types import Message, Task, system, user
 
 
 class Questions(ToolEnv):
-    """Asks the row's problem; 1.0 where the last line of the final message is the row's answer, 0.0 otherwise.
+    """Asks the row's problem. The reward is 1.0 if the last line of the final message is the row's answer, else 0.0.
 
-    Compared without case, surplus space, a closing full stop, and a leading `Answer:`.
+    The comparison ignores case, extra space, a final full stop, and a leading `Answer:`.
     """
 
     max_turns = 16
@@ -23,17 +23,17 @@ class Questions(ToolEnv):
 
     @classmethod
     def tasks(cls, split: Split, *, data: str | None = None, seed: int = 0) -> Iterable[Task]:
-        """The rows of `data`. Raises ConfigError without, DataError for a row without an answer."""
+        """The rows of `data`. Raises ConfigError without `data`, DataError for a row without an answer."""
         if data is None:
             raise ConfigError(f"{cls.__name__} asks what stands in a file: set env.train_data and env.eval_data")
         return read_tasks(data, split=split, need_answers=True)
 
     async def reset(self, *, task: Task, seed: int | None = None) -> tuple[list[Message], dict[str, Any]]:
-        """The instruction and the problem."""
+        """Returns the instruction and the problem."""
         return [system(self.system_prompt), user(task.prompt)], {}
 
     async def score(self, episode: Episode) -> dict[str, float]:
-        """`correct`."""
+        """Returns `correct`: 1.0 or 0.0."""
         lines = [line for line in episode.final_text.splitlines() if line.strip()]
         said = re.sub(r"^\s*(the )?answer( is)?\s*:?\s*", "", lines[-1], flags=re.IGNORECASE) if lines else ""
         gold = _normal(episode.task.answer or "")

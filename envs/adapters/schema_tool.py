@@ -1,4 +1,4 @@
-"""A tool that is known by its JSON schema alone, as servers describe theirs. Knows no protocol."""
+"""A tool that is described only by a JSON schema, as servers describe theirs. Independent of protocols."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchemaTool(ToolSpec):
-    """A tool with a schema that is offered, and checked, as it is."""
+    """A tool whose schema is offered and checked as it is."""
 
     parameters: Mapping[str, Any]
     run: Callable[[Any, dict[str, Any]], Awaitable[str]]
-    """(the environment, the arguments) -> what the model sees. Raises ToolError, EnvError."""
-    arguments: type[pydantic.BaseModel] = pydantic.BaseModel  # unused: `parameters` says what is valid
+    """(the environment, the arguments) -> the text for the model. Raises ToolError, EnvError."""
+    arguments: type[pydantic.BaseModel] = pydantic.BaseModel  # unused: `parameters` defines what is valid
 
     def schema(self) -> dict[str, Any]:
-        """OpenAI's function schema around `parameters`."""
+        """OpenAI's function schema with `parameters`."""
         function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
         return {"type": "function", "function": function}
 
     def validate(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """The arguments as they are. Raises ToolArgumentError with a short sentence for the model."""
+        """The arguments, unchanged. Raises ToolArgumentError with a short sentence for the model."""
         kind = validator_for(self.parameters, default=jsonschema.Draft202012Validator)
-        validator = kind(self.parameters, registry=Registry())  # which fetches nothing
+        validator = kind(self.parameters, registry=Registry())  # an empty registry fetches nothing
         errors = sorted(validator.iter_errors(arguments), key=lambda error: list(map(str, error.path)))
         if errors:
             raise ToolArgumentError("; ".join(_explain(error) for error in errors[:3]))
@@ -50,12 +50,12 @@ class SchemaTool(ToolSpec):
         *,
         private: Callable[[type], Awaitable[Any]] | None = None,
     ) -> str:
-        """Check the arguments, then `run`. Raises ToolArgumentError before, whatever `run` raises after."""
+        """Check the arguments, then call `run`. Raises ToolArgumentError, and whatever `run` raises."""
         return await self.run(owner, self.validate(arguments))
 
 
 def check_schema(schema: Mapping[str, Any], *, where: str) -> None:
-    """Raises ConfigError for what is no JSON schema."""
+    """Raises ConfigError if `schema` is not a JSON schema."""
     try:
         validator_for(schema, default=jsonschema.Draft202012Validator).check_schema(schema)
     except jsonschema.SchemaError as error:
@@ -63,9 +63,9 @@ def check_schema(schema: Mapping[str, Any], *, where: str) -> None:
 
 
 def asked(ask: Callable[[], Awaitable[T]]) -> T:
-    """What a server answers, asked before any episode, also where a loop runs already.
+    """Ask a server before any episode, also while an event loop runs already.
 
-    Raises ConfigError where `ask` raises EnvError: a run whose server is not there cannot begin.
+    Raises ConfigError if `ask` raises EnvError: a run whose server is unreachable cannot start.
     """
     answers: list[T] = []
     errors: list[Exception] = []

@@ -1,4 +1,4 @@
-"""Tasks that are seeds, for environments that make their problems themselves. Knows no environment."""
+"""Tasks that are seeds, for environments that generate their problems. Independent of the environment."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from agentrl.env import Split
 from agentrl.types import Task
 
 TEST_SEEDS_FROM = 2**30
-"""Seeds of `test` begin here, those of `train` end before; all are positive 32-bit numbers."""
+"""The first seed of `test`; those of `train` are below it. All are positive 32-bit numbers."""
 
 
 def seed_tasks(split: Split, *, prompt: str, seed: int, num_test_tasks: int) -> Iterator[Task]:
-    """Tasks with `metadata["seed"]`: endless for `train`, the same `num_test_tasks` ever for `test`."""
+    """Tasks with `metadata["seed"]`: endless for `train`, always the same `num_test_tasks` for `test`."""
     if split == "test":
         for index in range(num_test_tasks):
             yield Task(id=f"test-{index}", prompt=prompt, metadata={"seed": TEST_SEEDS_FROM + index})

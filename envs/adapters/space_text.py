@@ -1,6 +1,6 @@
 """Gymnasium's spaces in words: an observation as text, an action read from the model's message.
 
-Knows spaces; knows no environment and no episode.
+Independent of environments and episodes.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
 class NoAction(ValueError):
-    """The message holds no action of the space; the text tells the model what is wanted."""
+    """The message has no action of the space. The text tells the model what is expected."""
 
 
 def plain(text: str) -> str:
-    """A terminal's picture without its escape codes; what was coloured stands in [brackets]."""
+    """A terminal's picture without its escape codes; coloured text is put into [brackets]."""
     return _ANSI.sub("", _HIGHLIGHT.sub(r"[\1]", text)).strip("\n")
 
 
 def refuse_observation(space: Space[Any]) -> None:
-    """Raises ConfigError, naming the space, for observations that have no words of their own."""
+    """Raises ConfigError, which names the space, for observations that cannot be written as text."""
     for part in _leaves(space):
         if not isinstance(part, spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary | spaces.Text):
             raise ConfigError(
@@ -39,7 +39,7 @@ def refuse_observation(space: Space[Any]) -> None:
 
 
 def refuse_action(space: Space[Any]) -> None:
-    """Raises ConfigError, naming the space, for actions that a model cannot name."""
+    """Raises ConfigError, which names the space, for actions that a model cannot write as text."""
     for part in _leaves(space):
         if not isinstance(part, spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary | spaces.Text):
             raise ConfigError(f"actions of {part} cannot be written as text: only discrete and text actions can")
@@ -52,7 +52,7 @@ def describe(space: Space[Any], value: Any) -> str:
 
 
 def how_to_act(space: Space[Any], names: Sequence[str]) -> str:
-    """One sentence for the model: what its answer must end with."""
+    """One sentence for the model that says what its answer must end with."""
     if isinstance(space, spaces.Text):
         return "Your whole answer is the action."
     if isinstance(space, spaces.Discrete):

@@ -1,6 +1,6 @@
-"""Episodes of an Env class behind blocking calls: one thread, one event loop, one task that plays them all.
+"""Plays episodes of an Env class through blocking calls: one thread, one event loop, one task that plays them all.
 
-Knows neither Gymnasium nor engines. All calls of an episode are made from one task, as environments may rely on.
+Independent of Gymnasium and engines. One task makes all calls of an episode, because environments may rely on that.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OpenSandbox = Callable[[], "AbstractAsyncContextManager[SandboxClient]"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What the environment answered, and what was said to it."""
+    """The environment's answer, and the message that it answered."""
 
     messages: Sequence[Message]
     said: Message | None = None
@@ -39,7 +39,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Request:
-    """A task to begin, something to say, or neither: the end."""
+    """A task to start, a message to send, or neither, which ends the episode."""
 
     task: Task | None = None
     seed: int = 0
@@ -48,7 +48,7 @@ class _Request:
 
 
 class SyncPlayer:
-    """Plays one episode at a time. The thread starts with the first, so that a process may fork before."""
+    """Plays one episode at a time. The thread starts with the first episode, so that a process may fork before it."""
 
     def __init__(self, env_class: type[Env], sandbox: OpenSandbox | None) -> None:
         self._env_class = env_class
@@ -58,15 +58,15 @@ class SyncPlayer:
         self._inbox: asyncio.Queue[_Request]
 
     def begin(self, task: Task, *, seed: int) -> Turn:
-        """Reset a new environment, closing the one before. Raises InfraError, ConfigError."""
+        """Close the previous environment and reset a new one. Raises InfraError, ConfigError."""
         return self._ask(_Request(task=task, seed=seed))
 
     def say(self, text: str) -> Turn:
-        """One turn of the model. Raises InfraError, which ends the episode."""
+        """Play one turn of the model. Raises InfraError, which ends the episode."""
         return self._ask(_Request(text=text))
 
     def close(self) -> None:
-        """End all; a later `begin` starts anew."""
+        """Close everything. A later `begin` starts again."""
         if self._thread is not None and self._loop is not None:
             self._ask(_Request())
             self._thread.join()
@@ -95,14 +95,14 @@ class SyncPlayer:
                     request = await self._episode(request, make_env())
         except Exception as error:
             failure = error
-        self._loop = None  # before the answer: the next call starts anew
+        self._loop = None  # before the answer, so that the next call starts again
         if failure is None:
             request.answer.set_result(Turn(messages=()))
         else:
             request.answer.set_exception(failure)
 
     async def _episode(self, request: _Request, env: Env) -> _Request:
-        """Play until it is over, or interrupted by a request that says nothing. Returns the next request."""
+        """Play until the episode is over, or until a request without a message ends it. Returns the next request."""
         assert request.task is not None
         play = _Play(env, request.task)
         try:
@@ -120,7 +120,7 @@ class SyncPlayer:
 
 
 class _Play:
-    """One episode under way."""
+    """One running episode."""
 
     def __init__(self, env: Env, task: Task) -> None:
         self._env, self._task = env, task
@@ -155,7 +155,7 @@ class _Play:
         return await self._scored(turn, was_cut=not result.truncated) if self.is_over else turn
 
     async def _scored(self, turn: Turn, *, was_cut: bool) -> Turn:
-        """The last turn, with what the whole episode is worth beyond the rewards of its steps."""
+        """The last turn, with the episode's reward minus the rewards of its steps."""
         reason = StopReason.COMPLETED if turn.terminated else StopReason.MAX_TURNS if was_cut else StopReason.TRUNCATED
         episode = Episode(
             task=self._task,
@@ -178,5 +178,5 @@ class _Play:
 
 
 def _is_count(key: str, value: object) -> bool:
-    """Not times, which differ from run to run."""
+    """Whether a value is a count. Times are not, because they differ from run to run."""
     return isinstance(value, int | float) and not key.endswith("_s")

@@ -1,4 +1,4 @@
-"""An Env class as a gymnasium.Env: texts in and out, blocking calls. Knows no engine: who calls `step` is the model."""
+"""An Env class as a gymnasium.Env with text actions, text observations and blocking calls. Independent of engines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from envs.adapters.sync_player import OpenSandbox, SyncPlayer
 from envs.adapters.unicode_space import UnicodeText
 
 MAX_TEST_TASKS = 10_000
-"""Of a test split, which has an end, no more tasks than these are played."""
+"""Largest number of tasks of a test split that are played."""
 
 
 def to_gymnasium(
@@ -31,20 +31,25 @@ def to_gymnasium(
     max_chars: int = 65_536,
     render_mode: str | None = None,
 ) -> TextEnv:
-    """A gymnasium.Env that plays episodes of `env`, task after task.
+    """Makes a gymnasium.Env that plays episodes of `env`, task after task.
 
-    Actions are what the model says, tool calls written as `<tool_call>` JSON; observations are the texts of the new
-    messages, which `info["messages"]` has with their roles. The rewards of an episode sum to its reward: the last
-    step's has what `score` gave. `reset(seed=...)` fixes the order of the tasks, `reset(options={"index": n})` plays
-    the n-th of the split. What fails of the infrastructure raises InfraError.
+    Actions are the model's messages, with tool calls as `<tool_call>` JSON. Observations are the texts of the new
+    messages; `info["messages"]` has them with their roles. The step rewards of an episode sum to its reward; the last
+    one includes that of `score`. `reset(seed=...)` fixes the order of the tasks, and `reset(options={"index": n})`
+    plays the n-th of the split. Infrastructure failures raise InfraError.
 
     Args:
         env: a class or a target, as in a config.
         sandbox: opens the sandbox service on the environment's own event loop, e.g. `SandboxClient.embedded`.
-        max_chars: longest observation and action; what is longer is cut.
+        max_chars: longest observation and action; longer ones are cut.
         render_mode: `ansi` makes `render` return the dialogue so far.
 
-    Raises ConfigError for a class that does not exist, or an agent's, which brings its own loop.
+    Raises ConfigError for a class that does not exist, or an AgentEnv, which has its own loop.
+
+    Example:
+        env = to_gymnasium("ModMath-v0", split="test", sandbox=SandboxClient.embedded)
+        observation, info = env.reset(seed=1)
+        observation, reward, terminated, truncated, info = env.step("The answer is \\\\boxed{7}.")
     """
     options: dict[str, Any] = {"env": env, "split": split, "data": data, "sandbox": sandbox, "max_chars": max_chars}
     made = TextEnv(**options, render_mode=render_mode)
@@ -81,7 +86,7 @@ class TextEnv(gymnasium.Env[str, str]):
         self._is_over = True
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
-        """Begin the next task's episode."""
+        """Start the next task's episode."""
         super().reset(seed=seed)
         if seed is not None or self._tasks is None:
             self._tasks = self._stream()
@@ -93,7 +98,7 @@ class TextEnv(gymnasium.Env[str, str]):
         return self._told(turn.messages), {"task": task.id, "messages": _plain(turn.messages)}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Say something; the environment answers. Raises ResetNeeded when no episode is under way."""
+        """Send a message and get the environment's answer. Raises ResetNeeded when no episode runs."""
         if self._is_over:
             raise gymnasium.error.ResetNeeded("no episode is under way: call reset()")
         self._is_over = True  # should this fail
@@ -118,7 +123,7 @@ class TextEnv(gymnasium.Env[str, str]):
         self._player.close()
 
     def _stream(self) -> Iterator[Task]:
-        """Tasks without end, in an order that the seed fixes."""
+        """Endless tasks, in an order that the seed determines."""
         if self._split == "train":
             config = EnvConfig(target=self.name, train_data=self._data)
             source = TaskSource(self._env_class, config, seed=int(self.np_random.integers(2**31)))

@@ -1,4 +1,4 @@
-"""Words for the games that ship with Gymnasium as toy text: rules, names of actions, what an observation says."""
+"""Words for Gymnasium's toy-text games: rules, names of actions, descriptions of observations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Describe = Callable[[Any, Any], str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Words:
-    """How a game is told."""
+    """The description of a game."""
 
     rules: str
     actions: tuple[str, ...]
@@ -63,4 +63,4 @@ GAMES = {
         describe=_blackjack,
     ),
 }
-"""By the name of an id without its version."""
+"""Game id without its version -> words."""

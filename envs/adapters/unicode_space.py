@@ -1,6 +1,6 @@
-"""A Gymnasium text space for every text, also in the shared memory of AsyncVectorEnv. Knows no environment.
+"""A Gymnasium text space for every text, also in the shared memory of AsyncVectorEnv. Independent of environments.
 
-The space that ships allows listed characters only, and AsyncVectorEnv reads its texts once, before there are any.
+Gymnasium's own space allows listed characters only, and AsyncVectorEnv reads its texts once, before there are any.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ _Memory = SynchronizedArray  # of int32: per environment a length, then that man
 
 
 class UnicodeText(spaces.Text):
-    """Texts of up to `max_length` characters, any characters. Samples are short printable ASCII."""
+    """Texts of up to `max_length` characters, with any characters. Samples are short printable ASCII.
+
+    Example:
+        assert "Größe: 1 µm" in UnicodeText(max_length=100)
+    """
 
     def __init__(self, max_length: int, *, seed: int | np.random.Generator | None = None) -> None:
         super().__init__(max_length, min_length=0, charset=string.printable, seed=seed)
@@ -33,7 +37,7 @@ class UnicodeText(spaces.Text):
         return "".join(self.np_random.choice(list(string.printable), size=length))
 
     def contains(self, x: Any) -> bool:
-        """Whether it is a text that is not too long."""
+        """Whether `x` is a text that is not too long."""
         return isinstance(x, str) and len(x) <= self.max_length
 
     def __repr__(self) -> str:
@@ -46,7 +50,7 @@ class UnicodeText(spaces.Text):
 
 
 class _Texts(Sequence[str]):
-    """What the memory holds at the moment; a copy holds still."""
+    """The memory's current texts. A copy does not change."""
 
     def __init__(self, rows: NDArray[np.int32]) -> None:
         self._rows = rows

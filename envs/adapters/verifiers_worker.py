@@ -1,7 +1,7 @@
 """Runs in the interpreter that has the `verifiers` package: loads an environment, plays its rollouts, scores them.
 
-Started as a file, with JSON lines over its standard input and output (see line_process.py). Imports nothing of agentrl.
-Asks: load {env_id, args, paths} -> {train, eval} rows; rollout {split, index, base_url, api_key, model, sampling}.
+Started as a file. Uses JSON lines over its standard input and output (see line_process.py). Imports nothing of agentrl.
+Requests: load {env_id, args, paths} -> {train, eval} rows; rollout {split, index, base_url, api_key, model, sampling}.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from contextvars import ContextVar
 from typing import Any
 
 MODELS_DOING = ("EmptyModelResponseError", "ToolParseError")
-"""Errors of a rollout that the model caused: the rollout ends there, and is scored."""
+"""Errors of a rollout that the model caused. The rollout ends there, and is scored."""
 
 _rubric_errors: ContextVar[list[str]] = ContextVar("rubric_errors")
 
 
 class Refused(Exception):
-    """This environment cannot be adapted; the text says why."""
+    """This environment cannot be adapted. The text says why."""
 
 
 def load(env_id: str, args: dict[str, Any], paths: list[str]) -> Any:
-    """The environment, its reward functions watched: the package takes their failures for a reward of 0."""
+    """Load an environment and watch its reward functions: the package counts their failures as a reward of 0."""
     sys.path[:0] = paths
     import verifiers as vf
 
@@ -58,7 +58,7 @@ def _rubrics(rubric: Any) -> list[Any]:
 
 
 def _watched(func: Any) -> Any:
-    """The function, its failures noted for the rollout that it scores."""
+    """A function that records the failures of `func` for the rollout that it scores."""
 
     @functools.wraps(func)
     async def call(*args: Any, **kwargs: Any) -> Any:
@@ -80,10 +80,10 @@ class Worker:
         self._rows: dict[str, Any] = {}
 
     async def answer(self, asked: dict[str, Any]) -> Any:
-        """Raises whatever fails."""
+        """Answer one request. Raises any error."""
         kind = asked["ask"]
         if kind == "load":
-            # In this thread, which is the main one: environments set signal handlers.
+            # In the main thread, because environments set signal handlers.
             self._env = load(asked["env_id"], asked["args"], asked["paths"])
             self._rows = {"train": _rows(self._env.get_dataset), "eval": _rows(self._env.get_eval_dataset)}
             return {split: [_told(row) for row in rows] for split, rows in self._rows.items()}
@@ -116,7 +116,7 @@ class Worker:
 
 
 def _rows(get: Any) -> Any:
-    """A split's rows; none where the environment has no such split."""
+    """A split's rows. Empty if the environment has no such split."""
     try:
         return get()
     except ValueError:
@@ -124,7 +124,7 @@ def _rows(get: Any) -> Any:
 
 
 def _told(row: dict[str, Any]) -> dict[str, Any]:
-    """What people are shown of a row."""
+    """The part of a row that is shown to people."""
     prompt = row.get("prompt") or row.get("question") or ""
     if isinstance(prompt, list):
         prompt = "\n".join(str(message.get("content")) for message in prompt if isinstance(message, dict))
@@ -133,7 +133,7 @@ def _told(row: dict[str, Any]) -> dict[str, Any]:
 
 
 async def serve(out: Any) -> None:
-    """Answer until the input ends. Questions are played side by side."""
+    """Answer requests concurrently until the input ends."""
     worker, loop = Worker(), asyncio.get_running_loop()
     running: dict[int, asyncio.Task[None]] = {}
     lines: asyncio.Queue[Any] = asyncio.Queue()
@@ -171,7 +171,7 @@ def _forget(running: dict[int, asyncio.Task[None]], number: int, _: object) -> N
 
 
 if __name__ == "__main__":
-    sys.path.pop(0)  # this file's folder is no place to import from
+    sys.path.pop(0)  # so that nothing is imported from this file's folder
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what the environment prints is no answer
+    os.dup2(2, 1)  # so that the environment's output is not mistaken for an answer
     asyncio.run(serve(answers))

@@ -1,5 +1,6 @@
-"""The ways to isolate a session, one backend per file; `probe.py` picks one. Importing the package loads none of them.
+"""Ways to isolate a session.
 
-May import: `sandbox.protocol`, `sandbox.supervisor`, `sandbox.worker`. Start reading in `base.py`, then
-`namespaces.py`.
+May import: `sandbox.protocol`, `sandbox.supervisor`, `sandbox.worker`. Start reading in `base.py` (the interface), then
+`isolate.py` (namespaces and mounts), `seccomp.py` (system calls) and `probe.py`, which picks a backend. Importing this
+package loads no backend.
 """

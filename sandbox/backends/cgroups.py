@@ -1,4 +1,4 @@
-"""One control group a session, v1 or v2, where the service may write them. Knows nothing of what runs inside."""
+"""One control group per session, v1 or v2, where the service may write them. Independent of what runs inside."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from sandbox.backends import processes
 _CONTROLLERS = ("memory", "pids", "cpu")
 _CPU_PERIOD_US = 100_000
 _MAX_FREE = 64
-_MAX_RESIDUE_BYTES = 1024**2  # what the kernel still counts to a group after its last process, and would to the next
+_MAX_RESIDUE_BYTES = (
+    1024**2
+)  # memory that the kernel still charges to a group after its last process, and would charge to the next session
 
 
 class Cgroup:
-    """The group of one session: a folder per controller under v1, the same folder for all under v2."""
+    """The control group of one session: a folder per controller under v1, one folder for all under v2."""
 
     def __init__(self, folders: Mapping[str, Path], *, is_v2: bool) -> None:
         self._folders, self._is_v2 = folders, is_v2
@@ -28,7 +30,7 @@ class Cgroup:
             folder.mkdir()
 
     def limit(self, *, memory_bytes: int, num_processes: int, cpus: float) -> None:
-        """Set the sums over all processes of the group; `cpus` is in cores."""
+        """Limit the sums over all processes of the group; `cpus` is in cores."""
         if self._limits == (memory_bytes, num_processes, cpus):
             return
         self._limits = (memory_bytes, num_processes, cpus)
@@ -45,17 +47,17 @@ class Cgroup:
                 (self._folders[controller] / name).write_text(value)
 
     def attach(self, pid: int) -> None:
-        """Move a process in; what it forks from now on is born inside."""
+        """Move a process into the group; its later children start inside."""
         for folder in dict.fromkeys(self._folders.values()):
             (folder / "cgroup.procs").write_text(str(pid))
 
     def processes(self) -> list[int]:
-        """Every process inside."""
+        """Ids of the processes in the group."""
         folder = self._folders.get("pids") or next(iter(self._folders.values()))
         return [int(line) for line in processes.read(f"{folder}/cgroup.procs").split()]
 
     def num_oom_kills(self) -> int:
-        """How often the kernel killed here for memory, since the group was made or `reset`."""
+        """Number of kernel kills for memory in the group since it was made or `reset`."""
         return self._all_oom_kills() - self._past_oom_kills
 
     def _all_oom_kills(self) -> int:
@@ -64,7 +66,7 @@ class Cgroup:
         return oom_kills(f"{self._folders['memory']}/{'memory.events' if self._is_v2 else 'memory.oom_control'}")
 
     def reset(self) -> bool:
-        """Ready for another session; False when something of the last one is left in it."""
+        """Prepare it for another session. False when something of the last session is left in it."""
         name = "memory.current" if self._is_v2 else "memory.usage_in_bytes"
         if self.processes():
             return False
@@ -77,7 +79,7 @@ class Cgroup:
         return True
 
     def remove(self, *, deadline_s: float = 2.0) -> bool:
-        """Delete the folders once the last process is gone; False when the deadline came first."""
+        """Delete the folders once the last process is gone. False when the deadline passes first."""
         return _remove(list(set(self._folders.values())), deadline_s)
 
 
@@ -91,7 +93,7 @@ def oom_kills(path: str) -> int:
 
 
 class CgroupParent:
-    """The service's own group, under which sessions get theirs."""
+    """The service's own group, which contains those of the sessions."""
 
     def __init__(self, folders: Mapping[str, Path], *, is_v2: bool) -> None:
         self._folders, self._is_v2 = folders, is_v2
@@ -100,14 +102,14 @@ class CgroupParent:
         self.controllers = tuple(folders)
 
     def take(self) -> Cgroup:
-        """An empty group with any limits: a used one where there is one, which is cheaper. Raises OSError."""
+        """An empty group with any limits. Reuses a group if possible, which is cheaper. Raises OSError."""
         if self._free:
             return self._free.pop()
         name = f"session-{next(self._numbers)}"
         return Cgroup({key: folder / name for key, folder in self._folders.items()}, is_v2=self._is_v2)
 
     def give_back(self, cgroup: Cgroup) -> bool:
-        """Keep it for another session once its last process is gone, or delete it; False when it cannot be deleted."""
+        """Keep the group for another session once it is empty, or delete it. False when it cannot be deleted."""
         if len(self._free) < _MAX_FREE and cgroup.reset():
             self._free.append(cgroup)
             return True
@@ -120,12 +122,12 @@ class CgroupParent:
 
     @property
     def folders(self) -> list[str]:
-        """The folders on disk, for whoever cleans up after a killed service."""
+        """The folders on disk, for the janitor that cleans up after a killed service."""
         return [str(folder) for folder in set(self._folders.values())]
 
 
 def open_parent(name: str) -> CgroupParent:
-    """Make a group `name` below the own one, with every controller that can be written. Raises OSError."""
+    """Make a group `name` below the service's, with every controller that can be written. Raises OSError."""
     places = _own_folders()
     v1 = {controller: places[controller] for controller in _CONTROLLERS if controller in places}
     made: dict[str, Path] = {}
@@ -149,7 +151,7 @@ def _open_v2(own: Path, name: str) -> CgroupParent:
     enable = " ".join(f"+{controller}" for controller in wanted)
     try:
         (own / "cgroup.subtree_control").write_text(enable)
-    except OSError:  # a group with processes of its own cannot share out: move them into a leaf
+    except OSError:  # a group that has processes cannot delegate controllers: move them into a leaf
         leaf = own / f"{name}-service"
         leaf.mkdir(exist_ok=True)
         for pid in (own / "cgroup.procs").read_text().split():
@@ -162,7 +164,7 @@ def _open_v2(own: Path, name: str) -> CgroupParent:
 
 
 def _own_folders() -> dict[str, Path]:
-    """Controller -> folder of this process' group; the key "" stands for v2."""
+    """Controller -> folder of this process's group; the key "" is v2."""
     own = {}
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)

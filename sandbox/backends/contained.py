@@ -1,4 +1,4 @@
-"""One interpreter in a container, held by the connection to the container's stdio. Knows nothing of executions."""
+"""One interpreter in a container, controlled over the container's stdio. Independent of executions."""
 
 from __future__ import annotations
 
@@ -21,38 +21,38 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 OVERHEAD_BYTES = 192 * 1024**2
-"""For Python and the preloaded libraries, which a session's own memory limit does not include."""
+"""Memory for Python and the preloaded libraries, which a session's own limit does not include."""
 SETTLE_DEADLINE_S = 5.0
 CLOSE_DEADLINE_S = 15.0
 _READ_BYTES = 65_536
 _STREAMS: dict[bytes, Stream] = {muxing.STDOUT: "stdout", muxing.STDERR: "stderr"}
-_ENGINE_HEADER_BYTES = 8  # stream type, three zeros, length: what the engine puts before each piece of output
+_ENGINE_HEADER_BYTES = 8  # stream type, three zeros, length: the engine's header of each piece of output
 _ENGINE_STDOUT = 1
 
 
 class ContainedChild:
     """See base.Child."""
 
-    is_watched = False  # the container bounds it
+    is_watched = False  # the container limits it
 
     def __init__(self, container: Container, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.exited: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
         self._container, self._reader, self._writer = container, reader, writer
         self._parser, self._framer = muxing.Parser(), muxing.Framer()
-        self._complaints = bytearray()  # what pid 1 said on stderr
+        self._complaints = bytearray()  # what pid 1 wrote to stderr
         self._usage = Usage(cpu_s=0.0, peak_rss_bytes=0)
         self._hello: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._settled: asyncio.Future[bool] | None = None
         self._listener: Listener | None = None
-        self._early: list[tuple[bytes, bytes]] = []  # frames that came before anybody listened
+        self._early: list[tuple[bytes, bytes]] = []  # frames that arrived before `listen`
         self._pump = asyncio.create_task(self._read(), name="container output")
 
     async def hello(self) -> None:
-        """Wait for its first word and answer it. Raises BackendError when it ends instead, or is of another version."""
+        """Wait for pid 1's first frame and answer it. Raises BackendError when it ends or has another version."""
         version = await self._hello
         if version != muxing.PROTOCOL_VERSION:
             raise BackendError(
-                f"the image speaks version {version}, this service {muxing.PROTOCOL_VERSION}: build the image again"
+                f"the image has protocol {version}, this service {muxing.PROTOCOL_VERSION}: build the image again"
             )
         for end in (self._framer, self._parser):
             key = secrets.token_bytes(muxing.KEY_BYTES)
@@ -130,7 +130,7 @@ class ContainedChild:
         if not self._hello.done():
             words = self._complaints.decode("utf-8", "replace").strip().rpartition("\n")[2]
             self._hello.set_exception(BackendError(f"{reason or 'stopped'}: {words or 'no reason given'}"))
-            self._hello.exception()  # nobody may be waiting
+            self._hello.exception()  # marks it as retrieved: possibly no caller waits
         if not self.exited.done():
             self.exited.set_result(
                 Exit(
@@ -175,11 +175,11 @@ class ContainedChild:
             return False
 
     def usage(self) -> Usage:
-        """See base.Child. As of the end of the last call."""
+        """See base.Child. The value at the end of the last call."""
         return self._usage
 
     def is_over_limit(self) -> bool:
-        """See base.Child. Never: the container is bounded by the engine."""
+        """See base.Child. Always False: the engine limits the container."""
         return False
 
     async def restrict(self, limits: Limits) -> None:
@@ -215,7 +215,7 @@ def _usage(event: dict[str, Any]) -> Usage:
 
 
 def remove(container: Container) -> None:
-    """Kill and delete it, unless it is going already. Never raises: what is left ends with the service's connection."""
+    """Kill and delete a container that is not being removed yet. Never raises; a leftover ends with the connection."""
     from docker.errors import APIError, DockerException
     from requests.exceptions import RequestException
 

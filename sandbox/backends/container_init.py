@@ -1,9 +1,9 @@
-"""Pid 1 of a session's container: imports the libraries, forks the one worker, and is the service's hand inside.
+"""Pid 1 of a session's container: imports the libraries, forks the one worker, and acts for the service inside.
 
-It alone speaks with the service, over the container's stdio, and passes on what is for the worker. The worker has the
-same uid and can at most end it, which ends the container: pid 1 takes no signal from inside that it does not handle, a
-process that is not dumpable cannot be traced, and who opens its descriptors all the same (gVisor allows that) lacks the
-key of its frames. Knows nothing of Docker.
+It alone communicates with the service, over the container's stdio, and forwards the worker's frames. The worker has the
+same uid and can at most end it, which ends the container. Pid 1 receives no signal from inside that it does not handle,
+and is not dumpable, so it cannot be traced. A program that opens its descriptors anyway (gVisor allows that) lacks the
+key of its frames. Independent of Docker.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _OOM_FILES = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_
 
 
 def main(config_json: str) -> None:
-    """Entry point; returns when the service hangs up or the worker has ended."""
+    """Entry point. Returns when the service closes the connection or the worker has ended."""
     config = json.loads(config_json)
     linux.set_dumpable(False)
     out_fd = os.dup(1)
     null = os.open("/dev/null", os.O_WRONLY)
-    os.dup2(null, 1)  # whatever a library prints must not come between the frames
+    os.dup2(null, 1)  # so that output of a library does not mix with the frames
     session.preload(config["preload"])
     init = Init(out_fd, isolate.SessionLimits(**config["limits"]))
     init.serve()
@@ -59,14 +59,14 @@ class Init:
             os.close(write)
         for fd in (control.fileno(), *self._outputs.values()):
             os.set_blocking(fd, False)
-        self._pending = bytearray()  # for the worker, which need not be reading
+        self._pending = bytearray()  # for the worker, which may not be reading
         self._selector = selectors.DefaultSelector()
-        # only now, because a fork would inherit the keys; the worker has run nobody's code yet
+        # only now, because a fork would inherit the keys; the worker has not run any program yet
         for end in (self._parser, self._framer):
             end.use_key(_read_exactly(0, muxing.KEY_BYTES))
 
     def serve(self) -> None:
-        """Pass on what comes and goes until one end closes."""
+        """Forward data in both directions until one end closes."""
         wake_read, wake_write = os.pipe()
         for fd in (wake_read, wake_write):
             os.set_blocking(fd, False)
@@ -88,7 +88,7 @@ class Init:
                         self._selector.unregister(key.fileobj)
 
     def _is_running(self) -> bool:
-        """Wait for whoever has ended; False, after its last words, when it was the worker."""
+        """Reap ended processes. False, after forwarding its last output, when the worker has ended."""
         with contextlib.suppress(ChildProcessError):
             while True:
                 pid, status, usage = os.wait4(-1, os.WNOHANG)
@@ -118,7 +118,7 @@ class Init:
         if data:
             self._emit(muxing.CONTROL, data)
         else:
-            os.kill(self._pid, signal.SIGKILL)  # without its line of orders it is of no use
+            os.kill(self._pid, signal.SIGKILL)  # without its control line it cannot be used
         return bool(data)
 
     def _pass_output(self, channel: bytes) -> bool:
@@ -130,7 +130,7 @@ class Init:
         return bool(data)
 
     def _drain(self) -> None:
-        """What the pipes hold; bounded, since something may still be writing."""
+        """Forward what the pipes hold. Bounded, because a process may still be writing."""
         for fd, channel in ((fd, channel) for channel, fd in self._outputs.items()):
             for _ in range(_MAX_READS):
                 try:
@@ -154,7 +154,7 @@ class Init:
         return bool(data)
 
     def _flush_pending(self) -> None:
-        with contextlib.suppress(OSError):  # full, or it ended
+        with contextlib.suppress(OSError):  # the pipe is full, or the worker ended
             while self._pending:
                 del self._pending[: self._control.send(self._pending[:_READ_BYTES])]
         with contextlib.suppress(KeyError):  # gone with the worker
@@ -189,7 +189,7 @@ class Init:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(_KILL_PAUSE_S)
-        os.kill(self._pid, signal.SIGSTOP)  # again: one of them may have let it go on
+        os.kill(self._pid, signal.SIGSTOP)  # again, because one of them may have continued it
         self._drain()
         usage = {"cpu_s": processes.cpu_s(self._pid), "peak_rss_bytes": processes.peak_rss_bytes(self._pid)}
         self._event("settled", is_clean=is_clean, **usage)
@@ -206,7 +206,7 @@ class Init:
 def _confine(limits: isolate.SessionLimits) -> None:
     linux.set_dumpable(True)
     with open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")  # this one first, pid 1 never
+        file.write("1000")  # the kernel kills this process first, and never pid 1
     os.chdir(isolate.WORK_FOLDER)
     _set_rlimits(limits)
     linux.drop_capabilities()
@@ -218,7 +218,7 @@ def _set_rlimits(limits: isolate.SessionLimits) -> None:
     try:
         isolate.set_rlimits(limits, num_other_tasks=1)
     except ValueError:
-        # gVisor refuses limits of what it does not have, message queues and queued signals; those come last
+        # gVisor refuses limits that it does not implement (message queues, queued signals); those come last
         has_rest = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1] == 0
         if not has_rest or resource.getrlimit(resource.RLIMIT_FSIZE)[1] != limits.disk_bytes:
             raise

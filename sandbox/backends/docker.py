@@ -1,8 +1,8 @@
-"""The `docker` backend: a hardened container for each session, spoken to over its attached stdio.
+"""The `docker` backend: a hardened container for each session, controlled over its attached stdio.
 
-The strongest walls where the engine runs containers under gVisor (`runsc`), and the way for plain users on machines
-without namespaces. A container takes far longer to make than a fork: the pool keeps some warm. Knows nothing of
-executions.
+It is the strongest isolation where the engine runs containers under gVisor (`runsc`), and works for plain users on
+machines without namespaces. A container takes far longer to make than a fork, so the pool keeps some warm. Independent
+of executions.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ class DockerBackend:
         self._settings = settings
         self._instance = secrets.token_hex(8)
         self._numbers = itertools.count(1)
-        self._first_uid = secrets.randbelow(isolate.NUM_HOST_UIDS)  # services on one machine rarely share some
+        self._first_uid = secrets.randbelow(
+            isolate.NUM_HOST_UIDS
+        )  # random, so that services on one machine rarely share uids
         self._client: docker.DockerClient | None = None
         self._runtime = "runc"
         self._environment: dict[str, str | None] = {}
@@ -68,7 +70,7 @@ class DockerBackend:
         try:
             client = docker.from_env(timeout=PING_DEADLINE_S)
             if client.api.base_url.startswith(("https:", "http+docker://ssh")):
-                raise BackendError(f"sessions speak with the engine in the clear, not over TLS or ssh as at {where}")
+                raise BackendError(f"sessions need a plain connection to the engine, not TLS or ssh as at {where}")
             info = client.info()
             client.api.timeout = API_DEADLINE_S
             image = client.images.get(self._settings.image)
@@ -80,7 +82,7 @@ class DockerBackend:
             hint = "this user may not use it" if "Permission denied" in str(error) else "set DOCKER_HOST"
             raise BackendError(f"no Docker engine answers at {where} ({hint}): {error}") from error
         inherited = {entry.partition("=")[0] for entry in image.attrs["Config"]["Env"] or []}
-        # None takes a variable of the image's away; Python itself needs two
+        # None removes a variable of the image; Python itself needs two
         self._environment = {**dict.fromkeys(inherited - {"PATH", "PYTHONPATH"}), **isolate.ENVIRONMENT}
         self._client = client
         self._describe(info)
@@ -110,7 +112,7 @@ class DockerBackend:
             container, connection = await asyncio.shield(making)
         except asyncio.CancelledError:
             with contextlib.suppress(BackendError):
-                container, connection = await making  # it cannot be stopped half-way
+                container, connection = await making  # it cannot be cancelled halfway
                 connection.close()
                 await asyncio.to_thread(remove, container)
             raise
@@ -121,12 +123,12 @@ class DockerBackend:
         except BaseException as error:
             await asyncio.shield(child.close())
             if isinstance(error, TimeoutError):
-                raise BackendError(f"a container said nothing for {HELLO_DEADLINE_S:.0f} s") from error
+                raise BackendError(f"a container sent nothing for {HELLO_DEADLINE_S:.0f} s") from error
             raise
         return child
 
     def _run(self, number: int) -> tuple[Container, socket.socket]:
-        """A started container and the connection to its stdio. Raises BackendError."""
+        """Start a container. Returns it with the connection to its stdio. Raises BackendError."""
         from docker.errors import DockerException
         from requests.exceptions import RequestException
 
@@ -136,7 +138,7 @@ class DockerBackend:
             container = self._client.containers.create(self._settings.image, **self._options(number))
             streams = {"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1}
             attached = container.attach_socket(params=streams)
-            # a descriptor of our own: the SDK's would be closed with the answer it belongs to
+            # a duplicate, because the SDK closes its descriptor with the response
             connection = socket.socket(fileno=os.dup(attached.fileno()))
             attached.close()
             container.start()
@@ -151,7 +153,7 @@ class DockerBackend:
         from docker.types import LogConfig
 
         limits, disk_bytes = self._settings.limits, self._settings.disk_bytes
-        # no two at a time: the kernel counts the processes of a uid over all containers
+        # no uid twice at a time: the kernel counts the processes of a uid over all containers
         uid = isolate.HOST_UID_BASE + (self._first_uid + number) % isolate.NUM_HOST_UIDS
         is_gvisor = self._runtime == "runsc"
         memory_bytes = limits.memory_bytes + OVERHEAD_BYTES
@@ -163,7 +165,7 @@ class DockerBackend:
             "command": [json.dumps(config)],
             "user": f"{uid}:{uid}",
             "environment": self._environment,
-            "healthcheck": {"test": ["NONE"]},  # the image's is for the service
+            "healthcheck": {"test": ["NONE"]},  # the image's own check is for the service
             "hostname": "sandbox",
             "labels": {_LABEL: self._instance},
             "runtime": self._runtime,
@@ -176,10 +178,10 @@ class DockerBackend:
             "mem_limit": memory_bytes,
             "memswap_limit": memory_bytes,
             "nano_cpus": 10**9,
-            # pid 1 is one more; gVisor counts its own threads, and some for each of the session's
+            # one more for pid 1; gVisor also counts its own threads, and some for each of the session's
             "pids_limit": GVISOR_THREADS + 2 * limits.num_processes if is_gvisor else limits.num_processes + 1,
             "log_config": LogConfig(type="none"),  # a program could fill the disk with its output
-            "stdin_open": True,  # once: when the service is gone, pid 1 reads the end of it
+            "stdin_open": True,  # once: pid 1 reads end-of-file when the service is gone
             "auto_remove": True,
         }
 
@@ -203,7 +205,7 @@ class DockerBackend:
 
 
 def _remove_leftovers(client: docker.DockerClient) -> None:
-    """Containers that a service killed between creating and starting one has left; the others end by themselves."""
+    """Remove containers of services that were killed between creating and starting one. Others end by themselves."""
     for container in client.containers.list(all=True, filters={"label": _LABEL, "status": "created"}, sparse=True):
         if time.time() - container.attrs["Created"] > LEFTOVER_AGE_S:
             remove(container)

@@ -1,4 +1,4 @@
-"""Work folders of sessions that have no file system of their own. Whatever lies in them is hostile."""
+"""Work folders of sessions that have no file system of their own. Their content is hostile."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ REMOVE_DEADLINE_S = 30.0
 
 
 def size_bytes(path: str) -> float:
-    """Disk space taken by all below a folder, which may change meanwhile; an empty file takes a page, as a guess.
+    """Disk space of everything below a folder, which may change meanwhile. An empty file is counted as one page.
 
-    Infinite when it is nested deeper than a path can say, or closed to its own user: nobody does that but to hide
-    something.
+    Infinite when it is nested deeper than a path can express, or closed to its own user: a program only does that to
+    hide something.
     """
     total, queue = 0.0, [path]
     while queue:
@@ -34,9 +34,9 @@ def size_bytes(path: str) -> float:
 
 
 def remove(path: str) -> None:
-    """Delete a folder and all below it, however deep and also what was closed to its owner. Nothing may run in it.
+    """Delete a folder and everything below it, at any depth, also what is closed to its owner. Nothing may run in it.
 
-    By the system's own tools: shutil.rmtree fails on what is nested deeper than Python recurses.
+    Uses the system's own tools, because shutil.rmtree fails on folders nested deeper than Python's recursion limit.
     """
     try:
         os.rmdir(path)

@@ -1,4 +1,4 @@
-"""One interpreter forked by a zygote on this host, held by descriptors. Knows nothing of executions."""
+"""One interpreter that a zygote on this host forked, controlled by descriptors. Independent of executions."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ log = logging.getLogger(__name__)
 CLOSE_DEADLINE_S = 5.0
 _READ_BYTES = 65_536
 _MAX_KILL_ROUNDS, _KILL_PAUSE_S = 20, 0.002
-_MAX_READS = 64  # of a pipe that something may still be writing to
+_MAX_READS = 64  # per pipe, because a process may still be writing
 
 
 class ForkedChild:
-    """See base.Child. `folder` is its work folder on the host, where it has no file system of its own."""
+    """See base.Child. `folder` is its work folder on the host, if it has no file system of its own."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class ForkedChild:
         self._cgroups: CgroupParent | None = None
         self._cgroup: Cgroup | None = None
         self._pidfd = -1
-        self._pid = 0  # as this process sees it
+        self._pid = 0  # in this process's pid namespace
         self._inherited_bytes = 0
 
     # -- what it says -------------------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ class ForkedChild:
         self._listener.on_control(data)
 
     def _read_output(self, stream: Stream) -> bool:
-        """Hand over what one read gives; False when there was nothing."""
+        """Pass on the data of one read. False when there was none."""
         assert self._listener is not None
         try:
             data = os.read(self._fds[stream], _READ_BYTES)
@@ -95,7 +95,7 @@ class ForkedChild:
     # -- its life -----------------------------------------------------------------------------------------------
 
     def adopt(self, pidfd: int) -> None:
-        """The zygote forked it: hold it by a descriptor, which unlike a pid is never reused."""
+        """Take the pidfd of the forked process. Unlike a pid, a descriptor is never reused."""
         self._pidfd = pidfd
         for line in Path(f"/proc/self/fdinfo/{pidfd}").read_text().splitlines():
             if line.startswith("Pid:"):
@@ -105,7 +105,7 @@ class ForkedChild:
             self.spawned.set_result(None)
 
     def report_exit(self, event: dict[str, Any]) -> None:
-        """The zygote waited for it, or died with it."""
+        """Record the end: the zygote reaped the process, or died with it."""
         if not self.spawned.done():
             self.spawned.set_exception(BackendError(event.get("error", "the zygote ended")))
         if not self.exited.done():
@@ -114,7 +114,7 @@ class ForkedChild:
             self.exited.set_result(Exit(exit_code=event.get("exit_code"), is_oom=is_oom, **usage))
 
     def join_cgroup(self, parent: CgroupParent) -> None:
-        """Blocks for some milliseconds: the kernel waits for other processors. Raises OSError."""
+        """Put the process into a control group. Blocks for some milliseconds in the kernel. Raises OSError."""
         self._cgroups, self._cgroup = parent, parent.take()
         self._limit_cgroup()
         self._cgroup.attach(self._pid)
@@ -135,7 +135,7 @@ class ForkedChild:
         """See base.Child."""
         self.signal(signal.SIGSTOP)
         is_clean = await self._end_strays()
-        self.signal(signal.SIGSTOP)  # again: one of them may have let it go on
+        self.signal(signal.SIGSTOP)  # again, because one of them may have continued it
         for stream in ("stdout", "stderr"):
             for _ in range(_MAX_READS):
                 if self._fds[stream] < 0 or not self._read_output(stream):
@@ -148,7 +148,7 @@ class ForkedChild:
         return processes.descendants(self._pid)
 
     async def _end_strays(self) -> bool:
-        """Kill every other process of the session; some fork while we look, and a killed one takes a moment to go."""
+        """Kill every other process of the session. Repeats, because some fork meanwhile and kills take a moment."""
         for _ in range(_MAX_KILL_ROUNDS):
             if self.exited.done() or not (strays := self._strays()):
                 return True
@@ -160,7 +160,7 @@ class ForkedChild:
 
     async def close(self) -> None:
         """See base.Child."""
-        if self.folder is not None:  # no pid namespace here to take the others along
+        if self.folder is not None:  # there is no pid namespace that ends the others
             await self._end_strays()
         self.signal(signal.SIGKILL)
         with contextlib.suppress(TimeoutError):
@@ -201,7 +201,7 @@ class ForkedChild:
         memory_bytes = sum(max(processes.own_memory_bytes(pid) - self._inherited_bytes, 0) for pid in pids)
         if memory_bytes > self._limits.memory_bytes or len(pids) > self._limits.num_processes:
             return True
-        if self.folder is None:  # a file system of its own, which has a size
+        if self.folder is None:  # it has a file system of its own, which limits the size
             return False
         return folders.size_bytes(self.folder) + processes.deleted_bytes(pids) > self._disk_bytes
 
@@ -214,6 +214,6 @@ class ForkedChild:
             try:
                 value = min(value, resource.prlimit(self._pid, kind)[1])
                 resource.prlimit(self._pid, kind, (value, value))
-            except PermissionError:  # a session of another uid, in a container without CAP_SYS_RESOURCE
+            except PermissionError:  # a session with another uid, in a container without CAP_SYS_RESOURCE
                 if not self.is_watched:
                     raise

@@ -1,4 +1,4 @@
-"""The service's hand on a zygote: starts it, asks it for children, hears of their ends. Knows nothing of executions."""
+"""Controls a zygote: starts it, requests children, receives their exits. Independent of executions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ main(config)
 
 
 class ForkServer:
-    """A zygote process and its children; after the zygote's death the next spawn starts another."""
+    """A zygote process and its children. After the zygote's death the next spawn starts another."""
 
     def __init__(self, settings: BackendSettings, *, walls: Walls, cgroups: CgroupParent | None = None) -> None:
         self._settings, self._walls, self._cgroups = settings, walls, cgroups
@@ -62,12 +62,12 @@ class ForkServer:
                 raise BackendError(f"the zygote was not ready within {START_DEADLINE_S:.0f} s") from None
 
     def _launch(self) -> None:
-        """On the event loop's own thread: the kernel ties the zygote's life to the thread that starts it."""
+        """Start the zygote from the event loop's thread: the kernel ties the zygote's life to that thread."""
         loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         if self._walls != "namespaces":
             self._folder = tempfile.mkdtemp(prefix="sandbox-")
-            os.chmod(self._folder, 0o711)  # sessions pass through, and see nothing
+            os.chmod(self._folder, 0o711)  # sessions may traverse it, but not list it
         config = {
             "fd": theirs.fileno(),
             "walls": self._walls,
@@ -124,10 +124,10 @@ class ForkServer:
             child.report_exit({"error": reason})
         self._children.clear()
         if self._process is not None:
-            self._process.terminate()  # what stands above the zygote ends the rest, and cleans up
+            self._process.terminate()  # the zygote's keeper ends the rest, and cleans up
 
     async def spawn(self) -> ForkedChild:
-        """A fresh child; its worker has not reported yet. Raises BackendError."""
+        """Fork a child. Its worker has not reported yet. Raises BackendError."""
         await self.start()
         number = next(self._numbers)
         name = str(number)
@@ -160,14 +160,14 @@ class ForkServer:
         return child
 
     def _uid(self, number: int) -> int:
-        """A host uid of its own for each session, where the service may hand them out; 0: the service's own."""
+        """A separate host uid for each session if the service may assign uids, else 0: the service's own."""
         if os.getuid() != 0 or self._walls == "none":
             return 0
         offset = 1 + number % (isolate.NUM_HOST_UIDS - 1)
         return offset if self._walls == "namespaces" else isolate.HOST_UID_BASE + offset
 
     def _make_child(self, uid: int) -> tuple[ForkedChild, list[int]]:
-        """Our ends in a child object; the other ends as [control, stdout, stderr]."""
+        """A child object with this side's descriptors, and the other side's as [control, stdout, stderr]."""
         with contextlib.ExitStack() as undo:
             ours, theirs = map(undo.enter_context, socket.socketpair())
             pipes: list[tuple[int, int]] = []

@@ -1,8 +1,8 @@
-"""The walls, from the inside: the read-only root all sessions share, then one session's namespaces and limits.
+"""Isolation, set up from the inside: the read-only root of all sessions, then one session's namespaces and limits.
 
 Runs in the zygote and in its children, in this order: `build_root`, `enter_user_namespace`, and in each child
-`isolate_session`; where namespaces cannot be had, only `confine_session` in each child. Knows nothing of the service
-and of what will run.
+`isolate_session`. Where namespaces are not available, only `confine_session` in each child. Independent of the service
+and of the program that will run.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from sandbox.backends import linux, processes, seccomp
 
 HOST_UID_BASE = 1_600_000_000
-"""Host uids of sessions when the service is root: a range no distribution hands out."""
+"""Host uids of sessions when the service is root: a range that no distribution assigns."""
 NUM_HOST_UIDS = 65_536
 WORK_FOLDER = "/home/sandbox"
 _COVERED_FOLDER = "/.python"
 SESSION_UID = 1000
-"""What a session believes its uid is."""
+"""A session's uid inside its namespace."""
 ENVIRONMENT = {
     "LANG": "C.UTF-8",
     "HOME": WORK_FOLDER,
@@ -34,9 +34,9 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
-    "MALLOC_ARENA_MAX": "2",  # an arena a thread would use up the address space limit
+    "MALLOC_ARENA_MAX": "2",  # one arena per thread would use up the address space limit
 }
-"""All that a session sees: an allow-list, nothing is inherited."""
+"""The whole environment of a session: an allow-list; nothing is inherited."""
 
 _SYSTEM_FOLDERS = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin")
 _ETC_FILES = ("/etc/ld.so.cache", "/etc/localtime")
@@ -46,7 +46,7 @@ _PASSWD = f"root:x:0:0:root:/:/bin/false\nsandbox:x:{SESSION_UID}:{SESSION_UID}:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionLimits:
-    """What the kernel enforces for one session from the start; the cgroup adds the sums over processes."""
+    """Limits that the kernel enforces for one session from the start. The cgroup adds limits on sums over processes."""
 
     memory_bytes: int
     num_processes: int
@@ -54,7 +54,7 @@ class SessionLimits:
 
 
 def build_root() -> None:
-    """A new root with Python and the system's libraries, read-only. Needs CAP_SYS_ADMIN; raises OSError."""
+    """Build and enter a read-only root with Python and the system's libraries. Needs CAP_SYS_ADMIN; raises OSError."""
     linux.mount("none", "/", None, linux.MS_REC | linux.MS_PRIVATE)
     sources = library_folders()
     if hidden := [source for source in sources if f"{source}/".startswith(("/dev/", "/proc/"))]:
@@ -78,14 +78,14 @@ def build_root() -> None:
     _write(root + "/etc/group", f"root:x:0:\nsandbox:x:{SESSION_UID}:\n")
     os.symlink("/proc/self/fd", root + "/dev/fd")
     linux.make_readonly(root)
-    # kept whole and uncovered: the kernel lets a user namespace mount /proc only where one is already fully visible
+    # kept whole and uncovered: a user namespace may mount /proc only where one is already fully visible
     linux.mount("/proc", root + "/proc", None, linux.MS_BIND | linux.MS_REC)
     linux.pivot_into(root)
 
 
 @functools.cache
 def library_folders() -> list[str]:
-    """Real folders to show, outermost only. Not all of sys.path: an editable install puts a whole checkout there."""
+    """Real folders that sessions may see, outermost only. Not all of sys.path, which may hold a whole checkout."""
     packages = [path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages")]
     wanted = {*_SYSTEM_FOLDERS, *packages, sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix}
     real = sorted(
@@ -95,7 +95,7 @@ def library_folders() -> list[str]:
 
 
 def _covered(sources: list[str]) -> dict[str, str]:
-    """Library folders below a folder that each session replaces by its own -> where they are bound instead."""
+    """Library folders below a folder that each session replaces with its own -> where they are mounted instead."""
     below = [source for source in sources if f"{source}/".startswith(("/tmp/", f"{WORK_FOLDER}/"))]
     return {source: f"{_COVERED_FOLDER}/{index}" for index, source in enumerate(below)}
 
@@ -121,10 +121,10 @@ def _write(path: str, text: str) -> None:
 
 
 def enter_user_namespace(*, build: bool) -> None:
-    """Own user, pid, mount, net, ipc and uts namespaces, as an unprivileged host uid. The caller forks next.
+    """Enter new user, pid, mount, net, ipc and uts namespaces as an unprivileged host uid. The caller forks next.
 
-    As root: the root must be built already, and a helper maps a range of host uids. As a plain user: only the own uid
-    can be mapped, and the root is built inside (`build`). Raises OSError.
+    As root, the root file system must be built already, and a helper maps a range of host uids. A plain user can map
+    only its own uid, and the root file system is built inside (`build`). Raises OSError.
     """
     all_new = linux.CLONE_NEWNS | linux.CLONE_NEWPID | linux.CLONE_NEWNET | linux.CLONE_NEWIPC | linux.CLONE_NEWUTS
     uid, gid = os.getuid(), os.getgid()
@@ -142,7 +142,7 @@ def enter_user_namespace(*, build: bool) -> None:
 
 
 def _unshare_mapped(flags: int) -> None:
-    """Unshare while a child that stays real root waits to write the map of this process."""
+    """Unshare while a child, which stays real root, waits to write the uid map of this process."""
     ready_read, ready_write = os.pipe()
     target = os.getpid()
     helper = os.fork()
@@ -173,16 +173,16 @@ def _map_self(inner: int, uid: int, gid: int) -> None:
 
 
 def mount_proc() -> None:
-    """/proc of this pid namespace, over the one before it."""
+    """Mount /proc of this pid namespace over the previous one."""
     flags = linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC
     linux.mount("proc", "/proc", "proc", flags)
 
 
 def isolate_session(*, uid: int, limits: SessionLimits) -> None:
-    """Called as pid 1 of a fresh pid namespace; afterwards this process can hurt only itself. Raises OSError.
+    """Isolate this process, pid 1 of a fresh pid namespace: afterwards it can harm only itself. Raises OSError.
 
-    The mounts belong to the zygote's user namespace, so the session's own one has no power over them, even if some
-    kernel bug gave it every capability inside. `uid` counts within the zygote's map (0 when only one uid is mapped).
+    The mounts belong to the zygote's user namespace, so the session's own namespace has no power over them, even if a
+    kernel bug gave it every capability inside. `uid` is relative to the zygote's map (0 when only one uid is mapped).
     """
     linux.unshare(linux.CLONE_NEWNS | linux.CLONE_NEWNET | linux.CLONE_NEWIPC | linux.CLONE_NEWUTS)
     flags = linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC
@@ -207,10 +207,10 @@ def isolate_session(*, uid: int, limits: SessionLimits) -> None:
 
 
 def confine_session(*, uid: int, folder: str, limits: SessionLimits) -> None:
-    """The walls where no namespace can be had: Landlock, a filter that knows of shared hosts, limits. Raises OSError.
+    """Isolate this process without namespaces: Landlock, a filter for shared hosts, limits. Raises OSError.
 
-    `uid`: the host uid to become, 0 to stay. Everything but libraries and `folder` is out of reach; what other
-    processes there are, and the names and sizes of files, can still be learnt.
+    `uid`: the host uid to change to, 0 to keep the current one. Only libraries and `folder` stay accessible. The
+    program can still learn which processes exist, and the names and sizes of files.
     """
     if uid:
         os.setgroups([])
@@ -235,7 +235,7 @@ def confine_session(*, uid: int, folder: str, limits: SessionLimits) -> None:
 
 
 def set_rlimits(limits: SessionLimits, *, num_other_tasks: int = 0) -> None:
-    """Limits a process cannot lift again. `num_other_tasks`: of the same uid, which the kernel counts too."""
+    """Set limits that the process cannot raise again. `num_other_tasks`: of the same uid, which count too."""
     for name, value in {
         "RLIMIT_AS": address_space_bytes() + limits.memory_bytes,
         "RLIMIT_NPROC": limits.num_processes + num_other_tasks,
@@ -254,6 +254,6 @@ def set_rlimits(limits: SessionLimits, *, num_other_tasks: int = 0) -> None:
 
 
 def address_space_bytes(pid: int | str = "self") -> int:
-    """Virtual size of a process: what the preloaded libraries already take."""
+    """Virtual size of a process, which includes the preloaded libraries."""
     with open(f"/proc/{pid}/statm", encoding="ascii") as file:
         return int(file.read().split()[0]) * resource.getpagesize()

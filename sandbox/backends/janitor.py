@@ -1,6 +1,7 @@
-"""Removes the control groups of a service that was killed. Run by path, with the folders as arguments; imports nothing.
+"""Removes the control groups of a service that was killed. Run by path, with the folders as arguments.
 
-Its standard input is a pipe that only the service holds: when it ends, the service is gone, however it went.
+Imports nothing of the project. Its standard input is a pipe that only the service holds: end-of-file means that the
+service is gone, for whatever reason.
 """
 
 import os
@@ -11,7 +12,7 @@ DEADLINE_S = 10.0
 
 
 def main(folders: list[str]) -> None:
-    """Wait for the service's end, then delete each folder and those in it as soon as their processes are gone."""
+    """Wait until the service ends, then delete each folder and its subfolders as soon as their processes are gone."""
     sys.stdin.buffer.read()
     deadline = time.monotonic() + DEADLINE_S
     while folders and time.monotonic() < deadline:

@@ -1,7 +1,7 @@
-"""The `landlock` backend: for places where no namespace can be made, such as inside a container.
+"""The `landlock` backend: for machines where no namespace can be made, such as inside a container.
 
-Landlock keeps files, signals and TCP away, a system call filter the rest; as root every session has a uid of its own.
-Knows nothing of executions.
+Landlock blocks files, signals and TCP, and a system call filter blocks the rest. As root, every session has a uid of
+its own. Independent of executions.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from sandbox.backends import isolate, linux, seccomp
 from sandbox.backends.base import BackendError, BackendSettings, Child
 from sandbox.backends.forkserver import ForkServer
 
-_MIN_ABI = 3  # from here on truncation is refused too
-_MIN_ABI_SAME_UID = 6  # from here on signals are
+_MIN_ABI = 3  # from this version on, truncation is refused too
+_MIN_ABI_SAME_UID = 6  # from this version on, signals are refused too
 
 
 class LandlockBackend:
@@ -68,7 +68,7 @@ class LandlockBackend:
 
 
 def _closed_folder() -> str | None:
-    """The outermost folder on the way to Python's libraries that other users cannot enter."""
+    """The outermost parent folder of Python's libraries that other users cannot enter."""
     for library in isolate.library_folders():
         for folder in [*reversed(Path(library).parents), Path(library)]:
             if not folder.stat().st_mode & 0o001:

@@ -1,4 +1,4 @@
-"""The Linux calls Python does not wrap, each as one function that raises OSError. Knows nothing of sandboxes."""
+"""Linux calls that Python does not wrap, each as one function that raises OSError. Independent of sandboxes."""
 
 from __future__ import annotations
 
@@ -69,14 +69,14 @@ def mount(source: str, target: str, kind: str | None, flags: int, data: str = ""
 
 
 def make_readonly(path: str) -> None:
-    """The mount at `path` and all below it: read-only, no setuid, no devices (Linux 5.12)."""
+    """Make the mount at `path` and all below it read-only, without setuid and devices (Linux 5.12)."""
     attributes = (ctypes.c_uint64 * 4)(MS_RDONLY | MS_NOSUID, 0, 0, 0)
     arguments = [*_long(_SYS_MOUNT_SETATTR, _AT_FDCWD), path.encode(), *_long(_AT_RECURSIVE)]
     _check(libc().syscall(*arguments, ctypes.byref(attributes), ctypes.c_long(32)), f"mount_setattr {path}")
 
 
 def pivot_into(path: str) -> None:
-    """Make `path` the root and let go of the old one."""
+    """Make `path` the root and unmount the old root."""
     os.chdir(path)
     _check(libc().syscall(*_long(_SYS_PIVOT_ROOT[os.uname().machine]), b".", b"."), "pivot_root")
     _check(libc().umount2(b".", MNT_DETACH), "umount of the old root")
@@ -84,22 +84,22 @@ def pivot_into(path: str) -> None:
 
 
 def die_with_parent(signum: int) -> None:
-    """Ask the kernel for `signum` when the thread that made this process ends; a change of uid forgets this."""
+    """Ask the kernel for `signum` when the thread that made this process ends. A change of uid cancels this."""
     _check(libc().prctl(_PR_SET_PDEATHSIG, *_long(signum, 0, 0, 0)), "prctl(PDEATHSIG)")
 
 
 def adopt_orphans() -> None:
-    """Orphaned descendants become children of this process."""
+    """Make orphaned descendants children of this process."""
     _check(libc().prctl(_PR_SET_CHILD_SUBREAPER, *_long(1, 0, 0, 0)), "prctl(CHILD_SUBREAPER)")
 
 
 def set_dumpable(value: bool) -> None:
-    """Whether processes of the same uid may look into this one. Unset by a change of uid, and with it /proc/self."""
+    """Set whether processes of the same uid may inspect this one. A change of uid clears it."""
     _check(libc().prctl(_PR_SET_DUMPABLE, *_long(int(value), 0, 0, 0)), "prctl(DUMPABLE)")
 
 
 def no_new_privileges() -> None:
-    """From here on no exec raises privileges; also what lets a plain user install a filter."""
+    """From now on no exec raises privileges. A plain user needs this to install a filter."""
     _check(libc().prctl(_PR_SET_NO_NEW_PRIVS, *_long(1, 0, 0, 0)), "prctl(NO_NEW_PRIVS)")
 
 
@@ -115,15 +115,15 @@ def drop_capabilities() -> None:
 
 
 def landlock_abi() -> int:
-    """Version of Landlock this kernel enforces; 0 when it has none or it is switched off."""
+    """The version of Landlock that this kernel enforces; 0 when it has none or it is switched off."""
     return max(int(libc().syscall(*_long(_SYS_LANDLOCK_CREATE), None, *_long(0, 1))), 0)
 
 
 def landlock(allowed: Mapping[str, int]) -> None:
-    """Refuse this process and its future children every right on files but those given, path by path.
+    """Refuse this process and its future children every right on files except those in `allowed`, by path.
 
-    A path stands for all below it; rights that a file cannot have are left out. Refused are also TCP (ABI 4), abstract
-    sockets and signals to processes outside (ABI 6). Needs no_new_privileges() first. Raises OSError.
+    A path includes everything below it; rights that a file cannot have are left out. Also refuses TCP (ABI 4), abstract
+    sockets, and signals to processes outside (ABI 6). Needs no_new_privileges() first. Raises OSError.
     """
     abi = landlock_abi()
     handled = (1 << _LANDLOCK_FS_BITS[min(abi, 5)]) - 1

@@ -1,8 +1,8 @@
-"""Several streams over one: how the service and the process in a container talk through the container's stdio.
+"""Several streams over one: the protocol between the service and a container's pid 1, over the container's stdio.
 
 A frame is a channel (one byte), a length (four, big-endian), a tag once there is a key, and that many bytes. The tag is
-there because a program in the container may get at the descriptors: gVisor lets it open those of pid 1. It has no key,
-so what it slips in ends the stream and changes nothing else. Knows nothing of what the bytes mean.
+needed because a program in the container may reach the descriptors: gVisor lets it open those of pid 1. It has no key,
+so data that it inserts ends the stream and has no other effect. Independent of what the bytes mean.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import struct
 from collections.abc import Iterator
 
 PROTOCOL_VERSION = 2
-"""Of the frames and the orders in them: an image of another version is refused."""
+"""Version of the frames and of the orders in them. An image with another version is refused."""
 
 CONTROL, STDOUT, STDERR, EVENT = b"c", b"o", b"e", b"x"
-"""Frames of worker.py; what the program printed; JSON orders to, and events from, the process in the container."""
+"""Channels: frames of worker.py; the program's output; JSON orders to pid 1, and events from it."""
 
 MAX_PAYLOAD_BYTES = 65_536
 KEY_BYTES = 32
@@ -26,17 +26,17 @@ _TAG_BYTES = 16
 
 
 class BrokenStream(ValueError):
-    """Bytes that are no frames, or not the other end's."""
+    """The bytes are not frames, or not from the other end."""
 
 
 class _Sealed:
-    """One direction. A tag covers its frame and the frame's place in the stream, so that none can be sent again."""
+    """One direction. A tag covers its frame and the frame's position, so that no frame can be replayed."""
 
     def __init__(self) -> None:
         self._key, self._number, self._tag_bytes = b"", 0, 0
 
     def use_key(self, key: bytes) -> None:
-        """From the next frame on; until then frames have no tag."""
+        """Use a key from the next frame on. Until then frames have no tag."""
         self._key, self._tag_bytes = key, _TAG_BYTES
 
     def _next_tag(self, header: bytes, payload: bytes) -> bytes:
@@ -49,10 +49,10 @@ class _Sealed:
 
 
 class Framer(_Sealed):
-    """Bytes in, frames out."""
+    """Turns bytes into frames."""
 
     def frames(self, channel: bytes, data: bytes) -> bytes:
-        """`data` as frames, none above the largest allowed."""
+        """`data` as frames, none larger than allowed."""
         framed = []
         for start in range(0, len(data), MAX_PAYLOAD_BYTES):
             piece = data[start : start + MAX_PAYLOAD_BYTES]
@@ -62,14 +62,14 @@ class Framer(_Sealed):
 
 
 class Parser(_Sealed):
-    """Bytes in as they come, frames out."""
+    """Turns received bytes into frames."""
 
     def __init__(self) -> None:
         super().__init__()
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[tuple[bytes, bytes]]:
-        """(channel, payload) of every frame that is now complete. Raises BrokenStream."""
+        """Yield (channel, payload) of every frame that is now complete. Raises BrokenStream."""
         self._buffer += data
         while len(self._buffer) >= _HEADER.size:
             header = bytes(self._buffer[: _HEADER.size])

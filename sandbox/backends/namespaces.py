@@ -1,6 +1,6 @@
 """The `namespaces` backend: every session in its own user, pid, mount, net, ipc and uts namespaces, under seccomp.
 
-Works for root (sessions get host uids of their own) and for plain users. Knows nothing of executions.
+Works for root (sessions get separate host uids) and for plain users. Independent of executions.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class NamespacesBackend:
 
 
 def _start_janitor(folders: list[str]) -> subprocess.Popen[bytes]:
-    """What ends with a killed service: its processes, by the kernel's hand. What does not: its control groups."""
+    """Start a process that removes the control groups if the service is killed. The kernel only ends the processes."""
     script = str(Path(__file__).with_name("janitor.py"))
     return subprocess.Popen(
         [sys.executable, "-I", "-S", script, *folders], stdin=subprocess.PIPE, env={}, start_new_session=True

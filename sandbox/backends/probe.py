@@ -1,4 +1,4 @@
-"""Picks the strongest backend that really works here, by running a program in it. Knows no backend's insides."""
+"""Picks the strongest backend that works here, by running a program in it. Independent of backends' internals."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ STRONGEST_FIRST = tuple(name for name in BACKENDS if name != "auto")
 async def start_backend(
     name: str, settings: BackendSettings, *, allow_unsafe: bool = False, strict: bool = False
 ) -> Backend:
-    """A started backend that has run a program. Never weaker than asked: raises BackendError with every reason.
+    """Start a backend and run a program in it. Never weaker than requested: raises BackendError with every reason.
 
-    `strict`: one that is degraded does not count.
+    `strict`: refuse a degraded backend.
     """
     candidates = STRONGEST_FIRST if name == "auto" else (name,)
     reasons = []

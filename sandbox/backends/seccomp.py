@@ -1,7 +1,7 @@
 """Builds and installs the system call filter of a session: an allow-list in classic BPF.
 
-Own code because the Python bindings of libseccomp are stale and need the C library on the machine. Knows nothing of
-namespaces.
+This is our own code because the Python bindings of libseccomp are unmaintained and need the C library on the machine.
+Independent of namespaces.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _OFFSET_NR, _OFFSET_ARCH, _OFFSET_ARGS = 0, 4, 16
 _ALLOW, _KILL_PROCESS, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 
 _NAMESPACE_FLAGS = 0x7E020080  # CLONE_NEW* of clone(2), time included
-_CLONE_PARENT = 0x8000  # a sibling of the session, which nobody would count to it
+_CLONE_PARENT = 0x8000  # makes a sibling of the session, which would not be counted to it
 _EXIT_SIGNAL_MASK, _SIGCHLD = 0xFF, 17
 _F_SETSIG = 10
 _AF_UNIX = 1
@@ -39,7 +39,7 @@ Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, co
 def program(machine: str, *, shares_host: bool = False) -> bytes:
     """The filter as `struct sock_filter[]`. Raises KeyError for a machine without a table.
 
-    `shares_host`: no namespaces around the process, so that calls which act on others by path or pid are refused too.
+    `shares_host`: the process has no namespaces, so calls that act on others by path or pid are refused too.
     """
     special = syscalls.CONDITIONAL[machine]
     refuse: Instruction = (_RET, 0, 0, _ERRNO | errno.EPERM)
@@ -58,7 +58,7 @@ def program(machine: str, *, shares_host: bool = False) -> bytes:
     exit_signal: list[Instruction] = [(_JEQ, 2, 0, 0), (_JEQ, 1, 0, _SIGCHLD), refuse, (_RET, 0, 0, _ALLOW)]
     code += _when(special["clone"], [*flags, *exit_signal])
     code += _when(special["fcntl"], [_argument(1), (_JEQ, 0, 1, _F_SETSIG), refuse, (_RET, 0, 0, _ALLOW)])
-    families = [] if shares_host else [_AF_UNIX]  # a socket with a path may be anybody's
+    families = [] if shares_host else [_AF_UNIX]  # a socket with a path may belong to any program
     by_value = [(special["socket"], 0, families), (special["ioctl"], 1, _IOCTLS), (special["prctl"], 0, _PRCTLS)]
     if shares_host:
         by_value.append((syscalls.number_of(machine, "prlimit64"), 0, [0]))  # pid 0: itself
@@ -73,12 +73,12 @@ def program(machine: str, *, shares_host: bool = False) -> bytes:
 
 
 def _argument(index: int) -> Instruction:
-    """Load the low half of an argument (both machines are little-endian); the kernel ignores the rest of an int."""
+    """Load the low half of an argument (both machines are little-endian). The kernel ignores the rest of an int."""
     return (_LOAD, 0, 0, _OFFSET_ARGS + 8 * index)
 
 
 def _when(number: int, body: list[Instruction]) -> list[Instruction]:
-    """`body` (which must return) for the call `number`."""
+    """Run `body`, which must return, for the call `number`."""
     return [(_JEQ, 0, len(body), number), *body]
 
 
@@ -87,7 +87,7 @@ class _Program(ctypes.Structure):
 
 
 def install(*, shares_host: bool = False) -> None:
-    """Put the filter on this thread and all it makes. Needs no_new_privileges() first. Raises OSError."""
+    """Install the filter on this thread and its descendants. Needs no_new_privileges() first. Raises OSError."""
     code = program(os.uname().machine, shares_host=shares_host)
     buffer = ctypes.create_string_buffer(code, len(code))
     block = _Program(len(code) // 8, ctypes.cast(buffer, ctypes.c_void_p))

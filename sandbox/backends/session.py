@@ -1,6 +1,6 @@
-"""How a process becomes a session's interpreter: what it inherits ready-made, its descriptors, then the worker.
+"""How a process becomes a session's interpreter: preloaded libraries, its descriptors, then the worker.
 
-Knows nothing of the walls around it.
+Independent of how it is isolated.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ _SETUP_FAILED = 70  # EX_SOFTWARE
 
 
 def preload(modules: Sequence[str]) -> None:
-    """Import what sessions use and go through what each does first, then keep it out of the collector's way."""
+    """Import what sessions use, run what each session does first, then exclude all of it from garbage collection."""
     for name in (*_STANDARD_MODULES, *modules):
         importlib.import_module(name)
     if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()  # a module of its own, imported on first use
+        sys.modules["numpy"].random.seed()  # imports a further module on first use
     if "sympy" in sys.modules:
         sympy = sys.modules["sympy"]
-        sympy.solve(sympy.sympify("x**2 - 2"))  # pulls in what sympy imports on first use
+        sympy.solve(sympy.sympify("x**2 - 2"))  # loads what sympy imports on first use
     if len(os.listdir("/proc/self/task")) > 1:
         raise RuntimeError(f"one of {', '.join(modules)} starts threads when it is imported, and cannot be preloaded")
     _rehearse()
     gc.collect()
-    gc.freeze()  # a collection in a child would otherwise copy every page
+    gc.freeze()  # otherwise a collection in a child would copy every page
 
 
 def _rehearse() -> None:
-    """Do what every session does first: forks then inherit it imported, computed and specialised."""
+    """Do what every session does first, so that forks inherit its imports, caches and specialised bytecode."""
     seccomp.program(os.uname().machine, shares_host=False)
     seccomp.program(os.uname().machine, shares_host=True)
     isolate.library_folders()
@@ -58,7 +58,7 @@ def _rehearse() -> None:
 
 
 def become_worker(fds: list[int], confine: Callable[[], None]) -> NoReturn:
-    """In a fresh fork: take `fds` (control, stdout, stderr), `confine()`, and serve. Failures are told on control."""
+    """In a fresh fork: take `fds` (control, stdout, stderr), `confine()`, and serve. Reports failures on control."""
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -66,7 +66,7 @@ def become_worker(fds: list[int], confine: Callable[[], None]) -> NoReturn:
         os.setsid()
         confine()
         if "numpy" in sys.modules:
-            # else every session without a seed would draw the same numbers
+            # otherwise every session without a seed would draw the same numbers
             sys.modules["numpy"].random.seed(int.from_bytes(os.urandom(4)))
         worker.Worker(_CONTROL_FD, _CONTROL_FD).serve()
     except BaseException:
@@ -77,13 +77,13 @@ def become_worker(fds: list[int], confine: Callable[[], None]) -> NoReturn:
 
 
 def _arrange_descriptors(fds: list[int]) -> None:
-    """0: /dev/null, 1: stdout, 2: stderr, 3: control; everything else that was inherited is closed."""
+    """Set 0: /dev/null, 1: stdout, 2: stderr, 3: control, and close everything else that was inherited."""
     null = os.open("/dev/null", os.O_RDONLY)
     control, stdout, stderr = fds
     high = [os.dup(fd) for fd in (null, stdout, stderr, control)]
     floor = max(high) + 1
     moved: list[int] = []
-    for fd in high:  # above every target, so that no dup2 below overwrites a source
+    for fd in high:  # numbers above every target, so that no dup2 below overwrites a source
         os.dup2(fd, floor + 8 + len(moved))
         moved.append(floor + 8 + len(moved))
     for target, fd in enumerate(moved):

@@ -1,9 +1,10 @@
-"""Numbers of the system calls a session may make, per machine. Knows nothing of how a filter is built.
+"""Numbers of the system calls that a session may make, per machine. Independent of how a filter is built.
 
-An allow-list: what is not named here is refused. Left out on purpose: execve, ptrace, mount, unshare, setns, bpf,
-io_uring, keyctl, perf, userfaultfd, memfd_create, System V IPC, message queues, inotify, personality, everything that
-changes a uid, a clock or the kernel; and what could have SIGCONT sent to a session that was stopped between two calls:
-POSIX timers and setpgid (here), a signal for a child's death or for a descriptor (by their arguments, in seccomp.py).
+This is an allow-list: calls that are not listed are refused. Left out on purpose: execve, ptrace, mount, unshare,
+setns, bpf, io_uring, keyctl, perf, userfaultfd, memfd_create, System V IPC, message queues, inotify, personality,
+everything that changes a uid, a clock or the kernel; and calls that could send SIGCONT to a session that is stopped
+between two calls: POSIX timers and setpgid (here), a signal for a child's death or for a descriptor (by their
+arguments, in seccomp.py).
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ CONDITIONAL = {
     "x86_64": {"clone": 56, "clone3": 435, "fcntl": 72, "ioctl": 16, "prctl": 157, "socket": 41},
     "aarch64": {"clone": 220, "clone3": 435, "fcntl": 25, "ioctl": 29, "prctl": 167, "socket": 198},
 }
-"""Calls allowed only with some arguments: the filter looks at them."""
+"""Calls that are allowed only with some arguments, which the filter checks."""
 
 
 _REACH_OUT = (
@@ -66,16 +67,16 @@ _REACH_OUT = (
     *("setpriority", "sched_setaffinity", "prlimit64"),
     *("socketpair", "connect", "bind", "listen", "accept", "accept4", "sendmsg"),
 )
-"""Calls by which a program without namespaces could change files or processes of its uid, or reach their sockets."""
+"""Calls with which a program without namespaces could change files or processes of its uid, or reach their sockets."""
 
 
 def allowed(machine: str, *, shares_host: bool) -> list[int]:
-    """Numbers of the calls that are allowed whatever their arguments. Raises KeyError for an unknown machine."""
+    """Numbers of the calls that are allowed with any arguments. Raises KeyError for an unknown machine."""
     return [number for name, number in _table(machine).items() if not (shares_host and name in _REACH_OUT)]
 
 
 def number_of(machine: str, name: str) -> int:
-    """Raises KeyError."""
+    """The number of a call. Raises KeyError."""
     return _table(machine)[name]
 
 

@@ -1,6 +1,6 @@
-"""The `unsafe` backend: resource limits and nothing else. For trusted code on machines where nothing better runs.
+"""The `unsafe` backend: resource limits only. For trusted code on machines where no other backend works.
 
-A program can read this user's files, reach the network and signal this user's processes. Knows nothing of executions.
+A program can read this user's files, reach the network and signal this user's processes. Independent of executions.
 """
 
 from __future__ import annotations

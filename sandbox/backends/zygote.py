@@ -1,10 +1,9 @@
-"""The process that imports the libraries once and forks a walled-in interpreter for every session.
+"""The process that imports the libraries once and forks an isolated interpreter for every session.
 
-Single-threaded, so that forking is safe; as pid 1 of a pid namespace around all sessions, so that its death, whatever
-the cause, ends every one of them. Without namespaces a keeper process above it sees to that. Knows nothing of HTTP, of
-executions and of who asks.
-Messages are JSON packets on one socket: {id, uid, folder, limits} with the descriptors control, stdout, stderr comes
-in; {event: ready | failed | spawned | exit, ...} goes out.
+It is single-threaded, so that forking is safe. It is pid 1 of a pid namespace around all sessions, so that its death,
+for any reason, ends every one of them; without namespaces a keeper process above it does that. Independent of HTTP,
+executions and clients. Messages are JSON packets on one socket. It receives {id, uid, folder, limits} with the
+descriptors control, stdout, stderr, and sends {event: ready | failed | spawned | exit, ...}.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from typing import Any, Literal
 from sandbox.backends import folders, isolate, linux, processes, session
 
 Walls = Literal["namespaces", "landlock", "none"]
-"""What stands between a session and the host, beside its resource limits."""
+"""What isolates a session from the host, in addition to its resource limits."""
 
 _MAX_PACKET_BYTES = 65_536
 
 
 def main(config_json: str) -> None:
-    """Entry point of the zygote's process; returns when the service hangs up."""
+    """Entry point of the zygote's process. Returns when the service closes the socket."""
     config = json.loads(config_json)
     control = socket.socket(fileno=config["fd"])
     try:
@@ -47,7 +46,7 @@ def main(config_json: str) -> None:
 
 
 def _go_below_a_keeper(folder: str) -> None:
-    """The calling process stays until the service or the zygote ends; then it ends all below it, and `folder`."""
+    """The calling process becomes the keeper: once service or zygote end, it ends all below it and removes `folder`."""
     linux.adopt_orphans()
     linux.die_with_parent(signal.SIGTERM)
     awaited = {signal.SIGTERM, signal.SIGCHLD}
@@ -55,7 +54,7 @@ def _go_below_a_keeper(folder: str) -> None:
     if pid := os.fork():
         os.closerange(3, 256)
         while signal.sigwait(awaited) == signal.SIGCHLD and not os.waitpid(pid, os.WNOHANG)[0]:
-            pass  # some orphan ended
+            pass  # an orphan ended
         while pids := processes.descendants(os.getpid()):
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
@@ -69,7 +68,7 @@ def _go_below_a_keeper(folder: str) -> None:
 
 
 def _enter_namespaces() -> None:
-    """Move into the shared namespaces; the calling process stays outside, waits, and never returns from here."""
+    """Move into the shared namespaces. The calling process stays outside, waits, and never returns from here."""
     is_root = os.getuid() == 0
     if is_root:
         linux.unshare(linux.CLONE_NEWNS)
@@ -93,7 +92,7 @@ class Zygote:
         self._own_pid_namespace = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
 
     def serve(self) -> None:
-        """Fork on request and report ends, until the service hangs up."""
+        """Fork on request and report exits, until the service closes the socket."""
         wake_read, wake_write = os.pipe()
         os.set_blocking(wake_read, False)
         os.set_blocking(wake_write, False)
@@ -137,7 +136,7 @@ class Zygote:
 
     def _fork(self, request: dict[str, Any], fds: list[int]) -> int:
         if self._walls == "namespaces":
-            # the first child of a process after unshare(NEWPID) is pid 1; going home first lets us do it again
+            # the first child after unshare(NEWPID) is pid 1; returning to the own namespace first allows repeating it
             linux.setns(self._own_pid_namespace, linux.CLONE_NEWPID)
             linux.unshare(linux.CLONE_NEWPID)
         pid = os.fork()
@@ -146,7 +145,7 @@ class Zygote:
         return pid
 
     def _end_orphans(self) -> None:
-        """Sessions adopt their own orphans: what is a child of this process and no session outlived one."""
+        """End orphans. Sessions adopt their own, so a child of this process that is not a session outlived one."""
         for pid in processes.children(os.getpid()):
             if pid not in self._ids:
                 for orphan in [pid, *processes.descendants(pid)]:
@@ -171,7 +170,7 @@ class Zygote:
 
 
 def _enter(request: dict[str, Any], walls: Walls) -> None:
-    """In a session's process, before the worker begins: what keeps it in."""
+    """In a session's process, before the worker starts: isolate it."""
     limits = isolate.SessionLimits(**request["limits"])
     if walls == "namespaces":
         isolate.isolate_session(uid=request["uid"], limits=limits)

@@ -66,11 +66,9 @@ class SandboxClient:
 
     Example:
         async with SandboxClient("http://127.0.0.1:8321", token="...") as client:
-            async with client.session(seed=0) as session:
-                result = await session.exec("print(6 * 7)")
-                assert result.to_text() == "42"
-
-    `SandboxClient.embedded()` starts a local service and gives a client of it.
+            ...
+        async with SandboxClient.embedded() as client:  # starts a local service
+            ...
     """
 
     def __init__(self, url: str, token: str | None = None, *, return_timeout_s: float = 0.0) -> None:
@@ -104,10 +102,6 @@ class SandboxClient:
 
         `options` are the flags of `python -m sandbox`: `memory_bytes=2**28, allow_unsafe=True`.
         Raises SandboxUnavailable when no backend works on this machine.
-
-        Example:
-            async with SandboxClient.embedded(slots=2) as client, client.session() as session:
-                await session.exec("x = 1")
         """
         async with _local_service(backend, slots, options) as (url, token), cls(url, token) as client:
             yield client

@@ -32,7 +32,6 @@ SMALL_FILES = {
     "envs/equality_worker.py": "runs in a process of its own",
     "envs/gsm8k.py": "one environment, one file",
     "envs/math_python.py": "one environment, one file",
-    "envs/python_tool.py": "shared by all environments with Python",
     "envs/splits.py": "shared by the generated environments",
     "sandbox/backends/folders.py": "shared by the backends with folders",
     "sandbox/backends/janitor.py": "runs in a process of its own",

@@ -65,10 +65,8 @@ class SandboxClient:
     """A client of one sandbox service, for any number of sessions at once.
 
     Example:
-        async with SandboxClient("http://127.0.0.1:8321", token="...") as client:
-            ...
-        async with SandboxClient.embedded() as client:  # starts a local service
-            ...
+        async with SandboxClient("http://127.0.0.1:8321", token="...") as client: ...
+        async with SandboxClient.embedded() as client: ...  # starts a local service
     """
 
     def __init__(self, url: str, token: str | None = None, *, return_timeout_s: float = 0.0) -> None:

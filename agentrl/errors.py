@@ -1,24 +1,25 @@
 """The exception tree, and `boundary`, which attributes a failure once, to the part that failed.
 
 AgentRLError
- +- ConfigError            the user's settings or files are wrong; the message says where and what to do
- |   +- DataError          a row of a data set is wrong: file and line
- |   +- MissingDependencyError
+ +- ConfigError            a setting or an input file is wrong; the message says where and how to fix it
+ |   +- DataError          a row of a data set is wrong; the message has file and line
+ |   +- MissingDependencyError   an optional package is not installed
  +- InfraError             a part failed: the episode is retried or dropped and counted, never scored
  |   +- EnvError           the environment's own code raised
- |   +- SandboxError       the sandbox service failed (model code that fails is an observation, not this)
+ |   +- SandboxError       the sandbox service failed (model code that fails is an observation instead)
  |   +- EngineError        the engine failed
  |   |   +- EngineGone        its process is gone, or the connection to it broke
- |   |   +- WeightSyncError   an engine does not hold the weights it should: always ends the run
+ |   |   +- WeightSyncError   an engine does not hold the weights it should; always ends the run
  |   +- LearnerError       the learner process failed
  |   +- JournalError       the run's journal could not be written or read
  |   +- DiskError          another file of the run could not be written
- |   +- CanaryFailed       a part works and gives wrong outcomes: ends the run at once
- |   +- RunStalled         nothing moved for too long: says who waits for whom, ends the run
+ |   +- CanaryFailed       a part works but gives wrong outcomes; ends the run at once
+ |   +- RunStalled         nothing moved for too long; names the waits, ends the run
  +- StaleTrajectoryError   the lag bound was broken at consumption: a bug, ends the run
- +- LearnerReplaced        another learner took over: the run goes on from the journal
- +- WeightsWanted          an engine was restarted: the learner publishes again, and nothing is lost
- +- ErrorRateExceeded      too many episodes failed for infrastructure reasons
+ +- LearnerReplaced        another learner process took over; the run continues from the journal
+ +- WeightsWanted          an engine was restarted; the learner publishes again, and nothing is lost
+ +- ErrorRateExceeded      too many groups failed for infrastructure reasons; ends the run
+ +- NoLearningSignal       group after group had equal rewards; ends the run
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class AgentRLError(Exception):
 
 
 class ConfigError(AgentRLError, ValueError):
-    """A setting or an input file is wrong. The message says what, where, and the mend."""
+    """A setting or an input file is wrong. The message says what is wrong, where, and how to fix it."""
 
 
 class DataError(ConfigError):
@@ -58,11 +59,11 @@ class SandboxError(InfraError):
 
 
 class EngineError(InfraError):
-    """The engine failed, answered nonsense, or is gone."""
+    """The engine failed, gave an inconsistent answer, or is gone."""
 
 
 class EngineGone(EngineError):
-    """Nobody answers for the engine any more: it may come back."""
+    """The engine cannot be reached. It may return."""
 
 
 class WeightSyncError(EngineError):
@@ -70,7 +71,7 @@ class WeightSyncError(EngineError):
 
 
 class WeightsWanted(AgentRLError):
-    """An engine was restarted, and only the learner can give it the present weights: they must be published again."""
+    """An engine was restarted and only the learner can give it the current weights: it must publish them again."""
 
 
 class LearnerError(InfraError):
@@ -78,23 +79,24 @@ class LearnerError(InfraError):
 
 
 class JournalError(InfraError):
-    """The run's journal could not be written or read: without it no work is safe."""
+    """The run's journal could not be written or read. Without it a crash would lose work."""
 
 
 class DiskError(InfraError):
-    """A file of the run could not be written: what it makes from here on would be lost."""
+    """A file of the run could not be written: further results would be lost."""
 
 
 class LearnerReplaced(AgentRLError):
-    """A learner was restarted, and another process stands where it stood: the run goes on from the journal."""
+    """A new learner process replaced this one. The run continues from the journal."""
 
 
 class CanaryFailed(InfraError):
-    """A program or an answer whose outcome is known came out otherwise."""
+    """A program or an answer with a known outcome gave another one."""
 
 
 class RunStalled(InfraError):
-    """Nothing moved for too long, or the event loop stood still. The message names who waits for whom, and the dump."""
+    """Nothing moved for too long, or the event loop stood still. The message names the waits, and the file with all
+    stacks."""
 
 
 class StaleTrajectoryError(AgentRLError):
@@ -102,18 +104,22 @@ class StaleTrajectoryError(AgentRLError):
 
 
 class ErrorRateExceeded(AgentRLError):
-    """Too many episodes failed for infrastructure; the first cause is chained."""
+    """Too many groups failed for infrastructure reasons. The first failure is the cause."""
 
 
 class NoLearningSignal(AgentRLError):
-    """Group after group had equal rewards; a policy gradient has nothing to use."""
+    """Group after group had equal rewards, which carry no policy gradient."""
 
 
 @contextmanager
 def boundary(error_type: type[InfraError], what: str) -> Iterator[None]:
-    """Turn any failure inside into `error_type` once, cause kept; errors already attributed pass through.
+    """Turn any exception inside into `error_type`, with its cause; errors that are already attributed pass through.
 
-    Cancellation is never touched. Example: `with boundary(SandboxError, "python tool"): await session.exec(code)`
+    Cancellation passes through as well.
+
+    Example:
+        with boundary(SandboxError, "python tool"):
+            await session.exec(code)
     """
     try:
         yield
@@ -124,6 +130,6 @@ def boundary(error_type: type[InfraError], what: str) -> Iterator[None]:
 
 
 def raise_first(group: BaseExceptionGroup[BaseException]) -> NoReturn:
-    """Raise the first error of a TaskGroup as itself: its own cause stays, which `raise ... from` would replace."""
+    """Raise the first error of a TaskGroup by itself, with its own cause, which a plain `raise` would replace."""
     first = group.exceptions[0]
     raise first from first.__cause__

@@ -1,6 +1,6 @@
-"""The folder a run leaves behind: where each file is, and how episodes are written to and read from it.
+"""The folder of a run: where each file is, and how episodes are written to it and read from it.
 
-Knows nothing of engines, learners or how any of the numbers came about.
+Independent of engines, learners and how the numbers are computed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MAX_NAMES = 10_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnSize:
-    """How many of an episode's tokens belong to one turn: first the observation, then what the model said."""
+    """How many of an episode's tokens belong to one turn: first the observation, then the model's action."""
 
     num_observation_tokens: int
     num_action_tokens: int
@@ -47,7 +47,7 @@ class TurnSize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeLine:
-    """One line of a trajectories file: an episode in flat per-token arrays that any tool can read."""
+    """One line of a trajectories file: an episode as flat per-token arrays, which any tool can read."""
 
     group_id: int
     task: Task
@@ -68,13 +68,18 @@ class EpisodeLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFolder:
-    """`runs/NAME/`: config.json, metrics.jsonl, tensorboard/, trajectories/, checkpoints/, journal.sqlite, logs/."""
+    """`runs/NAME/`: config.json, metrics.jsonl, tensorboard/, trajectories/, checkpoints/, journal.sqlite, logs/.
+
+    Example:
+        run = RunFolder.open("runs/quickstart")
+        groups = run.read_trajectories(run.trajectory_steps()[-1])
+    """
 
     path: Path
 
     @classmethod
     def create(cls, out_dir: str | Path, name: str, *, config: Config) -> RunFolder:
-        """Make `out_dir/name`, or `name-2`, `-3`, ... where that is taken, and save the resolved config in it.
+        """Create `out_dir/name`, or `name-2`, `-3`, ... where that is taken, and save the resolved config in it.
 
         Raises ConfigError when the name is not a plain folder name or the folder cannot be made.
         """
@@ -104,7 +109,7 @@ class RunFolder:
 
     @property
     def metrics(self) -> Path:
-        """One JSON object a line."""
+        """One JSON object per line."""
         return self.path / "metrics.jsonl"
 
     @property
@@ -114,7 +119,7 @@ class RunFolder:
 
     @property
     def trajectories(self) -> Path:
-        """Folder of gzipped JSONL, one file a step."""
+        """Folder of gzipped JSONL, one file per step."""
         return self.path / "trajectories"
 
     @property
@@ -124,7 +129,7 @@ class RunFolder:
 
     @property
     def states(self) -> Path:
-        """Folder of the learner's own checkpoints, from which it goes on: v20, v40, ..."""
+        """Folder of the learner's own checkpoints, from which it resumes: v20, v40, ..."""
         return self.checkpoints / "states"
 
     @property
@@ -134,17 +139,17 @@ class RunFolder:
 
     @property
     def logs(self) -> Path:
-        """Folder with one log a process."""
+        """Folder with one log per process."""
         return self.path / "logs"
 
     @property
     def report(self) -> Path:
-        """The page that opens offline."""
+        """The report page, which opens offline."""
         return self.path / "report.html"
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Nobody else works on this run meanwhile. Raises ConfigError when somebody does."""
+        """Lock the run while the block runs. Raises ConfigError when another process has locked it."""
         with (self.path / ".lock").open("a+") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -161,17 +166,18 @@ class RunFolder:
 
     @contextmanager
     def writing(self, path: Path) -> Iterator[None]:
-        """Around what writes a file of the run. Raises DiskError, with the mend, where the disk refuses."""
+        """Wrap code that writes a file of the run. Raises DiskError, which says how to continue, where the disk
+        fails."""
         try:
             yield
         except OSError as error:
             raise DiskError(
-                f"cannot write {path}: {error.strerror or error}. Free space on its disk (df -h {self.path}), then go "
-                f"on with agentrl train --resume {self.path}"
+                f"cannot write {path}: {error.strerror or error}. Free space on its disk (df -h {self.path}), then "
+                f"continue with agentrl train --resume {self.path}"
             ) from error
 
     def write_trajectories(self, step: int, groups: Sequence[TrajectoryGroup], *, kind: EpisodeKind = "train") -> Path:
-        """Write all episodes of one step, whole or not at all; a second call for the step replaces the first.
+        """Write all episodes of one step, completely or not at all; a second call for the step replaces the first.
 
         Raises DiskError.
         """
@@ -183,14 +189,14 @@ class RunFolder:
         return target
 
     def read_trajectories(self, step: int, *, kind: EpisodeKind = "train") -> list[TrajectoryGroup]:
-        """What `write_trajectories` was given. Raises FileNotFoundError where nothing was written for the step."""
+        """The groups that were written for the step. Raises FileNotFoundError where there are none."""
         decoder = msgspec.json.Decoder(EpisodeLine)
         with gzip.open(self._trajectories_file(step, kind)) as lines:
             segments = [decoder.decode(line) for line in lines]
         return [_to_group(list(members)) for _, members in groupby(segments, key=lambda line: line.group_id)]
 
     def trajectory_steps(self, *, kind: EpisodeKind = "train") -> list[int]:
-        """Steps that have a trajectories file, rising."""
+        """The steps that have a trajectories file, ascending."""
         names = self.trajectories.glob(f"{kind}_*.jsonl.gz")
         return sorted(int(name.name.removeprefix(f"{kind}_").removesuffix(".jsonl.gz")) for name in names)
 
@@ -217,7 +223,8 @@ def write_atomically(target: Path, data: bytes, *, durable: bool = True) -> None
 
 
 def _claim(out_dir: Path, name: str) -> Path:
-    """An empty folder that is ours alone: of two runs of one name that start together, one makes `logs` first."""
+    """Create an empty folder for this run only: of two runs with one name that start together, one makes `logs`
+    first."""
     for candidate in _candidates(out_dir, name):
         candidate.mkdir(parents=True, exist_ok=True)
         if not any(candidate.iterdir()):
@@ -315,7 +322,7 @@ def _to_turns(line: EpisodeLine) -> Iterator[Turn]:
 
 
 def _spans(versions: Sequence[int]) -> tuple[VersionSpan, ...]:
-    """Runs of equal versions. `versions` [T]; spans tile [0, T)."""
+    """Sequences of equal versions. `versions` [T]; the spans tile [0, T)."""
     spans: list[VersionSpan] = []
     for version, run in groupby(versions):
         start = spans[-1].end if spans else 0

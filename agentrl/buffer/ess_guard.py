@@ -1,6 +1,6 @@
-"""Decides how many versions of lag admission may work with, from the ESS ratio of step after step.
+"""The ESS guard: chooses the lag with which groups are admitted, from the ESS ratio of each step.
 
-Knows nothing of buffers, groups or the learner: numbers in, a number out.
+Independent of buffers, groups and the learner: numbers in, a number out.
 """
 
 from __future__ import annotations
@@ -8,16 +8,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 RECOVERY = 10
-"""Lag comes back this many times slower than it goes: a policy that has drifted once drifts again."""
+"""The lag rises this many times slower than it falls: a policy that has drifted once may drift again."""
 
 
 class EssGuard:
-    """Lag goes down by one after `num_steps` steps in a row below `floor`, up by one after ten times as many above it.
+    """Lowers the lag by one after `num_steps` steps in a row below `floor`, raises it after ten times as many above it.
 
     Args:
-        max_lag: where it starts, and the most it ever gives.
-        floor: ESS ratio; None never changes anything.
-        num_steps: steps in a row that count.
+        max_lag: the lag at the start, and the largest.
+        floor: ESS ratio; None: the lag never changes.
+        num_steps: steps in a row that change the lag.
+
+    >>> guard = EssGuard(max_lag=2, floor=0.5, num_steps=2)
+    >>> guard.observe(0.1), guard.observe(0.1)
+    (2, 1)
     """
 
     def __init__(self, *, max_lag: int, floor: float | None, num_steps: int) -> None:
@@ -29,7 +33,7 @@ class EssGuard:
         self._num_above = 0
 
     def observe(self, ess_ratio: float | None) -> int:
-        """The lag to admit with from now on. A step whose ratio could not be measured counts as one below."""
+        """The lag from now on. A step whose ratio could not be measured counts as below the floor."""
         if self._floor is None:
             return self.lag
         if ess_ratio is None or not ess_ratio >= self._floor:
@@ -43,11 +47,11 @@ class EssGuard:
         return self.lag
 
     def state_dict(self) -> dict[str, int]:
-        """What a checkpoint must hold."""
+        """The state for a checkpoint."""
         return {"lag": self.lag, "num_below": self._num_below, "num_above": self._num_above}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on where `state_dict` was taken. A smaller `max_lag`, or no floor, in the config wins."""
+        """Continue from a `state_dict`. A smaller `max_lag`, or no floor, in the config takes precedence."""
         if self._floor is not None:
             self.lag = min(state["lag"], self._max_lag)
             self._num_below, self._num_above = state["num_below"], state["num_above"]

@@ -1,8 +1,9 @@
-"""Durable record of every group's fate (SQLite, WAL), and what of it goes on after a crash. Knows no slots, no models.
+"""The journal: a durable record of each group's state (SQLite, WAL), from which a run resumes after a crash.
 
 A finished group is on disk before the buffer offers it to the learner, and a batch before the learner can take it, so
-`kill -9` of any process loses no finished work. A learner that comes back at an older version is given the batches
-after it again, exactly as they were: nothing finished is generated twice, nothing trained twice in the same weights.
+`kill -9` of any process loses no finished work. A learner that returns at an older version gets the batches after it
+again, exactly as they were: no finished group is generated twice, and none is trained twice in the same weights.
+Independent of slots and models.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ OLD_FORMATS = (2,)
 
 
 class GroupState(StrEnum):
-    """Every issued group is in exactly one of these."""
+    """Each issued group is in exactly one of these states."""
 
     IN_FLIGHT = "in_flight"
     READY = "ready"
@@ -41,50 +42,50 @@ class GroupState(StrEnum):
     DROPPED_ZERO_VARIANCE = "dropped_zero_variance"
     FAILED = "failed"
     CANCELLED = "cancelled"
-    """The run ended while it was in flight; it is played again when the run goes on."""
+    """The run ended while it was in flight; it is played again when the run resumes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepState:
-    """What the orchestrator itself must remember of a step."""
+    """The orchestrator's own state after a step."""
 
     ess_guard: dict[str, int]  # EssGuard.state_dict
-    train_s: float  # spent training by then
+    train_s: float  # seconds spent training by then
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumption:
-    """What is left to do where a run goes on. All empty for a run that begins."""
+    """The work that is left when a run resumes. Empty for a new run."""
 
-    version: int = 0  # where the learner stands
+    version: int = 0  # of the learner
     num_issued: int = 0
     counts: dict[GroupState, int] = field(default_factory=dict)  # of the final states
     batches: tuple[
         tuple[TrajectoryGroup, ...], ...
-    ] = ()  # of steps version+1, version+2, ...: trained again as they were
+    ] = ()  # of steps version+1, version+2, ...: to be trained again unchanged
     ready: tuple[TrajectoryGroup, ...] = ()
-    in_flight: tuple[tuple[int, Task], ...] = ()  # group id and task: played again
+    in_flight: tuple[tuple[int, Task], ...] = ()  # group id and task: to be played again
     state: StepState | None = None  # of step `version`, or the newest known before it
-    unrecorded: tuple[TrajectoryGroup, ...] = ()  # of step `version`, where its learner lived on and nobody else
+    unrecorded: tuple[TrajectoryGroup, ...] = ()  # of step `version`, if only its learner survived it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a finished group did."""
+    """The rewards of a finished group."""
 
     group_id: int
     task_id: str
     admitted: int  # version at its admission
-    rewards: tuple[float, ...]  # one an episode
+    rewards: tuple[float, ...]  # one per episode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceHistory:
-    """How far the tasks were read."""
+    """How far the task source was read."""
 
     cursor: int  # rows drawn
     outcomes: tuple[Outcome, ...]  # by group id
-    returned: tuple[Task, ...]  # wait to be asked again
+    returned: tuple[Task, ...]  # to be drawn again
 
 
 _SCHEMA = """
@@ -103,9 +104,13 @@ _FINAL = tuple(set(GroupState) - {GroupState.IN_FLIGHT, GroupState.READY, GroupS
 
 
 class Journal:
-    """One row a group. The payload stays until the group was dropped, or trained and the learner's checkpoints hold it.
+    """One row per group. The payload stays until the group is dropped, or trained and covered by a learner checkpoint.
 
-    Raises JournalError where the disk refuses, ConfigError at construction for a file of another version of agentrl.
+    Raises JournalError where the disk fails, ConfigError at construction for a file of another version of agentrl.
+
+    Example:
+        with closing(Journal(run.journal)) as journal:
+            journal.counts()  # groups by state
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -119,10 +124,10 @@ class Journal:
             self._db.executescript(_SCHEMA)
             self._db.execute(f"PRAGMA user_version={FORMAT}")
 
-    # What happens to a group, in order.
+    # The states of a group, in order.
 
     def issued(self, group_id: int, task: Task, *, version: int = 0, cursor: int = 0) -> None:
-        """A group was admitted at `version`. `cursor`: rows drawn from the source by then."""
+        """Record that a group was admitted at `version`. `cursor`: rows drawn from the source by then."""
         row = (group_id, task.id, _encode(task), cursor, version, GroupState.IN_FLIGHT)
         with self._transaction():
             self._db.execute(
@@ -133,21 +138,21 @@ class Journal:
             )
 
     def ready(self, group: TrajectoryGroup) -> None:
-        """A group is finished: keep all of it."""
+        """Record a finished group, with all its tokens."""
         self._execute(
             "UPDATE groups SET state = ?, rewards = ?, payload = ? WHERE group_id = ?",
             (GroupState.READY, _encode(group.episode_rewards), _encode(group), group.group_id),
         )
 
     def useless(self, group: TrajectoryGroup) -> None:
-        """A group is finished and carries no gradient: keep its rewards."""
+        """Record a finished group that carries no gradient, with its rewards only."""
         self._execute(
             "UPDATE groups SET state = ?, rewards = ? WHERE group_id = ?",
             (GroupState.DROPPED_ZERO_VARIANCE, _encode(group.episode_rewards), group.group_id),
         )
 
     def taken(self, group_ids: Sequence[int], *, step: int) -> None:
-        """These groups are the batch that makes version `step`."""
+        """Record that these groups are the batch of version `step`."""
         with self._transaction():
             self._db.executemany(
                 "UPDATE groups SET state = ?, step = ? WHERE group_id = ?",
@@ -155,7 +160,8 @@ class Journal:
             )
 
     def trained(self, group_ids: Sequence[int]) -> None:
-        """Their step was made. The payloads stay until `step_made` says that checkpoints cover them."""
+        """Record that their step was made. The payloads stay until `step_made` reports a checkpoint that covers
+        them."""
         with self._transaction():
             self._db.executemany(
                 "UPDATE groups SET state = ? WHERE group_id = ?",
@@ -163,7 +169,8 @@ class Journal:
             )
 
     def ended(self, group_id: int, state: GroupState, reason: str | None = None, *, again: Task | None = None) -> None:
-        """A group ended without being trained; its payload is freed. `again`: its task, where it is asked once more."""
+        """Record that a group ended without being trained, and free its payload. `again`: its task, to be drawn
+        again."""
         with self._transaction():
             self._db.execute(
                 "UPDATE groups SET state = ?, reason = ?, payload = NULL WHERE group_id = ?", (state, reason, group_id)
@@ -171,10 +178,10 @@ class Journal:
             if again is not None:
                 self._db.execute("INSERT INTO returned (task_id, task) VALUES (?, ?)", (again.id, _encode(again)))
 
-    # What else a run must remember.
+    # Other state of a run.
 
     def step_made(self, step: int, state: StepState, *, resumable_from: int | None) -> None:
-        """Version `step` is in the engines. Batches up to the learner's checkpoint `resumable_from` are forgotten."""
+        """Record that the engines hold version `step`; free the batches up to the checkpoint `resumable_from`."""
         with self._transaction():
             self._db.execute("INSERT OR REPLACE INTO steps (step, state) VALUES (?, ?)", (step, _encode(state)))
             if resumable_from is not None:
@@ -183,21 +190,21 @@ class Journal:
                 )
 
     def evaluated(self, result: EvalResult) -> None:
-        """A held-out measurement was made."""
+        """Record a held-out measurement."""
         self._execute(
             "INSERT OR REPLACE INTO evaluations (policy_version, result) VALUES (?, ?)",
             (result.policy_version, _encode(result)),
         )
 
-    # What goes on.
+    # Reading, to resume.
 
     def evaluations(self) -> dict[int, EvalResult]:
-        """By policy version, rising."""
+        """All measurements by policy version, ascending."""
         rows = self._rows("SELECT policy_version, result FROM evaluations ORDER BY policy_version")
         return {version: _decode(result, EvalResult) for version, result in rows}
 
     def source_history(self) -> SourceHistory:
-        """What the tasks' source must be told to go on where it was."""
+        """What the task source needs to continue where it was."""
         ((cursor,),) = self._rows("SELECT COALESCE(MAX(cursor), 0) FROM groups")
         finished = self._rows(
             "SELECT group_id, task_id, admitted, rewards FROM groups WHERE rewards IS NOT NULL ORDER BY group_id"
@@ -212,9 +219,9 @@ class Journal:
         )
 
     def resume_at(self, version: int) -> Resumption:
-        """Take the learner's `version` as the truth, and say what is left to do from there.
+        """The work that is left from the learner's `version` on.
 
-        Raises ConfigError where the batches between it and the last step are not there any more.
+        Raises ConfigError where the batches between `version` and the last step are missing.
         """
         self._check_known(version)
         with self._transaction():
@@ -244,12 +251,12 @@ class Journal:
         }
 
     def last_step(self) -> int:
-        """The newest version whose step was made."""
+        """The newest version whose step was recorded."""
         ((step,),) = self._rows("SELECT COALESCE(MAX(step), 0) FROM steps")
         return int(step)
 
     def train_s(self) -> float:
-        """Time spent training up to `last_step`."""
+        """Seconds spent training up to `last_step`."""
         rows = self._rows("SELECT state FROM steps ORDER BY step DESC LIMIT 1")
         return _decode(rows[0][0], StepState).train_s if rows else 0.0
 
@@ -263,14 +270,14 @@ class Journal:
         if found not in (FORMAT, *OLD_FORMATS) and not is_new:
             raise ConfigError(
                 f"{self._path} was written by another version of agentrl (format {found}, this one reads {FORMAT}): "
-                "begin a new run, from the weights that the old one exported if you like (model.path)"
+                "start a new run, if you like from the weights that the old one exported (model.path)"
             )
 
     def _check_known(self, version: int) -> None:
         if version > 0 and not self._rows("SELECT 1 FROM groups WHERE step = ? LIMIT 1", (version,)):
             raise ConfigError(
-                f"{self._path} knows no step {version}, at which the learner's checkpoint stands: the journal and "
-                "checkpoints/states are not of one run; put the run folder back as it was"
+                f"{self._path} has no step {version}, the version of the learner's checkpoint: the journal and "
+                "checkpoints/states are not from one run; restore the run folder"
             )
 
     def _batches_after(self, version: int) -> tuple[tuple[TrajectoryGroup, ...], ...]:
@@ -282,8 +289,8 @@ class Journal:
         missing += [step for step, payloads in by_step.items() if None in payloads]
         if missing:
             raise ConfigError(
-                f"{self._path} holds the batch of step {missing[0]} no more, and the learner stands at version "
-                f"{version}: its newer checkpoints in checkpoints/states are gone; put them back, or begin a new run"
+                f"{self._path} no longer holds the batch of step {missing[0]}, and the learner is at version "
+                f"{version}: its newer checkpoints in checkpoints/states are gone; restore them, or start a new run"
             )
         return tuple(tuple(_group(payload) for payload in by_step[step]) for step in sorted(by_step))
 
@@ -321,7 +328,7 @@ class Journal:
         except JournalError as error:
             if isinstance(error.__cause__, sqlite3.OperationalError):
                 raise JournalError(
-                    f"{error}. Free space on its disk (df -h {self._path}), then go on with "
+                    f"{error}. Free space on its disk (df -h {self._path}), then continue with "
                     f"agentrl train --resume {Path(self._path).parent}"
                 ) from error.__cause__
             raise

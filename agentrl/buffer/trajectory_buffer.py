@@ -1,11 +1,11 @@
-"""Bounded store between rollout and learner: slots, the staleness rule, the ledger. Knows nothing of tokens or HTTP.
+"""The trajectory buffer: a bounded store between rollout and learner, with slots, the staleness rule and the ledger.
 
-A group holds a slot from admission until the engines hold the weights that its step produced. There are
-`(max_lag + 1) * groups_per_step` slots, derived and not tuned: consumed oldest first, everything outstanding when a
-group is admitted is used up within `max_lag` further steps, so a group that finishes in turn is never born stale. One
-that is overtaken while it still runs can become stale; `on_stale` says what happens then. max_lag = 0 is exactly
-synchronous. `set_lag` makes admission work with less lag for a while: what was admitted before stays, and is consumed
-under the bound that it was admitted with.
+A group holds a slot from its admission until the engines hold the weights that its step produced. There are `(max_lag +
+1) * groups_per_step` slots. This number is derived, not tuned: groups are consumed oldest first, so all that are
+outstanding when a group is admitted are consumed within `max_lag` further steps, and a group that finishes in its turn
+is never stale. A group that others overtake while it still runs can become stale; `on_stale` decides what happens then.
+max_lag = 0 is exactly synchronous. `set_lag` admits with less lag for a while: groups admitted before stay, and are
+consumed under the bound they were admitted with. Independent of tokens and HTTP.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from agentrl.types import Batch, Task, TrajectoryGroup, has_spread
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ledger:
-    """Where every issued group is. Balances at every moment."""
+    """The number of issued groups in each state. Balances at every moment."""
 
     issued: int
     in_flight: int
@@ -37,7 +37,7 @@ class Ledger:
     cancelled: int
 
     def balanced(self) -> bool:
-        """Issued = everything else."""
+        """Whether issued is the sum of all other numbers."""
         parts = (self.in_flight, self.ready, self.training, self.trained, self.dropped_stale)
         return self.issued == sum(parts) + self.dropped_zero_variance + self.failed + self.cancelled
 
@@ -55,17 +55,23 @@ class _Ready:
 
 
 class TrajectoryBuffer:
-    """Admission on one side, batches on the other.
+    """Admits groups on one side and gives batches on the other.
 
     Args:
         groups_per_step: groups an optimizer step consumes.
         max_lag: largest allowed lag, in policy versions.
         on_stale: what happens to a group that got too old (see the config).
         journal: durable record of the groups' states.
-        drop_zero_variance: free groups of equal rewards (up to rounding) at once: a baseline leaves them no gradient.
+        drop_zero_variance: drop groups of equal rewards (up to rounding) at once: a baseline leaves them no gradient.
         requeue: called with the task of a stale group when on_stale is "requeue".
-        lag: admit as `set_lag` says, from the beginning; None: max_lag.
-        resumed: what a run that goes on has left to do: its batches come out of `take` first, as they were.
+        lag: the lag of `set_lag` from the beginning; None: max_lag.
+        resumed: the work left in a run that resumes: `take` returns its batches first, unchanged.
+
+    Example:
+        group_id, task = await buffer.admit(tasks.draw)
+        await buffer.finish(group)  # the group of this task
+        batch = await buffer.take()
+        await buffer.commit(batch.policy_version + 1)  # once the engines hold the new weights
     """
 
     def __init__(
@@ -82,7 +88,7 @@ class TrajectoryBuffer:
     ) -> None:
         resumed = resumed or Resumption()
         self.num_slots = ((max_lag if lag is None else lag) + 1) * groups_per_step
-        """Groups that may be outstanding for another one to be admitted."""
+        """The largest number of outstanding groups."""
         self._groups_per_step = groups_per_step
         self._max_lag = max_lag
         self._on_stale = on_stale
@@ -92,34 +98,35 @@ class TrajectoryBuffer:
         self._changed = asyncio.Condition()
         self._version = resumed.version
         self._again = deque(resumed.batches)
-        self._goes_on_at = resumed.version + len(resumed.batches)  # before it nothing is played
+        self._goes_on_at = resumed.version + len(resumed.batches)  # no group is played before this version
         self._in_flight = {group_id: _InFlight(task, self._goes_on_at) for group_id, task in resumed.in_flight}
         self._ready = {group.group_id: _Ready(group, group.policy_version) for group in resumed.ready}
         self._ready_ids = sorted(self._ready)
-        # How many there are of each version, for the "wait" rule: it is asked again whenever a group ends.
+        # The number of groups of each version, for the "wait" rule, which is checked whenever a group ends.
         self._num_flying = Counter(entry.version for entry in self._in_flight.values())
         self._num_ready = Counter(ready.version for ready in self._ready.values())
         self._training: dict[int, TrajectoryGroup] = {}
         self._counts = Counter(resumed.counts)
         self._num_issued = resumed.num_issued
-        # A run in which no group carries signal would otherwise wait for ever (or spin) without a word.
+        # A run in which no group carries signal would otherwise wait forever (or spin) silently.
         self._recent_useless: deque[float] = deque(maxlen=8 * self.num_slots)
         self._dropped_lengths: list[int] = []
-        # The learner may have made the step whose end nobody lived to commit.
+        # The learner may have made a step that was never committed because the orchestrator died.
         for group_id in list(self._ready):
             self._drop_if_stale(group_id)
 
     async def caught_up(self) -> dict[int, Task]:
-        """Wait until the batches of before are trained again; then the groups in flight, to be played again."""
+        """Wait until the resumed batches are trained again. Returns the groups that were in flight, to be played
+        again."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._version >= self._goes_on_at)
             return {group_id: entry.task for group_id, entry in self._in_flight.items()}
 
     async def admit(self, draw: Callable[[], tuple[Task, int]]) -> tuple[int, Task]:
-        """Wait for a free slot, take it for the task that is drawn then; the new group's id, and the task.
+        """Wait for a free slot, then draw a task for it. Returns the new group's id and the task.
 
-        `draw` gives a task and the source's cursor (see the journal). It is called when nothing can be waited for any
-        more before the task is in the journal: nobody who is cancelled takes a drawn task with him.
+        `draw` returns a task and the source's cursor (see the journal). No await lies between it and the journal entry,
+        so a cancellation cannot lose a drawn task.
         """
         async with self._changed:
             await self._changed.wait_for(lambda: self._outstanding() < self.num_slots)
@@ -132,7 +139,7 @@ class TrajectoryBuffer:
             return group_id, task
 
     async def finish(self, group: TrajectoryGroup) -> None:
-        """A group's episodes are done: offer it to the learner, or free its slot if it carries no gradient."""
+        """A group is finished: offer it to the learner, or free its slot if it carries no gradient."""
         async with self._changed:
             self._land(group.group_id)
             rewards_G = group.rewards_G
@@ -148,7 +155,7 @@ class TrajectoryBuffer:
             self._changed.notify_all()
 
     async def fail(self, group_id: int, reason: str, *, state: GroupState = GroupState.FAILED) -> None:
-        """A group could not be finished, for a reason that is not the model's."""
+        """A group could not be finished, for a reason other than the model."""
         async with self._changed:
             self._land(group_id)
             self._close(group_id, state, reason)
@@ -157,9 +164,9 @@ class TrajectoryBuffer:
     async def take(self) -> Batch:
         """Wait for a full batch of groups with lag <= max_lag, oldest first. Slots stay held until `commit`.
 
-        After a resume the batches of before come first; their lag was checked when they were put together.
+        After a resume, the batches from before come first; their lag was checked when they were put together.
 
-        Raises NoLearningSignal when so many groups in a row had equal rewards that waiting on is pointless.
+        Raises NoLearningSignal when so many groups in a row had equal rewards that waiting longer is pointless.
         """
         async with self._changed:
             while not self._again and not self._batch_is_ready():
@@ -170,19 +177,19 @@ class TrajectoryBuffer:
             return Batch(policy_version=self._version, max_lag=self._max_lag, groups=chosen)
 
     async def commit(self, policy_version: int) -> None:
-        """Every engine holds `policy_version`: the batch that made it is trained, its slots are free."""
+        """Every engine holds `policy_version`: mark the batch that made it as trained and free its slots."""
         async with self._changed:
             self._version = policy_version
             self._journal.trained(list(self._training))
             self._counts[GroupState.TRAINED] += len(self._training)
             self._training = {}
-            self._num_flying, self._num_ready = +self._num_flying, +self._num_ready  # versions that are over go
+            self._num_flying, self._num_ready = +self._num_flying, +self._num_ready  # drops versions without groups
             for group_id in list(self._ready):
                 self._drop_if_stale(group_id)
             self._changed.notify_all()
 
     async def set_lag(self, lag: int) -> None:
-        """Admit from now on as if max_lag were `lag`. Raises ValueError outside [0, max_lag]."""
+        """From now on admit groups as if max_lag were `lag`. Raises ValueError outside [0, max_lag]."""
         if not 0 <= lag <= self._max_lag:
             raise ValueError(f"lag {lag} is outside [0, {self._max_lag}]")
         async with self._changed:
@@ -191,11 +198,11 @@ class TrajectoryBuffer:
 
     @property
     def version(self) -> int:
-        """The policy version that every engine holds."""
+        """The policy version in every engine."""
         return self._version
 
     def pop_dropped_lengths(self) -> list[int]:
-        """Action tokens of each trajectory dropped as stale since the last call: dropping stale is dropping long."""
+        """Action tokens of each trajectory dropped as stale since the last call: stale groups tend to be long ones."""
         lengths, self._dropped_lengths = self._dropped_lengths, []
         return lengths
 

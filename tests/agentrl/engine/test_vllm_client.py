@@ -219,7 +219,7 @@ async def test_a_stream_that_breaks_off_is_continued_where_the_engine_is_back(sc
     rest[0]["prompt_token_ids"] = [5, 6, 7, 8]
     answers: list[Any] = [events(GOOD[:1], end=b""), rest]
     script.generate = lambda: answers.pop(0)
-    completion = await generate(script, return_timeout_s=5)
+    completion = await generate(script, updates=UpdateSettings(return_timeout_s=5))
     assert completion.token_ids == (8, 9)
     assert completion.behavior_logprobs == (-0.5, -1.5)
     assert list(completion.policy_versions()) == [0, 0]

@@ -16,6 +16,7 @@ from agentrl.engine import pool as engine_pool
 from agentrl.engine.base import WeightUpdate
 from agentrl.engine.pool import EnginePool
 from agentrl.engine.vllm_engine import VLLMEngine
+from agentrl.engine.weight_updates import UpdateSettings
 from agentrl.errors import AgentRLError, EngineError, ErrorRateExceeded, WeightSyncError
 from agentrl.report.metrics import MetricsLine, read
 from agentrl.run_folder import RunFolder
@@ -201,7 +202,9 @@ async def test_an_engine_that_wants_another_token_is_named(tokenizer: TurnTokeni
 
 async def test_an_engine_that_computes_something_else_ends_the_run(tmp_path: Path, tokenizer: TurnTokenizer) -> None:
     config = config_for(tmp_path)
-    error = await outcome(config, tokenizer, lambda d: setattr(d, "skew", -0.5), parity_bound=0.1)
+    error = await outcome(
+        config, tokenizer, lambda d: setattr(d, "skew", -0.5), updates=UpdateSettings(parity_bound=0.1)
+    )
     assert isinstance(error, WeightSyncError) and PARITY.is_in(error)
     assert_every_reward_is_earned(config)
 

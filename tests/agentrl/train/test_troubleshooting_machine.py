@@ -28,7 +28,7 @@ JOURNAL_FULL = Trouble(
     "writing the run's journal ...: OperationalError: database or disk is full. Free space on its disk"
 )
 DISK_FULL = Trouble("cannot write ...: No space left on device. Free space on its disk (df -h ...)")
-NO_OUTPUT = Trouble("standard output cannot be written any more (...): the work goes on without")
+NO_OUTPUT = Trouble("standard output can no longer be written (...): the work continues without it")
 NO_MEMORY = Trouble(
     "the ... process ended with exit code ...; while it ran, the kernel ended ... because memory ran out"
 )

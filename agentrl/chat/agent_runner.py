@@ -118,7 +118,7 @@ class AgentRunner:
             task.cancel()
         _, hanging = await asyncio.wait(tasks, timeout=AGENT_END_TIMEOUT_S)
         if hanging:
-            log.warning("%s.run goes on after its cancellation; it is left behind", type(self._env).__name__)
+            log.warning("%s.run did not end after its cancellation; it is abandoned", type(self._env).__name__)
         for task in tasks - hanging:
             if not task.cancelled():
                 task.exception()  # retrieved, so that asyncio does not report it

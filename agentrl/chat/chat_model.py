@@ -138,8 +138,8 @@ class ChatModel:
             raise ConfigError(f"{self._what} refuses the key; set {self._api_key_name} ({text})") from error
         if isinstance(error, openai.NotFoundError):
             raise ConfigError(
-                f"{self._what} is not there; does the URL end as its service says, mostly in /v1, and is this the "
-                f"served name? ({text})"
+                f"{self._what} was not found; does the URL end as its service documents, usually in /v1, and is this "
+                f"the served name? ({text})"
             ) from error
         if isinstance(error, openai.BadRequestError | openai.UnprocessableEntityError):
             if error.code == "context_length_exceeded" or "maximum context length" in text:

@@ -1,7 +1,7 @@
 """A model behind a chat endpoint as the speaker of an environment's episode. For evaluation only.
 
-Independent of tokenizers: such a model does not tell what it sampled, so no turn is recorded and nothing can be trained
-on it. Counts of tokens are the endpoint's; tool output is cut by characters.
+Independent of tokenizers: such a model does not return the tokens that it sampled, so no turn is recorded and nothing
+can be trained on it. Counts of tokens are the endpoint's; tool output is cut by characters.
 """
 
 from __future__ import annotations

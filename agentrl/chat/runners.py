@@ -1,4 +1,4 @@
-"""Who leads an episode times who speaks in it: the four ways to play, as what a GroupPlayer is given.
+"""The four ways to play an episode, for a GroupPlayer: by who leads the conversation, and by how the model speaks.
 
 |               | the environment leads  | its own agent leads           |
 |---------------|------------------------|-------------------------------|

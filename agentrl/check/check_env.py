@@ -147,13 +147,13 @@ class _Inspector:
             json.dumps(schema)
             function = schema.get("function", {})
             name, parameters = function.get("name", ""), function.get("parameters", {})
-            _require(bool(_TOOL_NAME.fullmatch(name)), f"{name!r} is no name that chat formats take")
+            _require(bool(_TOOL_NAME.fullmatch(name)), f"{name!r} is not a name that chat formats accept")
             _require(bool(function.get("description")), f"{name} has no description")
-            _require(parameters.get("type") == "object", f"the parameters of {name} are no object")
+            _require(parameters.get("type") == "object", f"the parameters of {name} are not an object")
             try:
                 jsonschema.Draft202012Validator.check_schema(parameters)
             except jsonschema.SchemaError as error:
-                raise _Finding(f"the parameters of {name} are no JSON schema: {error.message}") from error
+                raise _Finding(f"the parameters of {name} are not a JSON schema: {error.message}") from error
             unknown = set(parameters.get("required", ())) - set(parameters.get("properties", ()))
             _require(not unknown, f"{name} requires {sorted(unknown)}, which it does not describe")
         return ", ".join(self.env_cls.tools) or "none"
@@ -165,7 +165,7 @@ class _Inspector:
         _require(double is None, f"id {double!r} is used twice")
         first = list(self.tasks[:NUM_COMPARED])
         again = list(itertools.islice(self.env_cls.tasks("test", data=self.data), len(first)))
-        _require(again == first, "tasks('test') gave other rows the second time")
+        _require(again == first, "tasks('test') returned different rows the second time")
         return f"{len(ids)} rows"
 
     async def _contract(self) -> str:
@@ -185,12 +185,12 @@ class _Inspector:
             await env.close()
         except Exception as error:
             raise _Finding(f"a second close() raised {type(error).__name__}: {error}") from error
-        return f"opens with {roles}; a turn of plain text {'ends it' if result.terminated else 'goes on'}"
+        return f"opens with {roles}; a turn of plain text {'ends it' if result.terminated else 'does not end it'}"
 
     async def _determinism(self) -> str:
         script = self._script("an answer")
         first, again = [await self._play(self.tasks[0], script) for _ in range(2)]
-        _require(first.messages == again.messages, "the same seed and the same script gave other messages")
+        _require(first.messages == again.messages, "the same seed and script produced different messages")
         _require(first.rewards == again.rewards, f"the same episode scored {first.rewards}, then {again.rewards}")
         return "same seed and script, same messages and rewards"
 
@@ -221,7 +221,7 @@ class _Inspector:
                 count, problem = await find_token_problem(self.make_env, self.tasks[0], script, tokenizer)
             _require(problem is None, problem or "")
             num_tokens += count
-        return f"each prompt begins with the one before and what was said, over {num_tokens} tokens"
+        return f"each prompt extends the one before and its completion, over {num_tokens} tokens"
 
     async def _bad_calls(self) -> str:
         env, counts = self.make_env(), dict[str, float]()
@@ -291,7 +291,7 @@ class _Inspector:
         judge: Callable[[Task], Awaitable[str | None]],
         progress: Callable[[int, int], None],
     ) -> list[str]:
-        """What `judge` found, row by row; stops when enough rows have failed."""
+        """The failures that `judge` finds, with their rows; stops when MAX_FAILURES rows have failed."""
         failures: list[str] = []
         num_done = 0
         queue: Iterator[Task] = iter(tasks)
@@ -317,7 +317,7 @@ class _Inspector:
 
 
 class _Finding(Exception):
-    """A check failed; the text says how."""
+    """A failed check; the text says how it failed."""
 
 
 def wrong_answer(gold: str) -> str:
@@ -340,7 +340,7 @@ def _summary(failures: Sequence[str], num_rows: int) -> str:
 
 
 def _correct(episode: Episode) -> float:
-    """The reward that says whether the answer was right: `correct` where it is named, the total otherwise."""
+    """The reward for a right answer: the one named `correct` if there is one, else the total."""
     value = episode.rewards.get("correct", episode.reward)
     if not 0.0 <= value <= 1.0:
         raise EnvError(f"the reward is {value}: it must lie in [0, 1]")

@@ -69,7 +69,7 @@ def _broken_prefix(segments: Sequence[Trajectory], prompts: Iterable[Sequence[in
         for number, turn in enumerate(segment.turns):
             recorded += turn.observation_ids
             if list(next(asked)) != recorded:
-                return f"the prompt of turn {number + 1} is not the one before, what was said, and the new messages"
+                return f"the prompt of turn {number + 1} is not the prompt before, its completion and the new messages"
             recorded += turn.completion.token_ids
     return None
 

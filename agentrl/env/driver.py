@@ -162,7 +162,7 @@ async def advance(env: Env, action: Action) -> StepResult:
     if not math.isfinite(result.reward):
         raise EnvError(f"{type(env.unwrapped).__name__}.step returned reward {result.reward}: it must be finite")
     if not (result.terminated or result.truncated or result.observation):
-        raise EnvError(f"{type(env.unwrapped).__name__}.step returned no observation, yet the episode goes on")
+        raise EnvError(f"{type(env.unwrapped).__name__}.step returned no observation, but did not end the episode")
     return result
 
 

@@ -5,7 +5,7 @@
     env_runner.py     the environment leads it; a speaker has the model
     token_speaker.py  the model speaks by token ids
     generation.py     one request to the engine: id, seed, checks
-    outcome.py        what the episode counts for in the loss
+    outcome.py        the episode's weight in the loss
 
 May import: everything up to `agentrl.engine`. Start reading in `group.py`.
 """

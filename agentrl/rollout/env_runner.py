@@ -16,7 +16,7 @@ from agentrl.types import Message, StopReason, Task
 
 
 class ModelSpeaker(Speaker, Protocol):
-    """A model that says the turns of one episode, and what is recorded of it."""
+    """A model that says the turns of one episode and records them."""
 
     @property
     def segments(self) -> Sequence[SegmentRecord]:

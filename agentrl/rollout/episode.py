@@ -1,7 +1,7 @@
 """The life of one episode: begun, played up to a deadline, scored, closed whatever happens, recorded.
 
-Independent of who speaks and who leads the conversation: an EpisodeRunner does both. A record exists only for an
-episode in which every part worked: whatever fails of the infrastructure raises.
+An EpisodeRunner leads the conversation and has the model. A record exists only for an episode in which every part
+worked: infrastructure failures raise. Independent of tokens, engines and HTTP.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Generations of one episode: each has an id, a seed and a checked answer, whoever leads the conversation.
+"""Requests of one episode to the engine: each has an id, a seed and a checked answer.
 
 Independent of environments and of how prompts are made.
 """
@@ -59,7 +59,7 @@ def request_seed(episode_seed: int, number: int) -> int:
 
 
 def check_completion(completion: Completion, sampling: Sampling, tokenizer: TurnTokenizer) -> None:
-    """Raises EngineError for a completion that cannot be an answer to what was asked."""
+    """Raises EngineError for a completion that does not fit its request."""
     ids = completion.token_ids
     if completion.finish_reason is FinishReason.ABORT:
         raise EngineError(f"the engine aborted the request after {len(ids)} tokens")

@@ -1,6 +1,6 @@
 """The episodes of one task, each tried again when a part failed: a group is complete or does not exist.
 
-Independent of how an episode is played: runners are made by what the player is given.
+Independent of how an episode is played: the player receives what makes the runners.
 """
 
 from __future__ import annotations

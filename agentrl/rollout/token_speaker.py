@@ -111,7 +111,7 @@ class TokenSpeaker:
         return self._config.max_context - self._window.num_tokens
 
     def _budget(self, *, is_last: bool) -> int:
-        """Tokens this turn may have: what is left, less room for a tool's answer where one can follow."""
+        """Tokens this turn may have: what is left, minus room for a tool's answer if one can follow."""
         reserve = 0 if is_last or not self._tools else self._config.tool_output_tokens
         if self._room() - reserve < self._config.min_turn_tokens:
             reserve = 0  # the last turn; no answer can follow

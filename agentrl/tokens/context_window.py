@@ -110,7 +110,7 @@ class ContextWindow:
     def observe(self, messages: Sequence[Message]) -> list[Message]:
         """Append the answer to the last turn, cut to its limits, and return it as appended.
 
-        It is encoded before it is cut: mostly it fits, and is then encoded only once.
+        It is encoded before it is cut: usually it fits, and is then encoded only once.
         """
         last = self._rounds[-1]
         config, completion_ids = self._config, last.completion.token_ids

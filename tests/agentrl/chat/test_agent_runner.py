@@ -270,7 +270,7 @@ async def test_an_episode_without_an_answer_in_time_is_whoevers_fault_it_was(
         await play(Asking, engine=ScriptedEngine(tokenizer=tokenizer, script=["x"], latency_s=60), limits=limits)
 
 
-async def test_an_agent_that_swallows_its_cancellation_is_left_behind(
+async def test_an_agent_that_swallows_its_cancellation_is_abandoned(
     play: Play, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(agent_runner, "AGENT_END_TIMEOUT_S", 0.2)
@@ -288,7 +288,7 @@ async def test_an_agent_that_swallows_its_cancellation_is_left_behind(
     group = await play(Stubborn, limits=LIMITS.model_copy(update={"episode_timeout_s": 1.0}))
     released.set()
     assert group.trajectories[0].stop_reason is StopReason.TIMEOUT
-    assert "left behind" in caplog.text
+    assert "it is abandoned" in caplog.text
 
 
 async def test_cancelling_a_group_ends_its_agents_and_their_calls(play: Play, tokenizer: TurnTokenizer) -> None:

@@ -1,4 +1,4 @@
-"""What a baseline that is made from its own group does to the gradient under lag, measured on the calculator toy.
+"""Measures on the calculator toy what a baseline computed from its own group does to the gradient under lag.
 
 A baseline that did not depend on the group would leave the expected gradient alone. Here each rule's own expectation is
 set against that of no baseline, with inner products of disjoint halves of the sample, so that noise adds no length:
@@ -69,7 +69,7 @@ class Sample:
             self.shifts.append(float(optimum - reward_G.mean()))
 
     def rows(self, label: str) -> list[list[str]]:
-        """One line of the table a rule."""
+        """The table, one line per rule."""
         none_NP = torch.stack(self.gradients["none"])
         none_even, none_odd = none_NP[::2].mean(0), none_NP[1::2].mean(0)
         none_square, none_variance = float(none_even @ none_odd), _variance(none_NP)

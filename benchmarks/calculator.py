@@ -84,12 +84,12 @@ def tasks(number: int, generator: torch.Generator) -> list[list[int]]:
 
 
 def prompt(operands: Sequence[int]) -> str:
-    """What the policy reads first; PROMPT_TOKENS characters."""
+    """The policy's prompt: PROMPT_TOKENS characters."""
     return "?" + "+".join(map(str, operands)) + ">"
 
 
 def reply(call: str) -> str:
-    """What the calculator writes after a turn that ends with `;`."""
+    """The calculator's reply to a turn that ends with `;`."""
     found = re.fullmatch(r"C(\d+)\+(\d+);", call)
     return f"R{(int(found[1]) + int(found[2])) % 1000};" if found else "R.;"
 
@@ -100,14 +100,14 @@ def reward(turn: str, operands: Sequence[int]) -> float:
 
 
 def padded(rows: Sequence[Sequence[int]]) -> Tensor:
-    """Rows of token ids, filled up on the right. [B, T]"""
+    """Rows of token ids, padded on the right. [B, T]"""
     longest = max(map(len, rows))
     return torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows])
 
 
 @lru_cache(maxsize=32)
 def warm_start(seed: int, num_steps: int = WARM_STEPS) -> dict[str, Tensor]:
-    """Weights that imitate a demonstrator who copies right with probability SKILL. Kept in the temporary folder."""
+    """Weights of an imitator: the demonstrator copies correctly with probability SKILL. Cached in the temporary folder."""
     path = Path(gettempdir()) / f"agentrl-calculator-{NUM_OPERANDS}-{num_steps}-{seed}.pt"
     if path.exists():
         found: dict[str, Tensor] = torch.load(path)

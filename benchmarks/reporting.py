@@ -1,4 +1,4 @@
-"""What every report says of where its numbers come from, and the statistics they share. Measures nothing itself."""
+"""The header of every report (machine, commit, settings), and shared statistics. Measures nothing itself."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def header(title: str, settings: Mapping[str, object]) -> str:
-    """Title, date, commit, machine and settings, as Markdown. Call it before measuring, for the load to be others'."""
+    """Title, date, commit, machine and settings, as Markdown. Call it before measuring, to report the load of others."""
     lines = [f"# {title}", ""]
     facts = {"date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()), "commit": _commit(), "machine": _machine()}
     lines += [f"- {name}: {value}" for name, value in {**facts, **settings}.items()]
@@ -22,7 +22,7 @@ def header(title: str, settings: Mapping[str, object]) -> str:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which `share` of them lie, by the nearest rank."""
+    """The quantile `share`, by the nearest rank."""
     ordered = sorted(values)
     return ordered[min(int(len(ordered) * share), len(ordered) - 1)]
 

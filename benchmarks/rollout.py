@@ -1,4 +1,4 @@
-"""Concurrent episodes of one worker process: CPU a turn, memory a live episode, lateness of the event loop.
+"""Concurrent episodes of one worker process: CPU per turn, memory per live episode, lateness of the event loop.
 
 `python -m benchmarks.rollout [--verifiers-python PATH]` writes benchmarks/rollout.md. Each arm plays the same scripted
 dialogue, with drawn latencies, in a process of its own: the token path with the engine in the process; agentrl over an
@@ -56,7 +56,7 @@ GOAL_MS = 1.0
 
 
 class Books(ToolEnv):
-    """Looks up entries; `tool_s` seconds each."""
+    """Looks up entries; each lookup takes `tool_s` seconds."""
 
     max_turns = 8
     tool_s = 0.05
@@ -77,7 +77,7 @@ class Books(ToolEnv):
 
 
 class TimedEngine:
-    """Says the dialogue, late. Every answer is made of new objects, as one that was read from a wire."""
+    """Plays the dialogue with its latencies. Every answer consists of new objects, as if it had been received."""
 
     def __init__(self, tokenizer: TurnTokenizer, latency: Latency) -> None:
         said = [Message(role="assistant", content=THOUGHT, tool_calls=call("lookup", key=key_of(turn)).tool_calls)
@@ -106,7 +106,7 @@ class TimedEngine:
 
 
 def tasks(num_groups: int) -> list[Task]:
-    """One a group."""
+    """One episode per group."""
     return [Task(id=f"t{i}", prompt=QUESTION.format(index=i), answer=GOLD) for i in range(num_groups)]
 
 
@@ -141,7 +141,7 @@ async def chat_arm(num_episodes: int, url: str) -> dict[str, float]:
 
 
 def summary(meter: Meter, groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
-    """Numbers of an arm. Raises SystemExit where an episode was not played to its end."""
+    """The measurements of an arm. Raises SystemExit if an episode was not played to its end."""
     rewards = [trajectory.reward for group in groups for trajectory in group.trajectories]
     return meter.report(
         num_episodes=len(rewards), num_turns=len(rewards) * NUM_TURNS, mean_reward=sum(rewards) / len(rewards)
@@ -149,7 +149,7 @@ def summary(meter: Meter, groups: Sequence[TrajectoryGroup]) -> dict[str, float]
 
 
 def small_tokenizer() -> TurnTokenizer:
-    """With a vocabulary learned from the dialogue: about four characters a token, as real ones have."""
+    """A tokenizer with a vocabulary learned from the dialogue: about four characters per token, like real ones."""
     from trainer.warmstart.tiny_model import make_tokenizer
 
     with tempfile.TemporaryDirectory() as folder:
@@ -169,7 +169,7 @@ def run_arm(command: Sequence[str]) -> dict[str, float]:
 
 
 class Endpoint:
-    """The scripted engine's process, for the time of a with block; gives its URL."""
+    """Runs the scripted engine's process for the duration of a with block; yields its URL."""
 
     def __init__(self, median_s: float) -> None:
         self._command = [sys.executable, "-m", "benchmarks.rollout_server", str(median_s)]
@@ -273,7 +273,7 @@ def main() -> None:
 
 
 def verifiers_version(python: str | None) -> str:
-    """What is compared with."""
+    """The alternative that is compared."""
     if python is None:
         return "not measured: pass --verifiers-python"
     code = "import importlib.metadata as m; print(m.version('verifiers'))"

@@ -1,4 +1,4 @@
-"""CPU, memory and lateness of the process that plays. Standard library alone: it runs in every arm's environment."""
+"""CPU, memory and lateness of the playing process. Standard library only, to run in every arm's environment."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Meter:
         self._task.cancel()
 
     async def _watch(self) -> None:
-        """Memory, and by how much the event loop is late, ten times a second."""
+        """Samples memory and the lateness of the event loop, ten times per second."""
         while True:
             started = time.monotonic()
             await asyncio.sleep(0.1)
@@ -32,7 +32,7 @@ class Meter:
             self._peak_bytes = max(self._peak_bytes, _resident_bytes())
 
     def report(self, *, num_episodes: int, num_turns: int, mean_reward: float) -> dict[str, float]:
-        """Numbers of a run whose episodes were all live at once."""
+        """The measurements of a run whose episodes were all live at once."""
         late = sorted(self._late_s) or [0.0]
         return {
             "episodes": num_episodes,

@@ -1,4 +1,4 @@
-"""What every arm of the rollout benchmark plays: the dialogue, its latencies, and the engine that tells it.
+"""What every arm of the rollout benchmark plays: the dialogue, its latencies, and the scripted engine.
 
 Imports nothing but the standard library at the top, since the arm of another package runs in an environment of its own.
 """
@@ -44,10 +44,10 @@ class Latency:
 
 
 def entry(key: str) -> str:
-    """What the tool answers."""
+    """The tool's answer."""
     return ENTRY.format(key=key) * 3
 
 
 def key_of(turn: int) -> str:
-    """What is looked up in a turn."""
+    """The entry that is looked up in a turn."""
     return ("flour", "sugar", "butter", "eggs")[turn]

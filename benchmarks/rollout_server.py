@@ -13,7 +13,7 @@ from benchmarks.rollout_script import ANSWER, NUM_CALLS, THOUGHT, TOOL_NAME, Lat
 
 
 def application(latency: Latency) -> web.Application:
-    """POST /v1/chat/completions answers by the number of turns that the history has."""
+    """Answers POST /v1/chat/completions according to the number of turns in the history."""
     rng = random.Random(0)
 
     async def complete(request: web.Request) -> web.Response:
@@ -45,7 +45,7 @@ def answer(turn: int) -> dict[str, object]:
 
 
 async def serve(median_s: float) -> None:
-    """Until standard input closes; the port is the first line of standard output."""
+    """Serve until standard input closes. The first line of standard output is the port."""
     runner = web.AppRunner(application(Latency(median_s=median_s)), access_log=None)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0, backlog=4096)

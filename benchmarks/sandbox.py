@@ -1,4 +1,4 @@
-"""How long a program waits for its sandbox: ours, and the ways people use instead, in turns within one run.
+"""How long a program waits for its sandbox: ours and its common alternatives, alternating within one run.
 
 `python -m benchmarks.sandbox` prints a table and writes benchmarks/sandbox.md. Every contender must print the right
 answer in each call. Where bubblewrap or a Docker engine is missing the report says so.
@@ -50,11 +50,11 @@ class Stopwatch:
         self._began, self._stopped_s = time.perf_counter(), -1.0
 
     def restart(self) -> None:
-        """What came before does not count."""
+        """Restart the clock: earlier time does not count."""
         self._began = time.perf_counter()
 
     def stop(self) -> float:
-        """Seconds so far; what comes later does not count."""
+        """Stop the clock: later time does not count."""
         if self._stopped_s < 0:
             self._stopped_s = time.perf_counter() - self._began
         return self._stopped_s
@@ -71,7 +71,7 @@ class Contender:
     call: Call
     num_calls: int  # a round
     concurrency: int = 0  # 0: its throughput is not measured
-    client: SandboxClient | None = None  # of the service behind it, which is given time to be ready again
+    client: SandboxClient | None = None  # of the service, which gets time to become ready again
     latencies_s: list[list[float]] = field(default_factory=list)  # one list a round
     rates_per_s: list[float] = field(default_factory=list)  # one a round
 
@@ -85,7 +85,7 @@ class Contender:
         return elapsed_s
 
     async def round(self) -> None:
-        """Latencies one after the other, then the rate of many at once."""
+        """Latencies of calls one after the other, then the rate of many at once."""
         self.latencies_s.append([await self.once() for _ in range(self.num_calls)])
         if not self.concurrency:
             return
@@ -149,7 +149,7 @@ async def through_the_service(client: SandboxClient, tier: str, num_calls: int) 
 
 @contextlib.asynccontextmanager
 async def without_http(tier: str, num_calls: int) -> AsyncIterator[Contender]:
-    """The same interpreter, called in this process: the difference to a live session is what HTTP costs."""
+    """The same interpreter, called in this process. The difference to a live session is the cost of HTTP."""
     backend = await start_backend(tier, BackendSettings())
     interpreter = await Interpreter.start(backend)
 
@@ -165,7 +165,7 @@ async def without_http(tier: str, num_calls: int) -> AsyncIterator[Contender]:
 
 
 async def idle_pss_mib(client: SandboxClient) -> float:
-    """Memory one more idle session takes, once it has run something: proportional share, all processes."""
+    """Memory of one more idle session that has run something: proportional share, all processes."""
     before = _pss_bytes(os.getpid())
     sessions = [await client.open_session() for _ in range(NUM_IDLE_SESSIONS)]
     for session in sessions:
@@ -189,7 +189,7 @@ def _pss_bytes(root: int) -> int:
 
 
 def per_call_process(name: str, command: Sequence[str], code: str, num_calls: int) -> Contender:
-    """A new Python for each program, which it reads from a temporary file: what most reward servers do."""
+    """A new Python for each program, which it reads from a temporary file, as most reward servers do."""
 
     async def call(_watch: Stopwatch) -> str:
         with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
@@ -256,7 +256,7 @@ async def measure(num_rounds: int, num_calls: int, tiers: Sequence[str]) -> str:
             try:
                 client = await stack.enter_async_context(SandboxClient.embedded(backend=tier))
                 calls = num_calls if tier != "docker" else num_calls // 4
-                if tier != "docker":  # whose processes are not ours to look at
+                if tier != "docker":  # its processes cannot be inspected from here
                     idle_mib[tier] = await idle_pss_mib(client)
                 contenders += await through_the_service(client, tier, calls)
                 contenders.append(await stack.enter_async_context(without_http(tier, calls)))
@@ -294,7 +294,7 @@ async def _rounds(contenders: Sequence[Contender], num_rounds: int) -> None:
 
 
 async def _settle(client: SandboxClient | None) -> None:
-    """Wait until one contender's leavings, such as interpreters being made ready again, are not the next one's load."""
+    """Wait until background work of one contender, such as starting interpreters, does not load the next one."""
     await asyncio.sleep(PAUSE_S)
     if client is not None:
         async with asyncio.timeout(SETTLE_DEADLINE_S):

@@ -31,7 +31,7 @@ from benchmarks.stability_rules import RULES
 from benchmarks.stability_train import Spec, Stack, record
 
 ON_POLICY_TWINS = {"opob_code": "opob", "opob_no_w2": "opob", "tis": "mean", "uncorrected": "mean"}
-"""Rules that are another one where all weights are 1."""
+"""Rules that equal another rule when all weights are 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class Part:
     num_steps: int
     seeds: Sequence[int]
     switches: Sequence[int | None] = (None,)
-    """Steps at which runs of their own change..."""
+    """Steps at which separate runs change..."""
     is_control: bool = False
     """... to other random numbers, and not to min(b*, mean)."""
 
@@ -64,7 +64,7 @@ class Part:
 
 
 def key(run: dict[str, Any] | Spec) -> tuple[Any, ...]:
-    """What tells runs apart."""
+    """The key of a run."""
     names = ("rule", "lag", "seed", "lr", "num_steps", "then", "switch_at")
     return tuple(run[name] if isinstance(run, dict) else getattr(run, name) for name in names)
 

@@ -1,4 +1,4 @@
-"""Pictures of the stability study: reward by lag and rule, and where b* stood before a run fell. SVG by matplotlib."""
+"""Pictures of the stability study: reward by lag and rule, and b* before a run fell. SVG by matplotlib."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.stability_rules import RULES
 
 SHOWN = ("opob", "opob_safe", "zero", "mean", "tis", "uncorrected", "grpo", "m2po")
 EARLY = slice(SETTLED, SETTLED + 40)
-"""Steps in which the second picture looks at b*."""
+"""Steps whose b* the second picture shows."""
 
 
 def draw(runs: Sequence[Run], folder: Path) -> list[Path]:

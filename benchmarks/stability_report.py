@@ -1,4 +1,4 @@
-"""Tables and verdicts of the stability study, from the runs' own numbers. Knows nothing of how they were made.
+"""Tables and verdicts of the stability study, from the runs' own numbers. Independent of how the runs were made.
 
 Pictures are in stability_pictures.py.
 """
@@ -14,7 +14,7 @@ from benchmarks.stability_rules import RULES
 
 Run = dict[str, Any]
 WINDOW = 20
-SETTLED = 10  # steps by which a run has learned what it can from the first weights' episodes
+SETTLED = 10  # after so many steps a run has learned what it can from the first weights' episodes
 COLUMNS = (
     "rule",
     "runs",
@@ -40,17 +40,17 @@ def best_so_far(curve: Sequence[float]) -> list[tuple[float, float]]:
 
 
 def has_collapsed(run: Run) -> bool:
-    """The definition at the top of stability.py."""
+    """See `stability.py` for the definition."""
     return bool(run["accuracy"] < best_so_far(run["curve"])[-1][1] / 2)
 
 
 def has_fallen(run: Run) -> bool:
-    """Likewise."""
+    """See `stability.py` for the definition."""
     return any(mean < best / 2 for mean, best in best_so_far(run["curve"]))
 
 
 def steps_to(run: Run, reward: float = 0.9) -> int | None:
-    """Likewise."""
+    """See `stability.py` for the definition."""
     return next((i + WINDOW for i, (mean, _) in enumerate(best_so_far(run["curve"])) if mean >= reward), None)
 
 

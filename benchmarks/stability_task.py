@@ -1,4 +1,4 @@
-"""Does what the toy shows hold on a real task? The quickstart's, with its engine, sandbox and learner, at a fixed lag.
+"""Tests the toy's findings on a real task: the quickstart's, with its engine, sandbox and learner, at a fixed lag.
 
 Each step, the weights of `lag` steps ago play 8 tasks x 8 episodes in the engine, and the learner takes one step on all
 of them: no group is dropped, so that every rule trains on as many episodes. The runs of a seed begin with the same
@@ -71,7 +71,7 @@ class Spec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """What all runs share."""
+    """The parts that all runs share."""
 
     config: Config
     env_class: type[Env]
@@ -133,7 +133,7 @@ class Run:
         self._variances: list[dict[str, float]] = []
 
     async def record(self) -> dict[str, object]:
-        """All steps, then the weights that nobody waited for; what came of it, as plain numbers."""
+        """All steps, then the weights that no step waited for. Returns the results as plain numbers."""
         spec, started_s = self._spec, time.monotonic()
         self._publish()
         groups = await self._played(0)
@@ -171,7 +171,7 @@ class Run:
         self._publish()
 
     def _publish(self) -> None:
-        """Lay the present weights down, and remove those that no step asks for any more."""
+        """Save the current weights, and remove those that no step needs any more."""
         from trainer.weights import folder as weights
         from trainer.weights.source import WeightSource
 
@@ -226,7 +226,7 @@ def _reward(groups: Sequence[TrajectoryGroup]) -> float:
 
 
 def specs_of(given: argparse.Namespace) -> list[Spec]:
-    """Seed by seed, so that a sweep that is cut off has every rule as often."""
+    """Seed by seed, so that an interrupted sweep has every rule equally often."""
     return [
         Spec(rule=rule, lag=lag, seed=seed, lr=given.lr, num_steps=given.steps)
         for lag in given.lags

@@ -1,4 +1,4 @@
-"""Tables and the picture of the stability study's real task. Verdicts are stability_report's; knows no engine."""
+"""Tables and the picture of the stability study's real task. stability_report has the verdicts."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class Spec:
 
 @dataclass(kw_only=True, slots=True)
 class Step:
-    """What one training step saw."""
+    """The measurements of one training step."""
 
     reward: float = 0.0  # of the weights that sampled, `lag` steps old
     rho: float = 1.0

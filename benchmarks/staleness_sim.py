@@ -1,4 +1,4 @@
-"""What a lag bound costs and what it keeps: the project's own buffer in simulated time, beside the capacity formula.
+"""The costs and effects of a lag bound: the project's own buffer in simulated time, compared with the capacity formula.
 
 Engines with a fixed number of sequences play groups whose episodes have long-tailed lengths, correlated within a task;
 a learner takes a fixed time a step. The buffer is agentrl/buffer/trajectory_buffer.py itself, driven
@@ -66,7 +66,7 @@ class World:
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What one simulated run came to, after its warm-up."""
+    """The results of one simulated run, after its warm-up."""
 
     hours: float = 0.0
     learner_idle_s: float = 0.0
@@ -96,11 +96,11 @@ class Row:
 
 
 class Store(Protocol):
-    """What stands between engines and learner."""
+    """The store between engines and learner."""
 
     @property
     def version(self) -> int:
-        """That the engines hold."""
+        """The version that the engines hold."""
 
     async def admit(self) -> tuple[int, Task]:
         """Wait until a group may start; its task."""
@@ -308,7 +308,7 @@ def simulate(world: World, *, max_lag: int, rule: Rule, seed: int = 0) -> Outcom
 
 
 def row(world: World, outcome: Outcome, *, max_lag: int, rule: Rule) -> Row:
-    """What the report says of one run."""
+    """The report's line for one run."""
     seconds = outcome.hours * 3600
     capacity_s = seconds * world.num_engines * world.sequences_per_engine
     finished_s = outcome.trained_s + outcome.dropped_s

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class Deadlock(RuntimeError):
-    """Everybody waits and no timer is set."""
+    """All tasks wait and no timer is set."""
 
 
 class _JumpingSelector(selectors.SelectSelector):

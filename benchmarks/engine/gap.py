@@ -1,4 +1,4 @@
-"""How long generation stands still for new weights, against the time it takes to copy their bytes once."""
+"""How long new weights pause generation, compared with the time of copying their bytes once."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Row:
         ]
 
     def miss(self) -> str:
-        """How the goal was missed; empty where it was met."""
+        """How the goal was missed; empty if it was met."""
         gap_s = statistics.median(stall.publication.update.gap_s for stall in self.stalls)
         allowed_s = goals.MAX_FIXED_GAP_S + goals.MAX_GAP_OVER_FLOOR * self.floor_s
         return f"{self.name}: {gap_s:.2f} s, allowed {allowed_s:.2f} s" if gap_s > allowed_s else ""

@@ -1,4 +1,4 @@
-"""What should be seen, and by how much: it stands before the numbers of a report, which alone judge it."""
+"""The goals of a report, stated before its numbers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BY_SECTION = {
 
 def head(sections: Sequence[str]) -> str:
     """The goals, as Markdown."""
-    return "\nWhat should be seen:\n\n" + "".join(f"- {name}: {BY_SECTION[name]}\n" for name in sections)
+    return "\nGoals:\n\n" + "".join(f"- {name}: {BY_SECTION[name]}\n" for name in sections)
 
 
 def verdict(misses: Sequence[str]) -> str:

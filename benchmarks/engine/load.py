@@ -1,4 +1,4 @@
-"""Load on a server: sessions of several turns at once, through our client or through bare sockets.
+"""Load on a server: concurrent sessions of several turns, through our client or through bare sockets.
 
 The bare generator sends byte for byte what our client sent (a relay recorded it) and looks for the end of the answer,
 nothing else. Both run on the same asyncio, in whatever process calls them. Writes no report.
@@ -39,7 +39,7 @@ class Script:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What many sessions at once took."""
+    """The time that many concurrent sessions took."""
 
     wall_s: float
     cpu_s: float  # of the generator's own process
@@ -160,17 +160,17 @@ class Connection(asyncio.Protocol):
         await self._answered
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Of asyncio."""
+        """See asyncio.Protocol."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Of asyncio."""
+        """See asyncio.Protocol."""
         if self._answered is not None and not self._answered.done():
             self._answered.set_exception(RuntimeError("the server closed the connection"))
 
     def data_received(self, data: bytes) -> None:
-        """Of asyncio."""
+        """See asyncio.Protocol."""
         assert self._answered is not None
         if self._num_wanted < 0:
             self._tail += data

@@ -1,4 +1,4 @@
-"""Random models for the measurements, in Hugging Face layout, and their own logprobs. Knows no server."""
+"""Random models for the measurements, in Hugging Face layout, and their own logprobs. Independent of servers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the prefix cache saves a second turn: by vLLM's own counters, and by the clock."""
+"""What the prefix cache saves in a second turn: by vLLM's own counters, and by the clock."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def padded(rows: Sequence[Sequence[int]]) -> Tensor:
 
 @lru_cache(maxsize=32)
 def warm_start(seed: int, num_steps: int = WARM_STEPS) -> dict[str, Tensor]:
-    """Weights of an imitator: the demonstrator copies correctly with probability SKILL. Cached in the temporary folder."""
+    """Weights that imitate a demonstrator who is right with probability SKILL. Cached in the temporary folder."""
     path = Path(gettempdir()) / f"agentrl-calculator-{NUM_OPERANDS}-{num_steps}-{seed}.pt"
     if path.exists():
         found: dict[str, Tensor] = torch.load(path)

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def header(title: str, settings: Mapping[str, object]) -> str:
-    """Title, date, commit, machine and settings, as Markdown. Call it before measuring, to report the load of others."""
+    """Title, date, commit, machine and settings, as Markdown. Call it before measuring, to show the prior load."""
     lines = [f"# {title}", ""]
     facts = {"date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()), "commit": _commit(), "machine": _machine()}
     lines += [f"- {name}: {value}" for name, value in {**facts, **settings}.items()]

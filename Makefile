@@ -45,4 +45,4 @@ lock: $(READY) ## write what is installed into requirements/lock.txt
 	@$(BIN)/python requirements/freeze.py > requirements/lock.new && mv requirements/lock.new requirements/lock.txt
 
 clean: ## remove runs, models and caches (not .venv)
-	@rm -rf runs models .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf runs models site .pytest_cache .mypy_cache .ruff_cache .hypothesis

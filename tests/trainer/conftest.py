@@ -11,7 +11,7 @@ import pytest
 
 @pytest.fixture(scope="session", autouse=True)
 def one_rank() -> None:
-    """What the entry point does for a process without a launcher."""
+    """Do what the entry point does in a process without a launcher."""
     import torch
 
     from trainer import ranks

@@ -1,10 +1,10 @@
-"""Does every way to divide the learner's work come to the same? Three steps under many settings, against one.
+"""Compares three learner steps under many ways of dividing the work with the same steps under plain settings.
 
     python -m tests.trainer.equality MODEL                            the table of docs/learner.md
     torchrun ... --module tests.trainer.equality MODEL --out FILE --cases JSON
                                        what test_equality.py runs on two ranks: rank 0 saves the outcomes
 
-A setting's outcome is the terms of every trajectory at every step, the gradient norms, and the weights in the end.
+A setting's outcome is the statistics of every trajectory at every step, the gradient norms, and the weights in the end.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a setting came to. Rows are steps; columns trajectories by id, or groups by their first one's."""
+    """The result of a setting. Rows are steps; columns are trajectories by id, or groups by their first id."""
 
     log_weight: torch.Tensor
     score_norm: torch.Tensor
@@ -71,7 +71,7 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """Of two outcomes, the largest over steps, trajectories and groups."""
+    """Differences of two outcomes: the largest over steps, trajectories and groups."""
 
     log_weight: float
     score_norm: float  # relative
@@ -84,7 +84,7 @@ class Difference:
     weight: float  # of one weight
 
 
-# Which groups a rank gets: as the learner does it, the other way round, dealt out like cards, or all on the first.
+# Which groups a rank gets: as the learner does it, in reverse order of ranks, alternating, or all on the first rank.
 SHARES: dict[str, Share] = {
     "own": packing.share_of_rank,
     "reversed": lambda groups, *, rank, num_ranks: packing.share_of_rank(
@@ -96,20 +96,20 @@ SHARES: dict[str, Share] = {
 
 
 class Watched(Learner):
-    """Keeps the terms of every step."""
+    """Keeps the statistics of every step."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.terms: list[list[GroupStats]] = []
+        self.stats: list[list[GroupStats]] = []
 
     def _estimate(self, batch: Batch) -> list[GroupStats]:
         groups = super()._estimate(batch)
-        self.terms.append(sorted(groups, key=lambda group: group.trajectories[0].id))
+        self.stats.append(sorted(groups, key=lambda group: group.trajectories[0].id))
         return groups
 
 
 def outcome(model_dir: Path, setting: Setting) -> Outcome:
-    """Every rank calls it."""
+    """The outcome of a setting. Every rank must call it."""
     learner_module.share_of_rank = SHARES[setting.split]
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype="float32").eval()
     groups = mixed_groups(model)[: setting.num_groups]
@@ -129,8 +129,8 @@ def outcome(model_dir: Path, setting: Setting) -> Outcome:
     metrics = [learner.step(one).metrics for one in batches]
     assert metrics[-1]["learner/skipped_steps"] == setting.is_poisoned
     made = [version for version in range(NUM_STEPS) if "learner/grad_norm" in metrics[version]]
-    metrics, learner.terms = [metrics[version] for version in made], [learner.terms[version] for version in made]
-    members = [[one for group in step for one in group.trajectories] for step in learner.terms]
+    metrics, learner.stats = [metrics[version] for version in made], [learner.stats[version] for version in made]
+    members = [[one for group in step for one in group.trajectories] for step in learner.stats]
 
     def table(name: str) -> torch.Tensor:
         return torch.tensor([[getattr(one, name) for one in step] for step in members], dtype=torch.float64)
@@ -140,7 +140,7 @@ def outcome(model_dir: Path, setting: Setting) -> Outcome:
         score_norm=table("score_norm"),
         advantage=table("advantage"),
         kl=table("kl_sum"),
-        baseline=torch.tensor([[group.baseline_minus_mean for group in step] for step in learner.terms]),
+        baseline=torch.tensor([[group.baseline_minus_mean for group in step] for step in learner.stats]),
         rho=torch.tensor([step["learner/ess_ratio"] for step in metrics]),
         grad_norm=torch.tensor([step["learner/grad_norm"] for step in metrics]),
         before=before,
@@ -190,7 +190,7 @@ def grid() -> Iterator[Setting]:
 
 
 def on_two_ranks(model_dir: Path, settings: Sequence[Setting], out: Path, *, timeout_s: float) -> list[Outcome]:
-    """One pair of processes for all of them; both are gone when this returns or raises."""
+    """The outcomes on two ranks, from one pair of processes, which has ended when this returns or raises."""
     cases = json.dumps([asdict(setting) for setting in settings])
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command = [*launcher, "--module", "tests.trainer.equality", str(model_dir), "--out", str(out), "--cases", cases]

@@ -1,4 +1,4 @@
-"""A policy small enough to write every paper's objective down for: one softmax a state, float64, autograd.
+"""A policy small enough to write out every paper's objective: one softmax per state, float64, autograd.
 
 Also computes the gradient of the objective under test for the same batch.
 """

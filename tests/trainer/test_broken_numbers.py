@@ -1,4 +1,4 @@
-"""A learner whose numbers broke ends by name: it neither publishes what is no policy nor goes on learning nothing."""
+"""A learner with broken numbers ends with a clear error: it neither publishes them nor keeps refusing steps forever."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_steps_that_are_refused_for_ever_end_the_learner(
     for version in range(MAX_BROKEN - 1):
         step(broken, version)
     assert REFUSED.is_in(caplog.text)
-    step(groups, MAX_BROKEN - 1)  # a good one: counted anew from here
+    step(groups, MAX_BROKEN - 1)  # a good step restarts the count
     for version in range(MAX_BROKEN, 2 * MAX_BROKEN - 1):
         step(broken, version)
     with pytest.raises(LearnerError) as found:

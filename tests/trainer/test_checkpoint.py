@@ -1,4 +1,4 @@
-"""The learner's state on disk: what goes on from it is bit-identical; what is not whole or not its own is refused."""
+"""The learner's state on disk: a resumed learner is bit-identical; incomplete and foreign checkpoints are refused."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def learner(tiny_model_dir: Path) -> Learner:
 
 @pytest.fixture(scope="module")
 def saved(learner: Learner, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint, to be copied and damaged."""
+    """A checkpoint that tests copy and damage."""
     return checkpoint.save(learner, tmp_path_factory.mktemp("saved"), keep=1)
 
 
@@ -123,7 +123,7 @@ def test_only_the_newest_are_kept_and_what_a_killed_writer_left_is_removed(learn
         checkpoint.save(learner, tmp_path, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["v4", "v6"]
     assert checkpoint.newest(tmp_path).name == "v6"
-    learner.policy_version = 5  # resumed from 4: 6 is of a story that did not happen
+    learner.policy_version = 5  # as if resumed from 4: then 6 belongs to an abandoned run
     checkpoint.save(learner, tmp_path, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["v4", "v5"]
 
@@ -162,7 +162,7 @@ def without(name: str) -> Callable[[Path], None]:
 
 
 def rewritten(**changes: Any) -> Callable[[Path], None]:
-    """Another manifest; a nested change is merged."""
+    """Changes the manifest; a nested change is merged."""
 
     def change(folder: Path) -> None:
         manifest = json.loads((folder / "checkpoint.json").read_text())

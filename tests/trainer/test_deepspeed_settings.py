@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON from ours, for every stage, and the engine that comes of it."""
+"""DeepSpeed's settings from our config, for every stage, and the engine made with them."""
 
 from __future__ import annotations
 

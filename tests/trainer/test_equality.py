@@ -1,4 +1,4 @@
-"""Stages, types, offload, checkpointing, ranks and splits: three steps come to the same within stated bounds.
+"""Stages, types, offload, checkpointing, ranks and splits: three steps give the same result within stated bounds.
 
 docs/learner.md has the whole table; the bounds here are some ten times what it measures.
 """
@@ -26,7 +26,7 @@ EXACT = Difference(  # float32 against float32
     update=3e-5,
     weight=1e-6,
 )
-NEARLY = Difference(  # bfloat16 on one rank, against stage 0 in bfloat16: a weight may fall on the other side
+NEARLY = Difference(  # bfloat16 on one rank, against stage 0 in bfloat16: a weight may be rounded the other way
     log_weight=0.01,
     score_norm=1e-3,
     advantage=1e-3,
@@ -92,7 +92,7 @@ TWO_RANKS = {
 
 @pytest.fixture(autouse=True)
 def restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ZeRO-3 divides every weight, and the split is a setting, for these tests alone."""
+    """In these tests only, ZeRO-3 divides every weight, and the split over ranks is a setting."""
     from tests.trainer.trainer_builders import divide_small_weights
 
     monkeypatch.setattr(learner_module, "share_of_rank", learner_module.share_of_rank)
@@ -102,7 +102,7 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def reference(tiny_model_dir: Path) -> Callable[[Setting], Outcome]:
-    """The same steps on one rank in stage 0, all else plain."""
+    """The same steps on one rank in stage 0, with default settings otherwise."""
     found: dict[str, Outcome] = {}
 
     def made(setting: Setting) -> Outcome:

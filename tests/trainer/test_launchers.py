@@ -1,4 +1,4 @@
-"""DeepSpeed's launcher with our hostfile of two machines: what it would run there, up to the first byte over ssh."""
+"""DeepSpeed's launcher with a hostfile of two machines: the commands that it would run there over ssh."""
 
 from __future__ import annotations
 

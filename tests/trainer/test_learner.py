@@ -1,4 +1,4 @@
-"""A whole step through DeepSpeed: against plain torch, over ZeRO stages and ranks; what it refuses and reports."""
+"""A whole step through DeepSpeed: against plain torch, over ZeRO stages; what it refuses and what it reports."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def plain_torch(model: Any, groups: list[TrajectoryGroup]) -> torch.Tensor:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01)
     for version in range(3):
         estimator = Estimator(model, config(Path()).algorithm)
-        terms = estimator.estimate(groups, policy_version=version, num_episodes=12)
-        log_weight_B = torch.tensor([m.log_weight for g in terms for m in g.trajectories], dtype=torch.float64)
+        stats = estimator.estimate(groups, policy_version=version, num_episodes=12)
+        log_weight_B = torch.tensor([m.log_weight for g in stats for m in g.trajectories], dtype=torch.float64)
         for parameter, gradient in zip(model.parameters(), estimator.sums.total, strict=True):
             parameter.grad = -gradient
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)

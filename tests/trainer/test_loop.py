@@ -33,7 +33,7 @@ ALONE = (sys.executable, "-m", "trainer")
 
 
 class Recorder:
-    """Hands out a batch for each version, then says that the run is over; keeps what the learner reported."""
+    """Gives a batch for each version, then says that the run is over; keeps the learner's reports."""
 
     def __init__(self, groups: list[Any], num_steps: int) -> None:
         self.groups, self.num_steps = groups, num_steps
@@ -69,7 +69,7 @@ class Recorder:
 
 @contextmanager
 def server(port: Any) -> Iterator[str]:
-    """The real app in a thread with an event loop of its own."""
+    """The real app in a thread with its own event loop."""
     ready, stop, urls = Event(), Event(), list[str]()
 
     async def main() -> None:
@@ -90,7 +90,7 @@ def server(port: Any) -> Iterator[str]:
 
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each process finds the environment as a user's shell has it."""
+    """Give each process the environment of a user's shell."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "DS_ACCELERATOR"):
         monkeypatch.delenv(name, raising=False)
 
@@ -102,7 +102,7 @@ def under_deepspeed() -> list[str]:
 
 
 async def ended(part: AbstractAsyncContextManager[Child]) -> tuple[int, str]:
-    """Exit code and everything that it wrote. All ranks are gone when this returns, or raises."""
+    """Exit code and output. All ranks have ended when this returns or raises."""
     async with part as process:
         async with asyncio.timeout(DEADLINE_S):
             code = await process.wait()
@@ -215,7 +215,7 @@ def test_torchrun_is_the_module_that_agentrl_train_starts() -> None:
 def test_two_ranks_under_torchrun_go_on_under_deepspeed_as_if_never_stopped(
     tiny_model_dir: Path, tiny_model: Any, tmp_path: Path
 ) -> None:
-    """And publish again for a restarted engine, in step with each other."""
+    """They also publish again, together, for a restarted engine."""
     learner = {"lr": 1e-3, "zero_stage": 2, "checkpoint_every": 2, "num_ranks": 2}
     settings = config(tiny_model_dir, learner=learner, algorithm={"rho_base": "auto"})
     whole, again = tmp_path / "whole", tmp_path / "again"

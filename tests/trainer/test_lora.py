@@ -42,7 +42,7 @@ SMALL = {"rank": 4, "alpha": 8}
 
 
 def adapted(model: Any, **settings: Any) -> Any:
-    """`model` with adapters that do add something."""
+    """`model` with adapters that add something."""
     found = lora.with_adapters(model, LoraConfig(**{**SMALL, **settings})).eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -159,7 +159,7 @@ STAGE_3 = {**SETTINGS, "zero_stage": 3, "gradient_checkpointing": True, "pack_to
 def test_two_ranks_under_zero_3_make_the_same_update_as_one_under_zero_0(
     tiny_model_dir: Path, tiny_model: Any, tmp_path: Path
 ) -> None:
-    """Compared are merged weights, gathered by the source on both ranks."""
+    """Compares merged weights, which the source gathers on both ranks."""
     groups, before = mixed_groups(tiny_model), whole_weights(tiny_model)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     sections = {"model": learner_config(tiny_model_dir).model.model_dump(), "learner": STAGE_3}
@@ -202,7 +202,7 @@ def test_an_export_from_zero_3_has_whole_adapters(
 async def test_the_engine_says_what_the_adapted_policy_says(
     vllm_server: VLLMServer, tiny_model_dir: Path, tiny_model: Any, tmp_path: Path
 ) -> None:
-    """Trained adapters, published merged through the folder, proven by version, checksum and logprobs."""
+    """Trained adapters are published merged, and proven by version, checksum and logprobs."""
     learner = Learner(learner_config(tiny_model_dir, learner={"lr": 3e-2}))
     first = published(learner, tmp_path / "first", 0)
     probe_before = learner.logprobs(TEXT)

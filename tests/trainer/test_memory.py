@@ -1,4 +1,4 @@
-"""What exact norms cost in memory, counted tensor by tensor."""
+"""The memory that exact norms take, counted tensor by tensor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainer.gradient.step_gradient import Estimator
 
 
 class Live(TorchDispatchMode):
-    """Bytes of the tensors made inside that are alive at once, at their peak."""
+    """Measures the peak number of bytes of tensors that are made inside the block and alive at the same time."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The policy as it is trained: layers computed again in the backward, without the dropout of training mode."""
+"""The policy as it is trained: layers recomputed in the backward, without the dropout of training mode."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.packing import action_tensors, join
 
 
 def with_dropout_in_its_layers() -> Any:
-    """OPT, whose layers ask themselves whether they train."""
+    """OPT, whose layers apply dropout depending on their own training flag."""
     import transformers
 
     torch.manual_seed(0)

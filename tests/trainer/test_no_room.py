@@ -1,4 +1,4 @@
-"""A disk that takes no more, met by the learner: what was there stays, and what could not be written is named."""
+"""A full disk: the learner keeps what was there and names what it could not write."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trainer.weights.transfer import FolderPublisher
 
 NO_CHECKPOINT = Trouble("LearnerError: writing the checkpoint ...: ...")
 NO_WEIGHTS = Trouble("LearnerError: writing weights of version ... to ...: ...")
-MANY_BYTES = 10_000  # less than the model has
+MANY_BYTES = 10_000  # less than the size of the model
 
 
 @contextmanager
@@ -43,7 +43,7 @@ def learner(tiny_model_dir: Path) -> Learner:
 
 
 def said(error: LearnerError) -> str:
-    """As the process writes it."""
+    """The error as the process writes it."""
     return f"{type(error).__name__}: {error}"
 
 
@@ -57,10 +57,10 @@ def test_a_checkpoint_without_room_leaves_the_one_before(learner: Learner, tmp_p
 
 
 class Nobody:
-    """Hears of no version."""
+    """An orchestrator to which nothing may be published."""
 
     def publish(self, ref: WeightsRef) -> None:
-        raise AssertionError("weights that were not written must not be told of")
+        raise AssertionError("weights that were not written must not be announced")
 
     open_transfer: Any = None
 

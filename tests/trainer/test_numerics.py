@@ -1,4 +1,4 @@
-"""What is at the edge of numbers, through the whole step: huge ratios, empty groups, broken logprobs, overflow."""
+"""Extreme numbers through the whole step: huge ratios, empty groups, broken logprobs, overflow."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def with_logprobs(name: str, logprob: float, num_actions: int, *, reward: float)
 
 
 def test_log_ratios_of_ten_thousand_either_way_are_one_ordinary_step(learner: Learner, tiny_model: Any) -> None:
-    """The one far above owns the batch: rho = 1/B, its weight is cut at 8; the one far below weighs nothing."""
+    """The large ratio dominates the batch: rho = 1/B and its weight is truncated at 8; the small one has weight 0."""
     above = with_logprobs("above", -2e3, 6, reward=1.0)
     below = with_logprobs("below", -1e-6, 2000, reward=0.0)
     others = [episode(str(i), reward=float(i % 2), seed=i, model=tiny_model) for i in range(2)]
     before, skipped = weights_of(learner), learner.state_dict()["skipped_steps"]
     estimator = Estimator(learner.model, AlgorithmConfig())
-    terms = estimator.estimate([group(0, [above, below, *others])], policy_version=0, num_episodes=4)
-    members = terms[0].trajectories
+    stats = estimator.estimate([group(0, [above, below, *others])], policy_version=0, num_episodes=4)
+    members = stats[0].trajectories
     assert members[0].log_weight > 1e4 and members[1].log_weight < -1e4
     assert [round(member.weight, 6) for member in members[:2]] == [8.0, 0.0]
     metrics = step(learner, [group(0, [above, below, *others])])
@@ -68,10 +68,10 @@ def test_an_empty_group_changes_nothing(tiny_model: Any) -> None:
     groups, gradients = mixed_groups(tiny_model), []
     for found in (groups, [group(7, [], task=NO_TASK), *groups]):
         estimator = Estimator(tiny_model, AlgorithmConfig())
-        terms = estimator.estimate(found, policy_version=0, num_episodes=12)
+        stats = estimator.estimate(found, policy_version=0, num_episodes=12)
         gradients.append(torch.cat([total.flatten() for total in estimator.sums.total]))
     assert torch.equal(*gradients)
-    assert not terms[0].has_gradient and not terms[0].has_spread
+    assert not stats[0].has_gradient and not stats[0].has_spread
 
 
 def test_a_step_with_an_empty_group_reports_finite_numbers(learner: Learner, tiny_model: Any) -> None:
@@ -95,7 +95,7 @@ def test_of_single_tokens_every_ratio_is_that_of_the_sequence(tiny_model: Any, r
 
 
 def poisoned(one: Batch, logprob: float) -> Batch:
-    """The batch with one broken logprob of the engine in it; no record that is made the ordinary way can hold it."""
+    """The batch with one broken logprob of the engine, which an ordinary constructor refuses."""
     broken = one.groups[0].trajectories[1].turns[0].completion
     object.__setattr__(broken, "behavior_logprobs", (logprob, *broken.behavior_logprobs[1:]))
     return one
@@ -138,7 +138,7 @@ def test_past_all_of_them_the_step_is_refused_by_the_trajectorys_name(
 def test_gradients_that_overflow_in_bfloat16_refuse_the_step(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, zero_stage: int, algorithm: dict[str, Any], reason: str
 ) -> None:
-    """Logits are ordinary; the head's gradient is not, since what it reads is as large as its weights are small."""
+    """Logits are ordinary, but the head's gradient overflows: its inputs are as large as its weights are small."""
     import deepspeed
 
     model = architecture("Qwen3")

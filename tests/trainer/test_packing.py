@@ -1,4 +1,4 @@
-"""Packs hold every action token once and nothing twice; plans keep the budget; ranks share whole groups evenly."""
+"""Packs contain every action token once; plans keep the budget; ranks share whole groups evenly."""
 
 from __future__ import annotations
 

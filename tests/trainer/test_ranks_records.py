@@ -1,4 +1,4 @@
-"""What ranks pass on to each other is msgpack in and the same record out, and nothing else gets through."""
+"""Ranks exchange records as msgpack: the same record comes out, and other types are refused."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from trainer.split_variance import SplitVariance, comparable
 
 
 def four_groups(model: Any) -> list[TrajectoryGroup]:
-    """Of four members each, all with a spread of rewards."""
+    """Four groups of four members, each with a spread of rewards."""
     first, second, equal = mixed_groups(model)
     rewards = [0.0, 1.0, 0.0, 0.5]
     spread = with_members(equal, tuple(replace(m, reward=r) for m, r in zip(equal.trajectories, rewards, strict=True)))
@@ -63,8 +63,8 @@ def test_segments_of_an_episode_are_counted_as_one(tiny_model: Any) -> None:
     attention.install(tiny_model)
     segments = [replace(first, id=f"{first.id}.{number}", weight=0.5) for number in range(2)]
     group = with_members(four_groups(tiny_model)[0], [episode_of(*segments), *others])
-    (terms,) = Estimator(tiny_model, AlgorithmConfig()).estimate([group], policy_version=0, num_episodes=4)
-    assert [[one.id for one in episode] for episode in terms.episodes()] == [
+    (stats,) = Estimator(tiny_model, AlgorithmConfig()).estimate([group], policy_version=0, num_episodes=4)
+    assert [[one.id for one in episode] for episode in stats.episodes()] == [
         [segment.id for segment in segments],
         *([other.id] for other in others),
     ]

@@ -1,4 +1,4 @@
-"""What is proven of a model at start, and what is refused."""
+"""What the start-up proof accepts and refuses."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_logits_that_are_changed_after_the_head_are_refused_by_name() -> None:
 
 
 class TwiceUsed(nn.Module):
-    """A weight that acts twice on every token: neither pieces nor their norms add up."""
+    """A weight that acts twice on every token, so that its pieces and norms are wrong."""
 
     def __init__(self, inner: nn.Linear) -> None:
         super().__init__()

@@ -28,7 +28,7 @@ def plain_logprobs(model: Any, ids: Sequence[int]) -> torch.Tensor:
 
 
 def action_logprobs(model: Any, one: Trajectory) -> torch.Tensor:
-    """The same of the action tokens alone. [N]"""
+    """The same for action tokens only. [N]"""
     positions = [t - 1 for t, acted in enumerate(one.action_mask()) if acted]
     return plain_logprobs(model, one.token_ids())[positions]
 
@@ -37,7 +37,7 @@ ARCHITECTURES = ["Qwen3", "Qwen3-tied", "Qwen2", "Qwen2-tied", "Llama", "Llama-t
 
 
 def architecture(name: str) -> Any:
-    """A random 2-layer model of that class, every weight (scales and biases too) moved off its initial value."""
+    """A random 2-layer model of that class. Every weight, scales and biases too, differs from its initial value."""
     import transformers
 
     family, _, tied = name.partition("-")
@@ -55,7 +55,7 @@ def architecture(name: str) -> Any:
 
 
 def uneven_episodes() -> list[Trajectory]:
-    """Several turns, a single action token, a long one, and one that reads the padding id."""
+    """Episodes of several turns, of a single action token, a long one, and one that contains the padding id."""
     shapes = [((6, 4), (5, 3)), ((9, 1),), ((3, 12), (2, 2)), ((40, 50),)]
     episodes = [episode(str(i), reward=1.0, seed=i, shape=shape) for i, shape in enumerate(shapes)]
     padded = Turn(observation_ids=(5, 0, 0, 6), completion=completion((9, 0, 3), (-1.0,) * 3, 0))
@@ -134,7 +134,7 @@ def whole_weights(model: Any) -> torch.Tensor:
 
 
 def divide_small_weights() -> None:
-    """Let ZeRO-3 divide every weight: by default it keeps those below 100,000 elements whole, a tiny model's all."""
+    """Make ZeRO-3 divide every weight: by default it keeps weights below 100,000 elements whole."""
     from trainer import deepspeed_settings
 
     own = deepspeed_settings.deepspeed_config
@@ -152,6 +152,6 @@ def config(model_path: Path, *, dtype: str = "float32", **sections: Any) -> Conf
         "name": "test",
         "env": {"target": "x:Y"},
         "model": {"path": str(model_path), "dtype": dtype},
-        "algorithm": {"rho_base": 1.0},  # known beforehand, as the plain references need it
+        "algorithm": {"rho_base": 1.0},  # a fixed number, which the plain references need
     }
     return parse({**tree, **sections}, source="test")

@@ -1,4 +1,4 @@
-"""The packed attention against dense masks, and what it refuses."""
+"""Packed attention against dense masks, and what it refuses."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_the_log_says_what_was_chosen(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.parametrize("window", [None, 3])
 def test_varlen_attention_takes_what_it_is_given(window: int | None) -> None:
-    """The call itself, through the installed torch's own shape rules: no GPU computes anything."""
+    """Checks the call against the shape rules of the installed torch, on meta tensors without a GPU."""
     query, key = torch.empty(9, 4, 16, dtype=torch.bfloat16, device="meta"), torch.empty(9, 2, 16, device="meta").half()
     bounds = torch.empty(3, dtype=torch.int32, device="meta")
     window_size = (-1 if window is None else window - 1, 0)

@@ -1,4 +1,4 @@
-"""How the sums become DeepSpeed's gradients."""
+"""The hand-off of sums to DeepSpeed as gradients."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainer.gradient.sums import GradientSums
 
 
 class PlainEngine:
-    """DeepSpeed's stage 0 without DeepSpeed: what a backward leaves stays on the parameters."""
+    """Like DeepSpeed's stage 0, without DeepSpeed: gradients stay on the parameters."""
 
     def backward(self, loss: Any) -> None:
         loss.backward()

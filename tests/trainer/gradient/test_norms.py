@@ -18,7 +18,7 @@ HALF_AN_ULP_OF_ONE = 2.0**-24
 
 
 def relative_error(tensor: Tensor) -> float:
-    """Against a sum of the exact squares that is rounded once."""
+    """Relative error against the sum of exact squares, rounded once."""
     exact = math.fsum(x * x for x in tensor.double().flatten().tolist())
     return abs(float(squared_norm(tensor)) / exact - 1)
 

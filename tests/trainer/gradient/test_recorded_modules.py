@@ -1,4 +1,4 @@
-"""Norms and sums of one packed backward against autograd, one trajectory at a time, in float64 and in float32."""
+"""Norms and sums of one packed backward against autograd trajectory by trajectory, in float64 and in float32."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_autograd_makes_no_gradient_and_modules_are_as_before() -> None:
 
 
 class Doubled(nn.Linear):
-    """A map that does more than its weight says."""
+    """A linear layer that does more than multiply by its weight."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return 2 * super().forward(input)

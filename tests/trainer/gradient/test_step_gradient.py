@@ -27,8 +27,8 @@ def estimate(
     attention.install(model)
     estimator = Estimator(model, algorithm, pack_tokens=pack_tokens)
     num_episodes = sum(len(group.episodes) for group in groups)
-    terms = estimator.estimate(groups, policy_version=0, num_episodes=num_episodes)
-    return torch.cat([total.flatten() for total in estimator.sums.total]), terms
+    stats = estimator.estimate(groups, policy_version=0, num_episodes=num_episodes)
+    return torch.cat([total.flatten() for total in estimator.sums.total]), stats
 
 
 def reference(model: Any, groups: list[TrajectoryGroup], algorithm: AlgorithmConfig) -> torch.Tensor:
@@ -118,10 +118,10 @@ def test_nothing_depends_on_how_the_batch_is_split_into_packs(
     tiny_model: Any, pack_tokens: int, algorithm: AlgorithmConfig
 ) -> None:
     groups = mixed_groups(tiny_model)
-    whole, terms = estimate(tiny_model, groups, algorithm)
-    split, split_terms = estimate(tiny_model, groups, algorithm, pack_tokens=pack_tokens)
+    whole, stats = estimate(tiny_model, groups, algorithm)
+    split, split_stats = estimate(tiny_model, groups, algorithm, pack_tokens=pack_tokens)
     assert relative_error(split, whole) < 1e-5
-    for one, other in zip(terms, split_terms, strict=True):
+    for one, other in zip(stats, split_stats, strict=True):
         assert one.baseline_minus_mean == pytest.approx(other.baseline_minus_mean, abs=1e-5)
         for member, again in zip(one.trajectories, other.trajectories, strict=True):
             assert member.log_weight == pytest.approx(again.log_weight, abs=1e-5)
@@ -130,9 +130,9 @@ def test_nothing_depends_on_how_the_batch_is_split_into_packs(
 
 def test_on_policy_vcpo_is_reinforce_with_its_own_baseline(tiny_model: Any) -> None:
     groups = mixed_groups(tiny_model, off_policy=0.0)
-    _, terms = estimate(tiny_model, groups, AlgorithmConfig())
-    assert max(abs(member.log_weight) for group in terms for member in group.trajectories) < 1e-4
-    assert all(member.weight == pytest.approx(1.0, abs=1e-4) for group in terms for member in group.trajectories)
+    _, stats = estimate(tiny_model, groups, AlgorithmConfig())
+    assert max(abs(member.log_weight) for group in stats for member in group.trajectories) < 1e-4
+    assert all(member.weight == pytest.approx(1.0, abs=1e-4) for group in stats for member in group.trajectories)
 
 
 def _with_other_observations_logprobs(one: TrajectoryGroup) -> TrajectoryGroup:
@@ -146,21 +146,21 @@ def _with_other_observations_logprobs(one: TrajectoryGroup) -> TrajectoryGroup:
 
 def test_observations_after_the_last_action_change_nothing_at_all(tiny_model: Any) -> None:
     groups = mixed_groups(tiny_model)
-    ours, terms = estimate(tiny_model, groups, AlgorithmConfig())
+    ours, stats = estimate(tiny_model, groups, AlgorithmConfig())
     again, longer = estimate(
         tiny_model, [_with_other_observations_logprobs(group) for group in groups], AlgorithmConfig()
     )
     assert torch.equal(ours, again)
-    assert [m.log_weight for g in terms for m in g.trajectories] == [
+    assert [m.log_weight for g in stats for m in g.trajectories] == [
         m.log_weight for g in longer for m in g.trajectories
     ]
-    assert [m.score_norm for g in terms for m in g.trajectories] == [
+    assert [m.score_norm for g in stats for m in g.trajectories] == [
         m.score_norm for g in longer for m in g.trajectories
     ]
 
 
 def test_only_action_tokens_carry_gradient(tiny_model: Any) -> None:
-    """Scores of observation tokens may be anything: the gradient is that of the action tokens' logprobs alone."""
+    """Log-probabilities of observation tokens do not matter: the gradient is that of the action tokens only."""
     one = group(0, [episode("a", reward=1.0, model=tiny_model), episode("b", reward=0.0, seed=1, model=tiny_model)])
     ours, _ = estimate(tiny_model, [one], AlgorithmConfig(baseline="none"))
     member = one.trajectories[0]
@@ -171,23 +171,23 @@ def test_only_action_tokens_carry_gradient(tiny_model: Any) -> None:
 
 
 def test_equal_rewards_have_no_gradient_and_are_counted(tiny_model: Any) -> None:
-    ours, terms = estimate(tiny_model, mixed_groups(tiny_model)[2:], AlgorithmConfig())
+    ours, stats = estimate(tiny_model, mixed_groups(tiny_model)[2:], AlgorithmConfig())
     assert not ours.any()
-    assert not terms[0].has_spread and not terms[0].has_gradient
+    assert not stats[0].has_spread and not stats[0].has_gradient
 
 
 def test_a_single_member_has_no_gradient_under_a_baseline(tiny_model: Any) -> None:
     one = group(0, [episode("a", reward=1.0, model=tiny_model)])
     for baseline in ("opob", "mean", "leave_one_out"):
-        ours, terms = estimate(tiny_model, [one], AlgorithmConfig(baseline=baseline))
-        assert not ours.any() and not terms[0].has_gradient
+        ours, stats = estimate(tiny_model, [one], AlgorithmConfig(baseline=baseline))
+        assert not ours.any() and not stats[0].has_gradient
 
 
 def test_a_trajectory_without_action_tokens_weighs_one_and_adds_nothing(tiny_model: Any) -> None:
     silent = trajectory("silent", [Turn(observation_ids=(1, 2, 3), completion=completion((), (), 0))], reward=0.0)
     acting = episode("acting", reward=1.0, model=tiny_model)
-    _, terms = estimate(tiny_model, [group(0, [silent, acting])], AlgorithmConfig())
-    quiet = terms[0].trajectories[0]
+    _, stats = estimate(tiny_model, [group(0, [silent, acting])], AlgorithmConfig())
+    quiet = stats[0].trajectories[0]
     assert (quiet.log_weight, quiet.weight, quiet.score_norm, quiet.lag) == (0.0, 1.0, 0.0, 0)
 
 
@@ -196,8 +196,8 @@ def test_a_group_that_never_acted_has_no_gradient(tiny_model: Any) -> None:
         trajectory(str(i), [Turn(observation_ids=(1, 2, i), completion=completion((), (), 0))], reward=float(i))
         for i in range(2)
     ]
-    ours, terms = estimate(tiny_model, [group(0, silent)], AlgorithmConfig())
-    assert not ours.any() and not terms[0].has_gradient
+    ours, stats = estimate(tiny_model, [group(0, silent)], AlgorithmConfig())
+    assert not ours.any() and not stats[0].has_gradient
 
 
 def test_an_untruncated_weight_beyond_float32_is_reported_not_used(tiny_model: Any) -> None:
@@ -205,26 +205,26 @@ def test_an_untruncated_weight_beyond_float32_is_reported_not_used(tiny_model: A
         "far", [Turn(observation_ids=(1, 2), completion=completion((3,) * 40, (-20.0,) * 40, 0))], reward=1.0
     )
     one = group(0, [unlikely, episode("b", reward=0.0, model=tiny_model)])
-    _, terms = estimate(tiny_model, [one], AlgorithmConfig(treatment="none"))
-    assert terms[0].trajectories[0].non_finite() == ["weight"]
-    ours, terms = estimate(tiny_model, [one], AlgorithmConfig())
-    assert terms[0].trajectories[0].weight == pytest.approx(8.0)
+    _, stats = estimate(tiny_model, [one], AlgorithmConfig(treatment="none"))
+    assert stats[0].trajectories[0].non_finite() == ["weight"]
+    ours, stats = estimate(tiny_model, [one], AlgorithmConfig())
+    assert stats[0].trajectories[0].weight == pytest.approx(8.0)
     assert torch.isfinite(ours).all()
 
 
 def test_the_optimal_baseline_has_the_least_second_moment_on_the_model(tiny_model: Any) -> None:
     """sum_i w_i^2 n_i^2 (R_i - b)^2, measured on real gradients, against mean, leave-one-out and zero."""
     one = mixed_groups(tiny_model, off_policy=0.3)[1]
-    _, terms = estimate(tiny_model, [one], AlgorithmConfig(baseline="opob"))
-    w2n2 = torch.tensor([(m.weight * m.score_norm) ** 2 for m in terms[0].trajectories], dtype=torch.float64)
+    _, stats = estimate(tiny_model, [one], AlgorithmConfig(baseline="opob"))
+    w2n2 = torch.tensor([(m.weight * m.score_norm) ** 2 for m in stats[0].trajectories], dtype=torch.float64)
     reward = torch.tensor(one.rewards_G, dtype=torch.float64)
     loo = (reward.sum() - reward) / (len(reward) - 1)
 
     def second_moment(baseline: torch.Tensor) -> float:
         return float((w2n2 * (reward - baseline).square()).sum())
 
-    best = second_moment(reward.mean() + terms[0].baseline_minus_mean)
-    others = [reward.mean(), loo, torch.tensor(0.0), reward.mean() + terms[0].baseline_minus_mean + 0.01]
+    best = second_moment(reward.mean() + stats[0].baseline_minus_mean)
+    others = [reward.mean(), loo, torch.tensor(0.0), reward.mean() + stats[0].baseline_minus_mean + 0.01]
     assert all(best < second_moment(other) for other in others)
 
 
@@ -237,7 +237,7 @@ def test_proxy_norms_rank_as_the_exact_ones(tiny_model: Any) -> None:
         estimate(tiny_model, groups, AlgorithmConfig(baseline="opob", baseline_norms=norms))[1]
         for norms in ("exact", "proxy")
     )
-    norms = torch.tensor([[m.score_norm for g in terms for m in g.trajectories] for terms in (exact, proxy)])
+    norms = torch.tensor([[m.score_norm for g in stats for m in g.trajectories] for stats in (exact, proxy)])
     ranks = norms.argsort(dim=1).argsort(dim=1).double()
     assert float(torch.corrcoef(ranks)[0, 1]) > 0.8
     for one, other in zip(exact, proxy, strict=True):
@@ -245,7 +245,7 @@ def test_proxy_norms_rank_as_the_exact_ones(tiny_model: Any) -> None:
 
 
 def split_in_segments(one: TrajectoryGroup) -> TrajectoryGroup:
-    """The same group, its first episode told twice as two segments of half the weight."""
+    """The same group with its first episode repeated as two segments of half the weight."""
     first, *others = one.trajectories
     halves = [replace(first, id=f"{first.id}.{segment}", weight=0.5) for segment in range(2)]
     return with_members(one, [episode_of(*halves), *others])
@@ -259,9 +259,9 @@ def test_an_episode_in_segments_weighs_as_one_episode(tiny_model: Any, preset: A
     algorithm = AlgorithmConfig(preset=preset, **baseline)
     groups = mixed_groups(tiny_model)
     whole, _ = estimate(tiny_model, groups, algorithm)
-    in_segments, terms = estimate(tiny_model, [split_in_segments(one) for one in groups], algorithm)
+    in_segments, stats = estimate(tiny_model, [split_in_segments(one) for one in groups], algorithm)
     assert relative_error(in_segments, whole) < 1e-6
-    assert [len(one.trajectories) for one in terms] == [5, 5, 5]
+    assert [len(one.trajectories) for one in stats] == [5, 5, 5]
 
 
 def test_the_optimal_baseline_sums_squared_norms_over_an_episodes_segments(tiny_model: Any) -> None:
@@ -282,8 +282,8 @@ def test_a_trajectory_of_weight_zero_has_no_gradient_and_counts_in_the_mean(tiny
     masked = with_members(one, (replace(first, weight=0.0), *others))
     silent = with_members(one, (replace(first, turns=(), weight=0.0), *others))
     algorithm = AlgorithmConfig(preset=preset, **({"second_moment_bound": 100.0} if preset == "m2po" else {}))
-    ours, (terms,) = estimate(tiny_model, [masked], algorithm)
+    ours, (stats,) = estimate(tiny_model, [masked], algorithm)
     theirs, _ = estimate(tiny_model, [silent], algorithm)
-    if preset != "m2po":  # it divides by the group's mean length, which the masked one is a part of
+    if preset != "m2po":  # it divides by the group's mean length, in which the masked one counts
         assert relative_error(ours, theirs) < 1e-6
-    assert terms.trajectories[0].score_norm == 0.0 and terms.trajectories[0].log_weight != 0.0
+    assert stats.trajectories[0].score_norm == 0.0 and stats.trajectories[0].log_weight != 0.0

@@ -1,4 +1,4 @@
-"""The two sums against plain ones, whatever the order of pieces and of their weights."""
+"""The two sums against plain ones, for any order of pieces and weights."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_two_sums_are_those_added_up_one_by_one(happened: list[Event]) -> None:
 
 
 def test_members_of_equal_reward_are_written_into_one_sum_only() -> None:
-    """The total is touched when the ratio changes, and when the group closes."""
+    """The total is written only when the ratio changes and when the group closes."""
     parameter = nn.Parameter(torch.zeros(4, 3))
     sums = GradientSums([parameter], has_scores=True)
     sums.reset()

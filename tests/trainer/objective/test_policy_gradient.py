@@ -56,8 +56,8 @@ def dapo(theta: Tensor, batch: Groups) -> Tensor:
 
     def of_group(group: list[Episode]) -> Tensor:
         advantage = group_relative(group)
-        terms = [pessimistic(ratio(theta, e), a, 0.8, 1.28) for e, a in zip(group, advantage, strict=True)]
-        return torch.cat(terms).mean()
+        stats = [pessimistic(ratio(theta, e), a, 0.8, 1.28) for e, a in zip(group, advantage, strict=True)]
+        return torch.cat(stats).mean()
 
     return gradient_of_mean(theta, batch, of_group)
 
@@ -67,11 +67,11 @@ def gspo(theta: Tensor, batch: Groups) -> Tensor:
 
     def of_group(group: list[Episode]) -> Tensor:
         advantage = group_relative(group)
-        terms = [
+        stats = [
             pessimistic(ratio(theta, e).log().mean().exp(), a, 1 - 3e-4, 1 + 4e-4)
             for e, a in zip(group, advantage, strict=True)
         ]
-        return torch.stack(terms).mean()
+        return torch.stack(stats).mean()
 
     return gradient_of_mean(theta, batch, of_group)
 
@@ -84,12 +84,12 @@ def reinforce_with(
     def reference(theta: Tensor, batch: Groups) -> Tensor:
         def of_group(group: list[Episode]) -> Tensor:
             reward = rewards(group)
-            terms = []
+            stats = []
             for episode, advantage in zip(group, reward - baseline(group), strict=True):
                 logprob = logprobs(theta, episode)
                 scale = 1 / len(logprob) if by_length else 1.0
-                terms.append(weight(ratio(theta, episode).prod().detach()) * advantage * logprob.sum() * scale)
-            return torch.stack(terms).mean()
+                stats.append(weight(ratio(theta, episode).prod().detach()) * advantage * logprob.sum() * scale)
+            return torch.stack(stats).mean()
 
         return gradient_of_mean(theta, batch, of_group)
 
@@ -116,11 +116,11 @@ def cispo(theta: Tensor, batch: Groups) -> Tensor:
     """J = 1/sum|o_i| sum_i sum_t sg(clip(r, 0, 1 + eps)) A log pi    MiniMax-M1, arXiv 2506.13585"""
 
     def of_group(group: list[Episode]) -> Tensor:
-        terms = [
+        stats = [
             ratio(theta, e).detach().clamp(max=5.0) * a * logprobs(theta, e)
             for e, a in zip(group, group_relative(group), strict=True)
         ]
-        return torch.cat(terms).mean()
+        return torch.cat(stats).mean()
 
     return gradient_of_mean(theta, batch, of_group)
 
@@ -167,12 +167,12 @@ def m2po(theta: Tensor, batch: Groups) -> Tensor:
     largest = moments[-1] if moments else -1.0
 
     def of_group(group: list[Episode]) -> Tensor:
-        terms = []
+        stats = []
         for episode, advantage in zip(group, group_relative(group), strict=True):
             r = ratio(theta, episode)
             goes = is_bound(r, advantage) & (r.log().square() > largest + 1e-15)
-            terms.append((~goes) * r * advantage)
-        return torch.cat(terms).mean()
+            stats.append((~goes) * r * advantage)
+        return torch.cat(stats).mean()
 
     return gradient_of_mean(theta, batch, of_group)
 
@@ -198,8 +198,8 @@ def bapo(theta: Tensor, batch: Groups) -> Tensor:
 
     def of_group(group: list[Episode]) -> Tensor:
         advantage = group_relative(group)
-        terms = [pessimistic(ratio(theta, e), a, low, high) for e, a in zip(group, advantage, strict=True)]
-        return torch.cat(terms).mean()
+        stats = [pessimistic(ratio(theta, e), a, low, high) for e, a in zip(group, advantage, strict=True)]
+        return torch.cat(stats).mean()
 
     return gradient_of_mean(theta, batch, of_group)
 

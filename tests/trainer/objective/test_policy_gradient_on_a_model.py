@@ -1,4 +1,4 @@
-"""Every preset through the packed estimator against one autograd pass a trajectory, in float64."""
+"""Every preset through the packed estimator against one autograd pass per trajectory, in float64."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def reference(model: Any, groups: list[Any], algorithm: AlgorithmConfig) -> Tens
 
 @pytest.mark.parametrize("preset", sorted(set(PRESETS) - {"vcpo", "vcpo_safe"}))
 def test_a_preset_is_estimated_exactly_from_packs(tiny_model: Any, preset: Any) -> None:
-    """VCPO's own, which need norms, are in test_gradients.py."""
+    """Presets without norms; those of VCPO are in test_step_gradient.py."""
     groups = mixed_groups(tiny_model, off_policy=0.4)
     algorithm = AlgorithmConfig(preset=preset)
     estimator = Estimator(tiny_model, algorithm, pack_tokens=40)
@@ -79,10 +79,10 @@ def test_a_step_in_which_nobody_acted_has_no_gradient(tiny_model: Any, preset: A
         for one in mixed_groups(tiny_model)[:2]
     ]
     estimator = Estimator(tiny_model, AlgorithmConfig(preset=preset))
-    terms = estimator.estimate(silent, policy_version=0, num_episodes=8)
+    stats = estimator.estimate(silent, policy_version=0, num_episodes=8)
     assert not any(total.any() for total in estimator.sums.total)
-    assert [(group.has_spread, group.has_gradient) for group in terms] == [(True, False)] * 2
-    assert all(member.weight == 1.0 and not member.non_finite() for group in terms for member in group.trajectories)
+    assert [(group.has_spread, group.has_gradient) for group in stats] == [(True, False)] * 2
+    assert all(member.weight == 1.0 and not member.non_finite() for group in stats for member in group.trajectories)
 
 
 @pytest.mark.parametrize("preset", ["dapo", "cispo", "m2po", "bapo"])
@@ -121,9 +121,9 @@ def by_tokens(model: Any, group: TrajectoryGroup, algorithm: AlgorithmConfig) ->
         weights = objective.batch_weights(members)
     else:
         weights = [objective.weights(member.log_ratio_N, member.advantage) for member in members]
-    terms = [
+    stats = [
         weight.weight_N * member.advantage * logprob
         for weight, member, logprob in zip(weights, members, logprobs, strict=True)
     ]
-    gradients = torch.autograd.grad(torch.cat(terms).mean(), list(model.parameters()))
+    gradients = torch.autograd.grad(torch.cat(stats).mean(), list(model.parameters()))
     return torch.cat([gradient.flatten() for gradient in gradients])

@@ -1,4 +1,4 @@
-"""Ratios, treatments, baselines and their numerics by hand; everything that must hold for any input as a property."""
+"""Ratios, treatments and baselines against numbers worked by hand, and properties for any input."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_the_second_moment_is_under_its_bound_with_the_least_left_out() -> None:
 
 
 def test_the_second_moment_is_taken_among_tokens_that_ppos_clip_can_act_on() -> None:
-    """The others stay however far off, and do not thin out the mean: that of 1e-6 and .09 alone is above .04."""
+    """All other tokens are kept and do not count in the mean, here that of 1e-6 and .09, which is above .04."""
     log_ratio, advantage = f64(-3.0, 3.0, 3.0, 0.0, 0.001, 0.3), f64(1.0, -1.0, 0.0, 1.0, 1.0, 1.0)
     assert ratios.second_moment_mask(log_ratio, advantage, 0.04).tolist() == [True] * 5 + [False]
 
@@ -139,7 +139,7 @@ def test_the_second_moment_mask_does_not_depend_on_the_order(tokens: list[tuple[
 def test_adaptive_bounds_stand_where_they_start_when_the_loss_is_balanced() -> None:
     settings = {"low": (0.6, 0.9), "high": (1.2, 3.0), "step": 0.05, "positive_share": 0.5}
     assert ratios.adaptive_bounds(f64(0.0, 0.0), f64(1.0, -1.0), **settings) == ratios.Bounds(low=0.6, high=1.2)
-    # 1.5 is cut to 1.2 against a loss of 1.3: only a higher upper bound helps, after the lower one has gone its way.
+    # 1.5 is cut to 1.2 against a loss of 1.3: only a higher upper bound helps, and it is raised after the lower one.
     found = ratios.adaptive_bounds(f64(math.log(1.5), 0.0), f64(1.0, -1.3), **settings)
     assert (found.low, found.high) == (0.9, pytest.approx(1.3))
     assert ratios.adaptive_bounds(f64(0.0), f64(-1.0), **settings) == ratios.Bounds(low=0.9, high=3.0)
@@ -162,7 +162,7 @@ def test_an_untreated_weight_that_leaves_float32_is_infinite_so_that_the_step_is
 
 @pytest.mark.parametrize("preset", ["grpo", "dapo", "gspo", "bapo", "m2po"])
 def test_a_huge_ratio_is_cut_where_it_is_rewarded_and_refuses_the_step_where_it_is_not(preset: Any) -> None:
-    """PPO's own hole: with A < 0 the weight is not cut, and this one is infinite."""
+    """A gap in PPO's clip: with A < 0 a large weight is not cut, and this one is infinite."""
     rewarded, punished = weigh(objective(preset=preset), [member(1e4, advantage=1.0), member(1e4, advantage=-1.0)])
     assert (rewarded.weight_N.item(), punished.weight_N.item()) == (0.0, math.inf)
 

@@ -187,7 +187,7 @@ def _expected_over_groups(rule: Callable[[torch.Tensor, torch.Tensor, torch.Tens
 
 
 def test_a_baseline_from_its_own_group_takes_from_the_gradient_and_the_optimal_one_most() -> None:
-    """The mean takes 1/G. The optimum follows whoever owns w^2 n^2, here every success, and takes two thirds."""
+    """The mean removes 1/G. The optimum follows the trajectory that dominates w^2 n^2 and removes two thirds."""
     assert _expected_over_groups(lambda w, n, reward: torch.zeros(())) == pytest.approx(1.0)
     assert _expected_over_groups(lambda w, n, reward: reward.mean()) == pytest.approx(0.75)
     assert _expected_over_groups(optimal_baseline) == pytest.approx(0.327, abs=1e-3)

@@ -1,4 +1,4 @@
-"""Folders of weights: whole or absent, in shards where large, readable by transformers, old versions gone."""
+"""Folders of weights: whole or absent, in shards if large, readable by transformers, old versions removed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.weights import folder as weights
 from trainer.weights.source import WeightSource
 
 PROBE = Probe(token_ids=(1, 2, 3), logprobs=(-1.0, -2.0))
-ONE_LAYER_BYTES = 200_000  # of the tiny model: about
+ONE_LAYER_BYTES = 200_000  # of the tiny model, approximately
 
 
 def source_of(model: Any) -> WeightSource:
@@ -78,7 +78,7 @@ def test_publishing_a_version_again_replaces_it(tiny_model: Any, tmp_path: Path)
 
 
 class FailingSource(WeightSource):
-    """Ends in an error after the first shard was written."""
+    """A source that raises after the first shard was written."""
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in super().__iter__():

@@ -1,4 +1,4 @@
-"""The source's two channels, over plain modules and over DeepSpeed engines of every stage, on one and two ranks."""
+"""The source's metadata and iteration, on plain modules and DeepSpeed engines of every stage, on one and two ranks."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_layer_is_named_by_its_outermost_number(name: str, layer: str) -> None
 
 @pytest.fixture(scope="module", params=[1, 2])
 def gathered(request: pytest.FixtureRequest, tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What each rank saw under each stage, and the folder with what rank 0 wrote."""
+    """What each rank iterated over under each stage, and the folder that rank 0 wrote."""
     out = tmp_path_factory.mktemp("gathered")
     script = Path(__file__).with_name("gathering_ranks.py")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={request.param}"]

@@ -1,4 +1,4 @@
-"""Weights on their way from a real learner-side process, through the orchestrator's routes, into the real server."""
+"""Weight transfer from a real learner-side process, through the orchestrator's routes, into a real server."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Engines:
         self.engine = engine
         self.refs: list[WeightsRef] = []
         self.failures: list[EngineError] = []
-        self.blamed: list[EngineError] = []  # those that would end a run
+        self.blamed: list[EngineError] = []  # errors that would end a run
 
     async def next_batch(self, policy_version: int) -> Batch:
         raise RunOver
@@ -104,7 +104,7 @@ def start_server(model_dir: Path, log_path: Path, backend: str, port: int = 0) -
 
 
 class GlooServer:
-    """A server of the tiny model that takes its weights over gloo."""
+    """A server of the tiny model that receives its weights over gloo."""
 
     def __init__(self, model_dir: Path, logs: Path) -> None:
         self._model_dir, self._logs = model_dir, logs
@@ -135,7 +135,7 @@ async def engines(gloo: GlooServer) -> AsyncIterator[Engines]:
 
 
 def new_model(base: Path, folder: Path, *, seed: int) -> Any:
-    """The tiny model with noise on every weight, also as a folder."""
+    """The tiny model with noise on every weight, and its folder."""
     model = AutoModelForCausalLM.from_pretrained(base, dtype="float32").eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -303,7 +303,7 @@ async def test_another_models_weights_are_refused_before_they_travel(
 
 @pytest.fixture
 async def shared(vllm_server: VLLMServer, tiny_model_dir: Path, tmp_path: Path) -> AsyncIterator[VLLMServer]:
-    """The session's server, which reads folders; it holds its first weights again afterwards."""
+    """The session's server, which reads folders. Its first weights are restored afterwards."""
     yield vllm_server
     first = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype="float32").eval()
     async with VLLMEngine(vllm_server.url, model=vllm_server.model) as engine:
@@ -373,7 +373,7 @@ async def test_a_folder_that_is_refused_leaves_the_old_weights_serving(
 
 
 class Silent:
-    """An orchestrator that answers nothing."""
+    """An orchestrator that does not answer."""
 
     def open_transfer(self, init: TransferInit) -> None:
         time.sleep(30)
@@ -388,7 +388,7 @@ def transfer(backend: str, *, timeout_s: float = 1.0) -> Transfer:
 
 @pytest.fixture(scope="module")
 def loaded() -> None:
-    """vLLM's import takes seconds, which are no publication's."""
+    """Import vLLM first: that takes seconds, which must not count in a publication's time."""
     import vllm.distributed.weight_transfer.factory  # noqa: F401
 
 
@@ -403,7 +403,7 @@ def test_engines_that_never_join_end_the_publication(tiny_model: Any) -> None:
 
 
 class Refusing(Silent):
-    """An orchestrator whose engine joins, and then is never told to receive."""
+    """An orchestrator whose engine joins and then never receives."""
 
     group: Group | None = None
 
@@ -419,7 +419,7 @@ class Refusing(Silent):
 @pytest.mark.usefixtures("loaded")
 def test_a_refusal_ends_a_broadcast_that_nobody_receives(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer.weights.streamed, "GRACE_S", 0.5)
-    large = torch.nn.Linear(4096, 4096)  # more than the connection's own buffers hold
+    large = torch.nn.Linear(4096, 4096)  # more than the connection's buffers hold
     sender = publisher(
         transfer("gloo", timeout_s=100),
         EngineConfig(update_timeout_s=30),

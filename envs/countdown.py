@@ -108,6 +108,9 @@ def reaches(answer: str, numbers: Sequence[int], target: int) -> bool:
     """Whether `answer`, in LaTeX or plain, equals `target` and uses each of `numbers` exactly once.
 
     `= target` at its end is allowed. Anything except whole numbers, + - * / and parentheses makes it wrong.
+
+    >>> reaches("7 * (5 + 3)", [3, 5, 7], 56), reaches("7 * 8", [3, 5, 7], 56)
+    (True, False)
     """
     expression, equals, right = _plain(answer).partition("=")
     if equals and right != str(target):

@@ -30,7 +30,11 @@ _TEXT = re.compile(r"\\(?:text|mbox|textbf|textit|mathrm|textrm)\s*\{([^{}]*)\}"
 
 
 def final_answer(text: str) -> str | None:
-    """The content of the last balanced `\\boxed{}` outside `<think>`, or None."""
+    """The content of the last balanced `\\boxed{}` outside `<think>`, or None.
+
+    >>> final_answer(r"First \\boxed{1}, no: \\boxed{\\frac{1}{2}}.")
+    '\\\\frac{1}{2}'
+    """
     text = text.rpartition("</think>")[2].partition("<think>")[0]  # the second part: a thought that never ended
     starts = {match.end() for match in _BOX.finditer(text)}
     open_braces: list[int] = []

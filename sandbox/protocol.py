@@ -92,7 +92,11 @@ class ExecRequest(ProtocolModel):
 
 
 class ExecResult(ProtocolModel):
-    """What one execution did. The supervisor observes `status`; the program writes the texts."""
+    """What one execution did. The supervisor observes `status`; the program writes the texts.
+
+    >>> ExecResult(status="ok", stdout="6 * 7 =\\n", result="42").to_text()
+    '6 * 7 =\\n42'
+    """
 
     model_config = ConfigDict(extra="ignore", frozen=True)  # a client may be older than its service
 

@@ -163,7 +163,7 @@ async def _next_version(model: Any, sender: Sender, engine: VLLMEngine) -> Publi
 
 
 def _changed(model: Any) -> Probe:
-    """Other weights, and what they say."""
+    """Other weights, and their logprobs."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(STEP_OF_WEIGHTS)

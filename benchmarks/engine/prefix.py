@@ -46,7 +46,7 @@ async def measure(config: EngineConfig, *, quick: bool) -> str:
     columns += [f"computed, {OTHER}", "ms", f"ms, {OTHER}", "times faster"]
     intro = (
         f"\n## Prefix reuse\n\nA second turn's prompt is the first prompt, the {COMPLETION_TOKENS} tokens the engine "
-        f"said, and {OBSERVATION_TOKENS} new ones; it asks for one token. Reused are whole blocks, of {block_tokens} "
+        f"said, and {OBSERVATION_TOKENS} new ones; it asks for one token. Whole blocks are reused, of {block_tokens} "
         "tokens here. `computed` and `found` are vLLM's counters (prefix_cache_queries, prefix_cache_hits), a turn. "
         f"`{OTHER}`: the same prompt under the salt that our client uses after a weight update. "
         "Median (least to greatest).\n\n"

@@ -22,8 +22,8 @@ _Memory = SynchronizedArray  # of int32: per environment a length, then that man
 class UnicodeText(spaces.Text):
     """Texts of up to `max_length` characters, with any characters. Samples are short printable ASCII.
 
-    Example:
-        assert "Größe: 1 µm" in UnicodeText(max_length=100)
+    >>> "Größe: 1 µm" in UnicodeText(max_length=100)
+    True
     """
 
     def __init__(self, max_length: int, *, seed: int | np.random.Generator | None = None) -> None:

@@ -1,7 +1,7 @@
 """A calculator task small enough to train in seconds on one core, and a policy of 0.1 M parameters for it.
 
 The policy reads `?11+49+98>`, calls a calculator `C11+49;`, gets `R60;`, calls it again `C60+98;`, gets `R158;` and
-answers `A158$`; reward 1 for the right answer. It starts from noisy demonstrations. Knows nothing of how it is trained
+answers `A158$`; reward 1 for the right answer. It starts from noisy demonstrations. Independent of how it is trained
 or of how episodes are sampled.
 """
 

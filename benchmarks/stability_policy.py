@@ -4,7 +4,7 @@ The toy is so small that one run spends its time on overhead. Here the linear la
 and what the study needs of the gradient (the norm of every episode's score, the gradient of every group) comes from the
 inputs and output gradients of one backward. The test sets it against `calculator.Policy`, one run at a time.
 
-Knows nothing of rewards, weights of episodes or rules.
+Independent of rewards, weights of episodes and rules.
 Shapes: _S runs, _P parameters of one run, _N rows (episodes) of a run, _A groups of rows, _T tokens, _D width, _V
 vocabulary. Weights are one float32 tensor [S, P] in the order of `Policy().named_parameters()`.
 """

@@ -4,7 +4,7 @@ Episodes of a group that have said the same so far are one row of the batch: the
 A trained policy rarely differs from itself, so this is most of the gain over one row an episode. What a run samples
 does not depend on the runs beside it.
 
-Knows nothing of training.
+Independent of training.
 Shapes: _S runs, _K groups, _B episodes of a run, _U rows (distinct episodes) of a run, _T tokens, _V vocabulary.
 """
 

@@ -1,7 +1,7 @@
 """The rules that the stability study compares, as settings of the project's own objective.
 
 Where a rule is not in the project (the published code's way, b* without w^2) its b* is here, over
-trainer/objective/vcpo.py. Knows nothing of runs.
+trainer/objective/vcpo.py. Independent of runs.
 Shapes: _G members of one group. float64.
 """
 

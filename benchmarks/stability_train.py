@@ -4,7 +4,7 @@ The policies' arithmetic is stacked (stability_policy.py); weights, advantages a
 `trainer.objective.policy_gradient.Objective`, run by run. Groups that have no gradient are scored for rho but
 not differentiated.
 
-Knows nothing of sweeps or of what makes a run a failure.
+Independent of sweeps and of the verdicts on runs.
 Shapes: _S runs, _U distinct episodes of a run, _A groups with a gradient, _N distinct episodes of such a group, _G
 members of a group, _B episodes of a run, _T tokens, _P parameters.
 """

@@ -22,7 +22,7 @@ class _JumpingSelector(selectors.SelectSelector):
 
     def select(self, timeout: float | None = None) -> Any:
         if timeout == 0:
-            return []  # somebody can go on: sockets are looked at when nobody can
+            return []  # some task can run; sockets are polled only when none can
         if events := super().select(0):
             return events
         if timeout is None:

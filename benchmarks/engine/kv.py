@@ -95,8 +95,9 @@ async def measure(config: EngineConfig, *, quick: bool) -> str:
         f"configs/quickstart.yaml ({', '.join(WARMSTART)}); requests continue contexts of its own episodes, and an "
         "update comes while they run. For the tokens after the update, the logprob recorded at sampling is compared "
         "with transformers' under the new weights alone. `Policies apart`: new against old weights, both "
-        f"on these tokens with KV entries of their own. {turn.name.capitalize()}: until the turn's end token, {turn.num_running} "
-        f"requests at once; {answer.name}: {answer.max_tokens} tokens, {answer.num_running} at once.\n\n"
+        f"on these tokens with KV entries of their own. {turn.name.capitalize()}: until the turn's end token, "
+        f"{turn.num_running} requests at once; {answer.name}: {answer.max_tokens} tokens, "
+        f"{answer.num_running} at once.\n\n"
     )
     misses = [f"{row[0]}: {row[3]}" for row in rows if row[0].startswith("recompute") and not _below(row, 3)]
     misses += [f"{row[0]}: {row[4]}" for row in rows if row[0].startswith("stale") and not _below(row, 4, than=6)]

@@ -1,4 +1,4 @@
-"""One method in a process of its own, which answers on its standard output whenever it is told to make a step.
+"""One method in its own process, which makes a step on request and answers on standard output.
 
 Peak memory is that of this process, over what it held before its first step. `trl_step.py` uses the same protocol in
 another environment: nothing here but torch is needed until a method is made.

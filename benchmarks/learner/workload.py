@@ -1,4 +1,4 @@
-"""Models of several sizes and batches of made-up trajectories, on disk. Knows no method that trains on them.
+"""Models of several sizes and batches of synthetic trajectories, on disk. Independent of the methods.
 
 Needs torch alone to be read, for another project's environment reads it too.
 Shapes: _T tokens of a trajectory.

@@ -12,15 +12,17 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import typer
 import yaml
 
+from agentrl.cli.main import app
 from agentrl.config import Config
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")])
 # Outside code: inline code may hold anything that looks like a link.
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
-CODE_BLOCK = re.compile(r"^( *)```.*?^\1```$", re.DOTALL | re.MULTILINE)
+CODE_BLOCK = re.compile(r"^(?P<indent> *)```.*?^(?P=indent)```$", re.DOTALL | re.MULTILINE)
 TOP = r"(?:agentrl|trainer|envs|sandbox|configs|examples|benchmarks|requirements|tests|docs|docker)"
 FILE = re.compile(rf"(?<![\w/.-]){TOP}/[\w./-]*\w")
 SECTIONS = [name for name, field in Config.model_fields.items() if hasattr(field.annotation, "model_fields")]
@@ -88,6 +90,27 @@ def test_modules_names_and_config_keys_that_a_page_names_exist(page: Path) -> No
     named = {name for code in re.findall(r"`([^`\n]+)`", prose(page)) for name in DOTTED.findall(code)}
     named = {name for name in named if not FILE_NAME.fullmatch(name) and name not in ENTRY_POINTS}
     assert [name for name in sorted(named) if not is_config_key(name) and not is_importable(name)] == []
+
+
+@every_page
+def test_commands_and_their_options_that_a_page_shows_exist(page: Path) -> None:
+    text = page.read_text()
+    lines = [line for block in CODE_BLOCK.finditer(text) for line in block[0].splitlines()]
+    lines += re.findall(r"`([^`\n]+)`", text) + [line for line in text.splitlines() if line.startswith("    ")]
+    shown = [match[1] for line in lines if (match := re.match(r"\s*(?:\.venv/bin/)?agentrl (\w.*)", line))]
+    assert [line for line in shown if not is_command(line.split("#")[0].split())] == []
+
+
+def is_command(words: list[str]) -> bool:
+    """Whether `agentrl WORDS` is a command with these options. `agentrl sandbox` passes its options on."""
+    command: Any = typer.main.get_command(app)
+    while words and words[0] in getattr(command, "commands", {}):
+        command = command.commands[words.pop(0)]
+    options = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    given = {word.strip("[]()").partition("=")[0] for word in words if re.match(r"\[?--?[a-z]", word)}
+    return not getattr(command, "commands", {}) and (
+        given <= options or "ignore_unknown_options" in command.context_settings
+    )
 
 
 def is_config_key(dotted: str) -> bool:

@@ -33,7 +33,10 @@ class ToolError(Exception):
 
 
 class ToolArgumentError(ToolError, ValueError):
-    """The model's arguments do not fit the schema: an observation, never a failure of the system."""
+    """The model's arguments do not fit the schema: an observation, never a failure of the system.
+
+    spec.validate({"limit": 3})  # ToolArgumentError: argument 'words' is missing
+    """
 
 
 def tool(method: F) -> F:

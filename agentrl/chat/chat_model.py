@@ -25,7 +25,11 @@ class PromptTooLong(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """One turn of the model. The token counts are the endpoint's; 0 if it reports none."""
+    """One turn of the model. The token counts are the endpoint's; 0 if it reports none.
+
+    reply = await model.say(messages, tools, max_tokens=100, temperature=1.0, top_p=1.0)
+    reply.message.tool_calls, reply.finish_reason
+    """
 
     message: Message
     parse_errors: tuple[str, ...]

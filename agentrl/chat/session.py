@@ -19,7 +19,10 @@ from agentrl.types import Message, StopReason
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """Why the last call beyond the run's limits was refused."""
+    """Why the last call beyond the run's limits was refused.
+
+    Refusal(stop_reason=StopReason.MAX_TURNS, reason="the episode has had its 64 calls")
+    """
 
     stop_reason: StopReason
     reason: str

@@ -71,7 +71,10 @@ class Episode:
 
 @dataclass(kw_only=True)
 class Scope:
-    """What an episode gives to its tools' private arguments: its task, and an interpreter opened on first use."""
+    """What an episode gives to its tools' private arguments: its task, and an interpreter opened on first use.
+
+    env.scope.task, env.scope.session
+    """
 
     task: Task | None = None
     seed: int | None = None

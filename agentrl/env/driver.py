@@ -51,7 +51,16 @@ def _is_sandbox_failure(error: Exception) -> bool:
 
 
 class Speaker(Protocol):
-    """Says the assistant's turns of one episode: a model, a script or a person."""
+    """Says the assistant's turns of one episode: a model, a script or a person.
+
+    class Parrot:
+        async def speak(self, turn, *, is_last):
+            return Action(message=Message(role="assistant", content=self.last))
+
+        def observe(self, result):
+            self.last = result.observation[-1].content
+            return result.observation
+    """
 
     async def speak(self, turn: int, *, is_last: bool) -> Action | None:
         """Turn number `turn`, from 0; None when there is no room left for one. `is_last`: no further turn follows."""

@@ -34,7 +34,10 @@ class SegmentRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlayedEpisode:
-    """What an EpisodeRunner recorded, not yet scored."""
+    """What an EpisodeRunner recorded, not yet scored.
+
+    PlayedEpisode(messages=segment.messages, segments=(segment,), counts={"turns": 2})
+    """
 
     messages: tuple[Message, ...]  # of the whole episode
     segments: tuple[SegmentRecord, ...]  # oldest first
@@ -44,7 +47,12 @@ class PlayedEpisode:
 
 
 class EpisodeRunner(Protocol):
-    """Plays one episode to its end and records it; does not score it."""
+    """Plays one episode to its end and records it; does not score it.
+
+    await runner.begin(seed)
+    stop_reason = await runner.play()
+    played = runner.record()
+    """
 
     @property
     def has_turns(self) -> bool:

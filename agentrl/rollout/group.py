@@ -28,7 +28,10 @@ ModelT_contra = TypeVar("ModelT_contra", contravariant=True)
 
 
 class MakeRunner(Protocol[ModelT_contra]):
-    """How episodes are played with one kind of model: an Engine, or an endpoint."""
+    """How episodes are played with one kind of model, such as an Engine or a ChatModel.
+
+    runner = runners.for_env(env, attempt, engine, settings)
+    """
 
     def for_env(self, env: Env, attempt: Attempt, model: ModelT_contra, settings: RolloutSettings) -> EpisodeRunner:
         """The environment leads the conversation."""

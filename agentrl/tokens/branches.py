@@ -35,7 +35,11 @@ class BranchSegment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where the answer to a call will be recorded: see SegmentStore.place."""
+    """Where the answer to a call will be recorded.
+
+    place = store.place(messages, tools)
+    completion = await generate(place.prompt_ids)
+    """
 
     segment: BranchSegment
     num_tokens: int  # of the segment, up to the call

@@ -84,8 +84,8 @@ def timed(step: Step, device: torch.device, path: Path | None = None) -> dict[st
     seconds, peak_bytes = _clock(device) - began, _peak(device)
     if path is not None:
         torch.save([one.detach().cpu() for one in gradient], path)
-        if terms := getattr(step, "terms", None):
-            lines = [one.weight * one.advantage for group in terms for one in group.trajectories]
+        if stats := getattr(step, "stats", None):
+            lines = [one.weight * one.advantage for group in stats for one in group.trajectories]
             path.with_suffix(".json").write_text(json.dumps(lines))
     return {"seconds": seconds, "peak_bytes": float(peak_bytes)}
 

@@ -50,14 +50,14 @@ class Ours:
 
     def __init__(self, model: Any, samples: Sequence[Sample], algorithm: AlgorithmConfig) -> None:
         attention.install(model)
-        self.terms: list[GroupStats] = []
+        self.stats: list[GroupStats] = []
         self._groups = [_group(key, list(members)) for key, members in groupby(samples, key=lambda one: one.group)]
         self._estimator = Estimator(model, algorithm, pack_tokens=workload.pack_tokens(model.device))
         self._size = len(samples)
 
     def __call__(self) -> list[Tensor]:
-        """Make a step; `terms` then says what it used."""
-        self.terms = self._estimator.estimate(self._groups, policy_version=0, num_episodes=self._size)
+        """Make a step; `stats` then says what it used."""
+        self.stats = self._estimator.estimate(self._groups, policy_version=0, num_episodes=self._size)
         return self._estimator.sums.total
 
 

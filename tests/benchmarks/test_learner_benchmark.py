@@ -43,7 +43,7 @@ def test_the_proxys_gradient_is_autograds_with_its_weights_and_baseline(folder: 
     model, samples = workload.load_model(folder, CPU), workload.load(folder)
     step = methods.Ours(model, samples, methods.ALGORITHMS["vcpo proxy"])
     ours = [one.clone() for one in step()]
-    shares = [one.weight * one.advantage / len(samples) for group in step.terms for one in group.trajectories]
+    shares = [one.weight * one.advantage / len(samples) for group in step.stats for one in group.trajectories]
     assert methods.relative_error(ours, methods.Plain(model, samples).weighted(shares)) < 1e-5
 
 

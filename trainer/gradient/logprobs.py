@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.gradient import attention
+from trainer.gradient.norms import row_squared_norms, row_sums
 from trainer.gradient.recorded_modules import forwards
 from trainer.gradient.recorder import Recorder
 from trainer.gradient.sums import product
@@ -75,10 +76,11 @@ class _Head(torch.autograd.Function):
             at = slice(start, start + rows)
             logits_CV = (hidden_ND[at] @ head.weight.t()).float()
             log_sum_N[at] = logits_CV.logsumexp(dim=-1)
-            logprob_N[at] = logits_CV.gather(1, pack.target_N[at, None])[:, 0] - log_sum_N[at]
-            pi_CV = (logits_CV - log_sum_N[at, None]).exp_()
-            entropy_N[at] = log_sum_N[at] - _row_dots(pi_CV, logits_CV)
-            sum_pi2_N[at] = _row_dots(pi_CV, pi_CV)
+            log_pi_CV = logits_CV.sub_(log_sum_N[at, None])
+            logprob_N[at] = log_pi_CV.gather(1, pack.target_N[at, None])[:, 0]
+            pi_CV = log_pi_CV.exp()
+            sum_pi2_N[at] = row_squared_norms(pi_CV).float()
+            entropy_N[at] = -row_sums(log_pi_CV.mul_(pi_CV)).float()
         # A single chunk is kept: it exists anyway, and the backward starts with the head.
         ctx.pi_CV = pi_CV if 0 < len(hidden_ND) <= rows else None
         ctx.save_for_backward(hidden_ND, log_sum_N)
@@ -101,11 +103,6 @@ class _Head(torch.autograd.Function):
             grad_ND[at] = grad_CV @ ctx.head.weight
             pieces.add(at, grad_CV, hidden_ND[at])
         return grad_ND, None, None, None, None
-
-
-def _row_dots(left_CV: Tensor, right_CV: Tensor) -> Tensor:
-    """Inner product of each pair of rows, without an intermediate tensor. [C]"""
-    return torch.bmm(left_CV[:, None, :], right_CV[:, :, None])[:, 0, 0]
 
 
 def _chunks(bounds: tuple[int, ...], rows: int) -> Iterator[slice]:

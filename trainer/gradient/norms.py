@@ -1,7 +1,8 @@
-"""Squared norms of large float32 tensors, within an error bound that holds on every processor.
+"""Squared norms and sums over many float32 numbers, within error bounds that hold on every processor.
 
 A plain float32 sum has no such bound: once the partial sum is large, small terms are rounded away, and how many
 partial sums there are depends on the processor's kernel. Independent of models and of what the tensors mean.
+Shapes: _R rows, _N elements of a row.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 32
-"""Elements whose squares are added in float32. Divides the size of nearly every weight."""
+"""Elements that are added in float32. Divides the size of nearly every weight."""
 
 RELATIVE_ERROR = (BLOCK + 2) * 2.0**-24
 """Largest relative error of a squared norm, 2.03e-6; of a norm half of it."""
@@ -20,6 +21,15 @@ RELATIVE_ERROR = (BLOCK + 2) * 2.0**-24
 
 def squared_norm(tensor: Tensor) -> Tensor:
     """sum x^2 of a float32 tensor of any shape. A float64 scalar within `RELATIVE_ERROR` of the exact value.
+
+    >>> float(squared_norm(torch.tensor([3.0, 4.0])))
+    25.0
+    """
+    return row_squared_norms(tensor.detach().reshape(1, -1))[0]
+
+
+def row_squared_norms(rows_RN: Tensor) -> Tensor:
+    """sum x^2 of each row of a float32 matrix. float64 [R], within `RELATIVE_ERROR` of the exact values.
 
     Each block of 32 elements has its norm taken in float32; the squares of these norms are added in float64.
 
@@ -30,15 +40,29 @@ def squared_norm(tensor: Tensor) -> Tensor:
 
     The bound needs squares within float32's normal range. An element beyond 1.8e19 makes the result infinite, elements
     below 1e-19 count less than they should, or not at all; NaN and infinities stay what they are.
-
-    >>> float(squared_norm(torch.tensor([3.0, 4.0])))
-    25.0
     """
-    flat = tensor.detach().reshape(-1).float()
-    rest = len(flat) % BLOCK
-    block_norms = torch.linalg.vector_norm(flat[: len(flat) - rest].view(-1, BLOCK), dim=1).double()
-    total = torch.dot(block_norms, block_norms)
-    return total + flat[-rest:].double().square().sum() if rest else total
+    blocks, rest_RN = _in_blocks(rows_RN.float())
+    total_R: Tensor = torch.linalg.vector_norm(blocks, dim=-1).double().square().sum(dim=-1)
+    return total_R + rest_RN.double().square().sum(dim=-1) if rest_RN.shape[-1] else total_R
+
+
+def row_sums(rows_RN: Tensor) -> Tensor:
+    """sum x of each row of a float32 matrix. float64 [R], off by at most 31 * 2^-24 * sum |x|.
+
+    Blocks of 32 elements are added in float32, their sums in float64.
+
+    >>> row_sums(torch.ones(2, 100)).tolist()
+    [100.0, 100.0]
+    """
+    blocks, rest_RN = _in_blocks(rows_RN)
+    return blocks.sum(dim=-1).double().sum(dim=-1) + rest_RN.double().sum(dim=-1)
+
+
+def _in_blocks(rows_RN: Tensor) -> tuple[Tensor, Tensor]:
+    """[R, N // 32, 32] and the columns that are left over, both views."""
+    num_rows, num_blocks = rows_RN.shape[0], rows_RN.shape[1] // BLOCK
+    whole = num_blocks * BLOCK
+    return rows_RN[:, :whole].view(num_rows, num_blocks, BLOCK), rows_RN[:, whole:]
 
 
 def inner_product(left: Tensor, right: Tensor) -> Tensor:

@@ -61,7 +61,7 @@ def single_backwards(model: Any, dtype: torch.dtype) -> Sums:
         [flat(torch.autograd.grad(action_logprobs(model, one).sum(), trained(model))) for one in uneven_episodes()]
     )
     weights = torch.tensor([COEFFICIENTS, SCORES], dtype=dtype) @ gradients
-    return gradients.norm(dim=1), weights[0], weights[1]
+    return gradients.double().norm(dim=1), weights[0], weights[1]
 
 
 def assert_same(ours: Sums, theirs: Sums, bound: float) -> None:

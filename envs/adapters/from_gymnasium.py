@@ -54,7 +54,7 @@ class GymnasiumEnv(Env):
     def tasks(cls, split: Split, *, data: str | None = None, seed: int = 0) -> Iterable[Task]:
         """A task is a seed of the game: endless for `train`, always the same `num_test_tasks` for `test`."""
         if data is not None:
-            raise ConfigError(f"{cls.__name__} makes its own tasks, from seeds: leave the data file {data} out")
+            raise ConfigError(f"{cls.__name__} generates its tasks from seeds: remove the data file {data}")
         return seed_tasks(split, prompt=cls.game.rules, seed=seed, num_test_tasks=cls.num_test_tasks)
 
     async def reset(self, *, task: Task, seed: int | None = None) -> tuple[list[Message], dict[str, Any]]:

@@ -59,7 +59,7 @@ def from_mcp(
     """
     base_class = load_env_class(base) if isinstance(base, str) else base
     if not issubclass(base_class, ToolEnv):
-        raise ConfigError(f"mcp:{place}: base {base_class.__name__} is no ToolEnv, so it can take no tools")
+        raise ConfigError(f"mcp:{place}: base {base_class.__name__} is not a ToolEnv, so it cannot have tools")
     if lifetime not in ("worker", "episode"):
         raise ConfigError(f"mcp:{place}: lifetime={lifetime!r} must be 'worker' or 'episode'")
     server = McpServer(
@@ -174,7 +174,7 @@ class _Shared:
     async def connection(self) -> McpConnection:
         async with self._gate:
             if self.current is not None and not self.current.is_open:
-                log.warning("an MCP server was lost; it is started again")
+                log.warning("an MCP server was lost; restarting it")
                 await self.current.close()
                 self.current = None
             if self.current is None:

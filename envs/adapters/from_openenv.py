@@ -66,7 +66,7 @@ class OpenEnv(ToolEnv):
         data = {"seed": seed, **task.metadata} if "seed" not in task.metadata and seed is not None else task.metadata
         answer = await self._session.reset(data)
         if answer.done:
-            raise EnvError(f"the OpenEnv server {self.server.url} says that the episode was over at its reset")
+            raise EnvError(f"the OpenEnv server {self.server.url} reports that the episode ended at its reset")
         return [user("\n\n".join(filter(None, (task.prompt, as_text(answer.observation)))))], {}
 
     async def step(self, action: Action) -> StepResult:
@@ -184,7 +184,7 @@ async def _call(name: str, env: OpenEnv, arguments: dict[str, Any]) -> str:
     told = (await env.act({"type": "call_tool", "tool_name": name, "arguments": arguments})).observation
     if error := told.get("error"):
         if error.get("error_type") in _INFRASTRUCTURE:
-            raise EnvError(f"tool {name} behind the OpenEnv server: {error.get('message')}")
+            raise EnvError(f"tool {name} of the OpenEnv server: {error.get('message')}")
         raise ToolError(str(error.get("message")))
     result = told.get("result")
     if not isinstance(result, dict) or "content" not in result:

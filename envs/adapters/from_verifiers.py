@@ -38,7 +38,7 @@ class _Workers:
         """A worker that has loaded the environment. Raises EnvError."""
         async with self._gate:
             if self._process is not None and not self._process.is_open:
-                log.warning("%s was lost; it is started again", self._name)
+                log.warning("%s was lost; restarting it", self._name)
                 await self.close()
             if self._process is None:
                 self._process, _ = await _loaded(self._name, self._command, self._load)
@@ -80,7 +80,7 @@ class VerifiersEnv(AgentEnv):
     def tasks(cls, split: Split, *, data: str | None = None, seed: int = 0) -> Iterable[Task]:
         """The rows of its own data sets: the training set and, for `test`, its evaluation set."""
         if data is not None:
-            raise ConfigError(f"{cls.name} has its own rows: leave the data file {data} out")
+            raise ConfigError(f"{cls.name} has its own rows: remove the data file {data}")
         for index, row in enumerate(cls.rows["train" if split == "train" else "eval"]):
             yield Task(id=f"{split}-{index}", prompt=row["prompt"], answer=row["answer"], metadata={"index": index})
 

@@ -119,7 +119,7 @@ class McpConnection:
             found += page.tools
             if (cursor := page.next_cursor) is None:
                 return found
-        raise EnvError(f"the MCP server {self._server.place} lists tools without end")
+        raise EnvError(f"the MCP server {self._server.place} lists tools endlessly")
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> mcp_types.CallToolResult:
         """The server's answer. Raises mcp.MCPError if it refuses the arguments, EnvError for other failures."""
@@ -140,7 +140,7 @@ class McpConnection:
         from mcp_types import CONNECTION_CLOSED, INVALID_PARAMS
 
         if not self.is_open:
-            raise self._lost(f"is gone; {what} was not asked for") from self._failure()
+            raise self._lost(f"is gone; {what} was not requested") from self._failure()
         call = asyncio.ensure_future(ask(self._ready.result()))
         try:
             await asyncio.wait({call, self._keeper}, return_when=asyncio.FIRST_COMPLETED)

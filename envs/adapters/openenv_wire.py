@@ -47,7 +47,7 @@ class OpenEnvServer:
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://", "ws://", "wss://")):
-            raise ConfigError(f"openenv:{self.url} is no URL, such as openenv:http://127.0.0.1:8000")
+            raise ConfigError(f"openenv:{self.url} is not a URL such as openenv:http://127.0.0.1:8000")
 
     @property
     def http_url(self) -> str:
@@ -93,7 +93,7 @@ class OpenEnvSession:
             async with asyncio.timeout(self._server.connect_timeout_s):
                 return await self._reset(data)
         except TimeoutError as error:
-            late = f"gave no place within {self._server.connect_timeout_s:g} s"
+            late = f"had no free session within {self._server.connect_timeout_s:g} s"
             raise EnvError(f"the OpenEnv server {self._server.url} {late}") from error
 
     async def step(self, action: Mapping[str, Any]) -> Answer:

@@ -25,7 +25,7 @@ class Questions(ToolEnv):
     def tasks(cls, split: Split, *, data: str | None = None, seed: int = 0) -> Iterable[Task]:
         """The rows of `data`. Raises ConfigError without `data`, DataError for a row without an answer."""
         if data is None:
-            raise ConfigError(f"{cls.__name__} asks what stands in a file: set env.train_data and env.eval_data")
+            raise ConfigError(f"{cls.__name__} asks the questions of a file: set env.train_data and env.eval_data")
         return read_tasks(data, split=split, need_answers=True)
 
     async def reset(self, *, task: Task, seed: int | None = None) -> tuple[list[Message], dict[str, Any]]:

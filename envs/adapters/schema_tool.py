@@ -59,7 +59,7 @@ def check_schema(schema: Mapping[str, Any], *, where: str) -> None:
     try:
         validator_for(schema, default=jsonschema.Draft202012Validator).check_schema(schema)
     except jsonschema.SchemaError as error:
-        raise ConfigError(f"{where} has a schema that is no JSON schema: {error.message}") from error
+        raise ConfigError(f"{where} has an invalid JSON schema: {error.message}") from error
 
 
 def asked(ask: Callable[[], Awaitable[T]]) -> T:

@@ -75,7 +75,7 @@ class TextEnv(gymnasium.Env[str, str]):
         self._env_class = load_env_class(env) if isinstance(env, str) else env
         self.name = self._env_class.__name__
         if issubclass(self._env_class, AgentEnv):
-            raise ConfigError(f"{self.name} brings its own loop and asks for its model: it has no steps to call")
+            raise ConfigError(f"{self.name} has its own loop and calls its model itself: it has no steps to call")
         self.observation_space = UnicodeText(max_chars)
         self.action_space = UnicodeText(max_chars)
         self.render_mode = render_mode

@@ -259,7 +259,7 @@ async def test_an_episodes_server_is_its_own_ends_with_it_and_must_offer_the_sam
         ("/no/such/program", {}, "No such file|cannot be reached"),
         (f"{sys.executable} -c pass", {}, "cannot be reached"),
         (STDIO, {"lifetime": "ever"}, "must be 'worker' or 'episode'"),
-        (STDIO, {"base": "gymnasium:FrozenLake-v1"}, "is no ToolEnv"),
+        (STDIO, {"base": "gymnasium:FrozenLake-v1"}, "is not a ToolEnv"),
         (STDIO, {"no_such_option": 1}, "no_such_option"),
         (STDIO, {"env": {"A": "env:NO_SUCH_VARIABLE"}}, "NO_SUCH_VARIABLE is not set"),
     ],

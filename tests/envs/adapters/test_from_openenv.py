@@ -106,7 +106,7 @@ async def test_a_server_that_stays_full_is_infrastructure(url: str) -> None:
     try:
         for env in sitting:
             await environments.start(env, task(1), 0)
-        with pytest.raises(EnvError, match=r"gave no place within 1 s"):
+        with pytest.raises(EnvError, match=r"had no free session within 1 s"):
             await play_script(guess(), task(1), says("1"))
     finally:
         for env in sitting:
@@ -172,7 +172,7 @@ def test_the_package_is_not_in_our_environment() -> None:
 
 @pytest.mark.parametrize(
     ("target", "said"),
-    [("openenv:nowhere", "is no URL"), ("openenv:http://127.0.0.1:9", r"no OpenEnv server answers at http")],
+    [("openenv:nowhere", "is not a URL"), ("openenv:http://127.0.0.1:9", r"no OpenEnv server answers at http")],
 )
 def test_a_server_that_is_not_there_is_a_config_error(target: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):

@@ -154,5 +154,5 @@ def test_a_text_space_holds_any_text() -> None:
 
 
 def test_an_agent_has_no_steps_to_call() -> None:
-    with pytest.raises(ConfigError, match="brings its own loop"):
+    with pytest.raises(ConfigError, match="has its own loop"):
         to_gymnasium(AgentEnv)

@@ -5,11 +5,13 @@ READY := $(VENV)/.ready
 CONFIG ?= configs/quickstart.yaml
 PYTEST_ARGS ?=
 # Two workers: most tests use one core, or wait. PYTEST_ARGS="-n 0" is one process, for a debugger.
-PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=40
+# The tests start hundreds of Python processes, each of which would compile the project again.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup train test lint check format docs lock clean
+.PHONY: help setup train test test-slow lint check format docs lock clean
 help: ## list the targets
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
 
 setup: $(READY) ## make .venv with the pinned dependencies
 $(READY): requirements/lock.txt requirements/install.sh pyproject.toml
@@ -19,8 +21,11 @@ $(READY): requirements/lock.txt requirements/install.sh pyproject.toml
 train: $(READY) ## train the quickstart: a small model, real vLLM and DeepSpeed, two CPU cores (CONFIG=... for another)
 	@$(BIN)/agentrl train $(CONFIG)
 
-test: $(READY) ## run the tests
-	@$(BIN)/python $(PYTEST) $(PYTEST_ARGS)
+test: $(READY) ## run the tests: under ten minutes on two cores
+	@$(BIN)/python $(PYTEST) -m "not slow and not soak" $(PYTEST_ARGS)
+
+test-slow: $(READY) ## run the slow rest: kills, every sandbox tier, Docker, two ranks, whole runs
+	@$(BIN)/python $(PYTEST) -m "slow and not soak" $(PYTEST_ARGS)
 
 lint: $(READY) ## formatting, lint, types
 	@$(BIN)/ruff format --check .

@@ -12,7 +12,11 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.docker_engine import NoEngine, docker_engine
-from tests.workers import pytest_collection_modifyitems, pytest_xdist_make_scheduler  # noqa: F401
+from tests.workers import (  # noqa: F401
+    pytest_collection_modifyitems,
+    pytest_terminal_summary,
+    pytest_xdist_make_scheduler,
+)
 
 # A property is true or not however busy the machine is.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])

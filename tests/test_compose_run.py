@@ -25,7 +25,7 @@ import pytest
 from agentrl.report.metrics import read
 from sandbox.client import SandboxClient
 
-pytestmark = [pytest.mark.docker, pytest.mark.e2e, pytest.mark.engine, pytest.mark.timeout(1000)]
+pytestmark = [pytest.mark.slow, pytest.mark.docker, pytest.mark.e2e, pytest.mark.engine, pytest.mark.timeout(1000)]
 
 ROOT = Path(__file__).parents[1]
 OWNER = 1234

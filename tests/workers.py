@@ -1,4 +1,7 @@
-"""Which tests of `make test` one worker takes together. Knows files by their text and pytest-xdist, and no test."""
+"""Decides which tests one pytest-xdist worker runs together, and in which order; reports tests that take too long.
+
+Knows test files by their text, and no single test.
+"""
 
 from __future__ import annotations
 
@@ -9,33 +12,44 @@ from typing import Any
 import pytest
 
 HERE = Path(__file__).parent
-FIRST = ("engine", "host")  # the long ones, one for each worker
+FIRST = ("engine", "host")  # the longest groups, one for each worker
+MAX_CALL_S = 60.0  # of a test without the mark `slow`
 
 
 @cache
 def group_of(path: Path) -> str:
-    """Of a test file.
+    """Name of the group that a test file belongs to. A group runs on one worker.
 
-    host: they share one Docker engine, or compare the host before and after with what sandboxes left on it.
-    engine: they share one vLLM, and two that start side by side take twice as long.
-    All others are a group by themselves.
+    host: these files share one Docker engine, or compare the host before and after with what sandboxes left on it.
+    engine: these files share one vLLM server, which takes half a minute to start.
+    Every other file is a group of its own.
     """
     text = path.read_text()
     if path.is_relative_to(HERE / "sandbox") or "pytest.mark.docker" in text:
         return "host"
-    return "engine" if "pytest.mark.engine" in text else str(path)
+    return "engine" if "pytest.mark.engine" in text and "vllm_server" in text else str(path)
+
+
+@cache
+def rank_of(path: Path) -> int:
+    """Position of a file's group: long groups come first, so that no worker waits for a long one at the end."""
+    group, text = group_of(path), path.read_text()
+    if group in FIRST:
+        return FIRST.index(group)
+    starts_processes = any(f"pytest.mark.{mark}" in text for mark in ("engine", "e2e", "slow"))
+    return 2 if starts_processes else 3 if path.is_relative_to(HERE / "trainer") else 4
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The long groups first: whoever has nothing to do at the end waits for one short file."""
+    """Sort the tests of a worker by the rank of their group."""
     if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: [group_of(item.path) != group for group in FIRST])
+        items.sort(key=lambda item: rank_of(item.path))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `-n 2 --dist loadfile --no-loadscope-reorder`: whole groups, in the order above."""
+    """Hand out whole groups in that order. Needs `--dist loadfile --no-loadscope-reorder`."""
     if config.getoption("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
@@ -45,3 +59,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return group_of(config.rootpath / nodeid.partition("::")[0])
 
     return LoadGroups(config, log)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Name the tests that take longer than MAX_CALL_S and are not marked slow."""
+    reports = [report for found in terminalreporter.stats.values() for report in found]
+    late = [
+        report
+        for report in reports
+        if isinstance(report, pytest.TestReport) and report.when == "call" and report.duration > MAX_CALL_S
+    ]
+    if late := [report for report in late if not {"slow", "soak"} & set(report.keywords)]:
+        terminalreporter.section(f"over {MAX_CALL_S:g} s without the mark `slow`", yellow=True)
+        for report in late:
+            terminalreporter.write_line(f"{report.duration:.0f}s {report.nodeid}")

@@ -155,6 +155,7 @@ def engine(tmp_path: Path, model: Path) -> Iterator[OutsideEngine]:
         engine.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.engine
 @pytest.mark.timeout(400)

@@ -27,7 +27,7 @@ from agentrl.train import launch
 from agentrl.types import Completion, Sampling, WeightsRef
 from tests.agentrl.train.whole_run import TOKEN, orchestrating
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.timeout(300)]
 
 STEPS = 3
 

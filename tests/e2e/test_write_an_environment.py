@@ -12,7 +12,7 @@ import pytest
 
 from agentrl.report.metrics import read
 
-pytestmark = [pytest.mark.e2e, pytest.mark.engine, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.engine, pytest.mark.timeout(400)]
 
 PAGE = Path(__file__).parents[2] / "docs" / "write-an-environment.md"
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)

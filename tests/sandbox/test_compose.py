@@ -19,7 +19,7 @@ import pytest
 from sandbox.client import SandboxClient
 from tests.docker_engine import IMAGE
 
-pytestmark = pytest.mark.docker
+pytestmark = [pytest.mark.slow, pytest.mark.docker]
 
 ROOT = Path(__file__).parents[2]
 CONNECT = (

@@ -23,7 +23,7 @@ from tests.docker_engine import IMAGE
 from tests.sandbox.conftest import TOKEN, stop_service, wait_until
 from tests.sandbox.tiers import TIERS
 
-pytestmark = pytest.mark.docker
+pytestmark = [pytest.mark.slow, pytest.mark.docker]
 
 
 def docker(environment: Mapping[str, str], *arguments: str) -> str:

@@ -50,9 +50,12 @@ async def test_embedded_leaves_nothing_behind() -> None:
 @pytest.mark.parametrize(
     ("name", "signum"),
     [
-        *product(
-            ["namespaces", "namespaces-plain", "landlock", "landlock-plain", "unsafe"],
-            [signal.SIGKILL, signal.SIGTERM],
+        *product(["namespaces"], [signal.SIGKILL, signal.SIGTERM]),
+        *(
+            pytest.param(*pair, marks=pytest.mark.slow)
+            for pair in product(
+                ["namespaces-plain", "landlock", "landlock-plain", "unsafe"], [signal.SIGKILL, signal.SIGTERM]
+            )
         ),
         ("namespaces", signal.SIGINT),  # the service, not its tier, takes it for SIGTERM
     ],

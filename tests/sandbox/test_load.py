@@ -35,7 +35,7 @@ HOSTILE = (
 )
 
 
-@pytest.fixture(params=["namespaces", "landlock"])
+@pytest.fixture(params=["namespaces", pytest.param("landlock", marks=pytest.mark.slow)])
 def tier(request: pytest.FixtureRequest) -> Tier:
     tier = TIERS[request.param]
     if reason := why_not(tier):

@@ -141,6 +141,7 @@ def test_bfloat16_differs_from_float32_by_its_rounding(reference: Callable[[Sett
     assert found.log_weight > 1e-3  # it does differ
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", TWO_RANKS)
 def test_two_ranks(two_ranks: dict[str, Outcome], reference: Callable[[Setting], Outcome], name: str) -> None:

@@ -211,6 +211,7 @@ def test_torchrun_is_the_module_that_agentrl_train_starts() -> None:
     assert torchrun.value == "torch.distributed.run:main"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(550)
 def test_two_ranks_under_torchrun_go_on_under_deepspeed_as_if_never_stopped(
     tiny_model_dir: Path, tiny_model: Any, tmp_path: Path

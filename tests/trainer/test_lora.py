@@ -156,6 +156,7 @@ def test_checkpointed_layers_are_exact() -> None:
 STAGE_3 = {**SETTINGS, "zero_stage": 3, "gradient_checkpointing": True, "pack_tokens": 30}
 
 
+@pytest.mark.slow
 def test_two_ranks_under_zero_3_make_the_same_update_as_one_under_zero_0(
     tiny_model_dir: Path, tiny_model: Any, tmp_path: Path
 ) -> None:

@@ -80,6 +80,7 @@ async def until_streaming(engine: VLLMEngine, num_tokens: int) -> None:
             await asyncio.sleep(0.01)
 
 
+@pytest.mark.slow
 async def test_a_server_that_dies_comes_back_with_its_weights_and_goes_on_where_it_was(
     tiny_model_dir: Path, judge: Judge, tmp_path: Path
 ) -> None:

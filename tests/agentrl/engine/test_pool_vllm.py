@@ -16,7 +16,7 @@ from agentrl.types import Completion, Sampling
 from tests.agentrl.engine.judge import PROMPT, Judge, worst
 from tests.agentrl.engine.test_engine_failures import BOUND, config_for, server_of, unique
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.timeout(400)]
 
 
 async def play(pool: EnginePool, count: int, max_tokens: int) -> list[Completion]:

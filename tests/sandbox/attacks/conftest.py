@@ -34,8 +34,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Every tier, or those a module names in TIERS_TO_TRY because its attacks stop at the worker in any case."""
     if "tier" in metafunc.fixturenames:
         names = getattr(metafunc.module, "TIERS_TO_TRY", tuple(TIERS))
-        values = [pytest.param(name, marks=pytest.mark.docker) if name == "docker" else name for name in names]
+        values = [pytest.param(name, marks=_marks(name)) for name in names]
         metafunc.parametrize("tier", values, indirect=True, scope="package")
+
+
+def _marks(tier: str) -> list[pytest.MarkDecorator]:
+    """`make test` attacks one tier, `make test-slow` the others."""
+    marks = [] if tier == "namespaces" else [pytest.mark.slow]
+    return [*marks, pytest.mark.docker] if tier == "docker" else marks
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

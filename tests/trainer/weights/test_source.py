@@ -72,7 +72,7 @@ def test_a_layer_is_named_by_its_outermost_number(name: str, layer: str) -> None
     assert layer_of(name) == layer
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)])
 def gathered(request: pytest.FixtureRequest, tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What each rank iterated over under each stage, and the folder that rank 0 wrote."""
     out = tmp_path_factory.mktemp("gathered")

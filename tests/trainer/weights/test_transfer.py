@@ -205,6 +205,7 @@ async def said(process: asyncio.subprocess.Process) -> str:
     return stderr.decode()
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 async def test_streamed_weights_arrive_and_are_proven(engines: Engines, tiny_model_dir: Path, tmp_path: Path) -> None:
     model = new_model(tiny_model_dir, tmp_path / "new", seed=1)
@@ -218,6 +219,7 @@ async def test_streamed_weights_arrive_and_are_proven(engines: Engines, tiny_mod
     assert await engines.engine.version() == 1
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 async def test_two_ranks_send_under_every_zero_stage(engines: Engines, tiny_model_dir: Path, tmp_path: Path) -> None:
     model = new_model(tiny_model_dir, tmp_path / "new", seed=2)
@@ -229,6 +231,7 @@ async def test_two_ranks_send_under_every_zero_stage(engines: Engines, tiny_mode
     assert await distance(engines.engine, model) < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 async def test_a_learner_killed_while_it_sends_leaves_the_old_weights_serving(
     engines: Engines, tiny_model_dir: Path, tmp_path: Path
@@ -251,6 +254,7 @@ async def test_a_learner_killed_while_it_sends_leaves_the_old_weights_serving(
     assert await distance(engines.engine, new) < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 async def test_a_learner_that_hangs_while_it_sends_meets_the_deadline(
     engines: Engines, tiny_model_dir: Path, tmp_path: Path
@@ -268,6 +272,7 @@ async def test_a_learner_that_hangs_while_it_sends_meets_the_deadline(
     assert await distance(engines.engine, old) < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.timeout(400)
 async def test_an_engine_that_dies_while_it_receives_gets_the_weights_when_it_is_back(
@@ -286,6 +291,7 @@ async def test_an_engine_that_dies_while_it_receives_gets_the_weights_when_it_is
     assert await engines.engine.version() == 1
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 async def test_another_models_weights_are_refused_before_they_travel(
     engines: Engines, tiny_model_dir: Path, tmp_path: Path

@@ -63,6 +63,7 @@ async def test_a_part_that_does_not_start_is_named_and_its_logs_stay(
     assert Path(logs).parent.is_dir()
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.timeout(400)
 def test_a_sound_model_passes_and_leaves_nothing_behind(

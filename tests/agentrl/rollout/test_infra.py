@@ -79,21 +79,44 @@ class Solver(ScriptedEngine):
         self._answers, self._count = answers, 0
 
     def _solve(self, prompt: str) -> str | Message:
-        if self.policy_version >= 1 and self._break_it is not None:
-            broken, self._break_it = self._break_it, None
-            broken()
+        self._break()
         if "Use Python." in prompt and "<tool_response>\n" not in prompt:
             return call("python", code="print(33)")
         self._count += 1
         return f"It is \\boxed{{{self._answers[self._count % 2]}}}."
 
+    def _break(self) -> None:
+        if self.policy_version >= 1 and self._break_it is not None:
+            broken, self._break_it = self._break_it, None
+            broken()
+
+
+class AsksTwice(Solver):
+    """Asks the tool twice, and breaks something only before a second call, when the episode has an open session."""
+
+    def _solve(self, prompt: str) -> str | Message:
+        match prompt.count("<tool_response>\n"):
+            case 0:
+                return call("python", code="print(33)")
+            case 1:
+                self._break()
+                return call("python", code="print(33)")
+            case _:
+                return super()._solve(prompt)
+
 
 async def outcome(
-    config: Config, tokenizer: TurnTokenizer, env_class: type[Env], break_it: Callable[[], None], **parts: Any
+    config: Config,
+    tokenizer: TurnTokenizer,
+    env_class: type[Env],
+    break_it: Callable[[], None],
+    *,
+    solver: type[Solver] = Solver,
+    **parts: Any,
 ) -> AgentRLError | None:
     """What ended a run in which `break_it` was called after the first step."""
     answers = ("0.5", "0.25") if issubclass(env_class, Halves) else ("33", "34")
-    engine = Solver(tokenizer, answers=answers, break_it=break_it)
+    engine = solver(tokenizer, answers=answers, break_it=break_it)
     try:
         await run_with(config, engine, tokenizer, parts={"env_class": env_class, **parts})
     except AgentRLError as error:
@@ -173,10 +196,12 @@ def kill_service(part: Child) -> None:
 async def test_a_sandbox_that_is_killed_is_started_again_and_its_episodes_are_played_again(
     tmp_path: Path, tokenizer: TurnTokenizer
 ) -> None:
-    config = config_for(tmp_path, steps=6, max_retries=2)
+    # With max_lag 0 a step can only be made of the very groups that the kill hits.
+    config = config_for(tmp_path, steps=6, max_retries=2, max_lag=0)
     async with supervised_sandbox(config, tmp_path) as (client, part):
         killing, session = partial(kill_service, part), await client.session()
-        assert await outcome(config, tokenizer, Known, killing, make_env=partial(make, Known, sandbox=client)) is None
+        make_env = partial(make, Known, sandbox=client)
+        assert await outcome(config, tokenizer, Known, killing, solver=AsksTwice, make_env=make_env) is None
         assert part.num_starts == 2
         with pytest.raises(SessionLost) as found:
             await session.exec("print(1)")

@@ -21,7 +21,7 @@ from agentrl.tokens.tokenizer import TurnTokenizer
 from agentrl.types import Completion, Sampling
 from tests.agentrl.train.whole_run import SayYes, YesAndNo, make_config, orchestrating, run_with
 
-QUICK = Patience(stall_s=1.2, loop_s=30.0, tick_s=0.05)
+QUICK = Patience(stall_s=2.5, loop_s=30.0, tick_s=0.05)
 
 
 class Silent(YesAndNo):

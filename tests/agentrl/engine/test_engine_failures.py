@@ -173,12 +173,14 @@ async def cannot_start(config: Config, logs: Path) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 async def test_a_cache_larger_than_the_memory_names_the_setting(tiny_model_dir: Path, tmp_path: Path) -> None:
     message = await cannot_start(config_for(tiny_model_dir, kv_cache_bytes=2**45), tmp_path)
     assert "ran out of memory: lower engine.kv_cache_bytes" in message
     assert "The end of its log:" in message
 
 
+@pytest.mark.slow
 async def test_a_model_that_vllm_does_not_know_is_said_to_be_one(tiny_model_dir: Path, tmp_path: Path) -> None:
     folder = tmp_path / "unheard-of"
     shutil.copytree(tiny_model_dir, folder)

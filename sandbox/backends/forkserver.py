@@ -17,7 +17,7 @@ from sandbox.backends import isolate
 from sandbox.backends.base import BackendError, BackendSettings
 from sandbox.backends.cgroups import CgroupParent
 from sandbox.backends.forked import ForkedChild
-from sandbox.backends.zygote import Walls
+from sandbox.backends.zygote import Isolation
 
 START_DEADLINE_S = 60.0
 SPAWN_DEADLINE_S = 15.0
@@ -37,8 +37,8 @@ main(config)
 class ForkServer:
     """A zygote process and its children. After the zygote's death the next spawn starts another."""
 
-    def __init__(self, settings: BackendSettings, *, walls: Walls, cgroups: CgroupParent | None = None) -> None:
-        self._settings, self._walls, self._cgroups = settings, walls, cgroups
+    def __init__(self, settings: BackendSettings, *, isolation: Isolation, cgroups: CgroupParent | None = None) -> None:
+        self._settings, self._isolation, self._cgroups = settings, isolation, cgroups
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._ready: asyncio.Future[None] | None = None
@@ -65,12 +65,12 @@ class ForkServer:
         """Start the zygote from the event loop's thread: the kernel ties the zygote's life to that thread."""
         loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        if self._walls != "namespaces":
+        if self._isolation != "namespaces":
             self._folder = tempfile.mkdtemp(prefix="sandbox-")
             os.chmod(self._folder, 0o711)  # sessions may traverse it, but not list it
         config = {
             "fd": theirs.fileno(),
-            "walls": self._walls,
+            "isolation": self._isolation,
             "preload": self._settings.preload,
             "folder": self._folder,
         }
@@ -161,10 +161,10 @@ class ForkServer:
 
     def _uid(self, number: int) -> int:
         """A separate host uid for each session if the service may assign uids, else 0: the service's own."""
-        if os.getuid() != 0 or self._walls == "none":
+        if os.getuid() != 0 or self._isolation == "none":
             return 0
         offset = 1 + number % (isolate.NUM_HOST_UIDS - 1)
-        return offset if self._walls == "namespaces" else isolate.HOST_UID_BASE + offset
+        return offset if self._isolation == "namespaces" else isolate.HOST_UID_BASE + offset
 
     def _make_child(self, uid: int) -> tuple[ForkedChild, list[int]]:
         """A child object with this side's descriptors, and the other side's as [control, stdout, stderr]."""
@@ -191,7 +191,7 @@ class ForkServer:
         return child, [theirs.detach(), pipes[0][1], pipes[1][1]]
 
     def _make_folder(self, uid: int) -> str | None:
-        if self._walls == "namespaces":
+        if self._isolation == "namespaces":
             return None
         folder = tempfile.mkdtemp(dir=self._folder)
         if uid:

@@ -26,7 +26,7 @@ class LandlockBackend:
     def __init__(self, settings: BackendSettings) -> None:
         self.isolation = ""
         self.degraded: list[str] = []
-        self._server = ForkServer(settings, walls="landlock")
+        self._server = ForkServer(settings, isolation="landlock")
 
     async def start(self) -> None:
         """See base.Backend."""

@@ -51,7 +51,7 @@ class NamespacesBackend:
             f"user, pid, mount, net, ipc and uts namespaces; {who}; seccomp allow-list; no capabilities; "
             f"read-only root, sized tmpfs; rlimits; {held}"
         )
-        self._server = ForkServer(self._settings, walls="namespaces", cgroups=self._cgroups)
+        self._server = ForkServer(self._settings, isolation="namespaces", cgroups=self._cgroups)
         try:
             await self._server.start()
         except BaseException:

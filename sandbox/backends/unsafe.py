@@ -18,7 +18,7 @@ class UnsafeBackend:
         self.isolation = "UNSAFE: resource limits only; programs reach this user's files, processes and network"
         self.degraded = ["UNSAFE: no isolation"]
         self._allow_unsafe = allow_unsafe
-        self._server = ForkServer(settings, walls="none")
+        self._server = ForkServer(settings, isolation="none")
 
     async def start(self) -> None:
         """See base.Backend."""

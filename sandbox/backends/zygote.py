@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from sandbox.backends import folders, isolate, linux, processes, session
 
-Walls = Literal["namespaces", "landlock", "none"]
+Isolation = Literal["namespaces", "landlock", "none"]
 """What isolates a session from the host, in addition to its resource limits."""
 
 _MAX_PACKET_BYTES = 65_536
@@ -31,7 +31,7 @@ def main(config_json: str) -> None:
     try:
         linux.die_with_parent(signal.SIGKILL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        if config["walls"] == "namespaces":
+        if config["isolation"] == "namespaces":
             _enter_namespaces()
         else:
             _go_below_a_keeper(config["folder"])
@@ -42,7 +42,7 @@ def main(config_json: str) -> None:
     except Exception as error:
         _send(control, {"event": "failed", "error": f"{type(error).__name__}: {error}"})
         return
-    Zygote(control, config["walls"]).serve()
+    Zygote(control, config["isolation"]).serve()
 
 
 def _go_below_a_keeper(folder: str) -> None:
@@ -86,8 +86,8 @@ def _enter_namespaces() -> None:
 class Zygote:
     """The fork loop."""
 
-    def __init__(self, control: socket.socket, walls: Walls) -> None:
-        self._control, self._walls = control, walls
+    def __init__(self, control: socket.socket, isolation: Isolation) -> None:
+        self._control, self._isolation = control, isolation
         self._ids: dict[int, str] = {}  # pid -> id
         self._own_pid_namespace = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
 
@@ -98,7 +98,7 @@ class Zygote:
         os.set_blocking(wake_write, False)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        if self._walls != "namespaces":
+        if self._isolation != "namespaces":
             linux.adopt_orphans()
         with selectors.DefaultSelector() as selector:
             selector.register(self._control, selectors.EVENT_READ)
@@ -112,7 +112,7 @@ class Zygote:
                     elif not self._answer():
                         return
                 self._reap()
-                if self._walls != "namespaces":
+                if self._isolation != "namespaces":
                     self._end_orphans()
 
     def _answer(self) -> bool:
@@ -135,13 +135,13 @@ class Zygote:
         return True
 
     def _fork(self, request: dict[str, Any], fds: list[int]) -> int:
-        if self._walls == "namespaces":
+        if self._isolation == "namespaces":
             # the first child after unshare(NEWPID) is pid 1; returning to the own namespace first allows repeating it
             linux.setns(self._own_pid_namespace, linux.CLONE_NEWPID)
             linux.unshare(linux.CLONE_NEWPID)
         pid = os.fork()
         if pid == 0:
-            session.become_worker(fds, lambda: _enter(request, self._walls))
+            session.become_worker(fds, lambda: _enter(request, self._isolation))
         return pid
 
     def _end_orphans(self) -> None:
@@ -169,15 +169,15 @@ class Zygote:
                 _send(self._control, {"event": "exit", "id": name, **report})
 
 
-def _enter(request: dict[str, Any], walls: Walls) -> None:
+def _enter(request: dict[str, Any], isolation: Isolation) -> None:
     """In a session's process, before the worker starts: isolate it."""
     limits = isolate.SessionLimits(**request["limits"])
-    if walls == "namespaces":
+    if isolation == "namespaces":
         isolate.isolate_session(uid=request["uid"], limits=limits)
         return
     os.environ["HOME"] = os.environ["TMPDIR"] = request["folder"]
     linux.adopt_orphans()
-    if walls == "landlock":
+    if isolation == "landlock":
         isolate.confine_session(uid=request["uid"], folder=request["folder"], limits=limits)
         return
     linux.die_with_parent(signal.SIGKILL)

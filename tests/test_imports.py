@@ -22,7 +22,7 @@ ORDER = (
 # What each package may import of the other three.
 ALLOWED = {
     "sandbox": set(),
-    "agentrl": {"sandbox.client", "sandbox.protocol", "sandbox.__main__"},
+    "agentrl": {"sandbox.client", "sandbox.protocol"},
     "envs": {"agentrl", "sandbox.client", "sandbox.protocol"},
     "trainer": {"agentrl", "sandbox.client", "sandbox.protocol"},
 }

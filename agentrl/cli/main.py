@@ -172,9 +172,7 @@ def warmstart(context: typer.Context) -> None:
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
 def sandbox(context: typer.Context) -> None:
     """Serve the sandbox that runs model-written code (`agentrl sandbox --help` lists its options)."""
-    from sandbox.__main__ import main as serve
-
-    raise typer.Exit(serve(context.args))
+    os.execv(sys.executable, [sys.executable, "-m", "sandbox", *context.args])
 
 
 @app.command()

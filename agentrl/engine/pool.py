@@ -120,8 +120,8 @@ class EnginePool:
     ) -> Completion:
         """Continue `token_ids` ([T]) on the engine that has the session's prefix.
 
-        A request whose engine goes away is made anew on another one. Raises EngineError: what an engine that lives
-        made of the request, or that none came back in time.
+        A request whose engine goes away is sent to another one. Raises EngineError when an engine that runs refuses the
+        request, or when no engine returned in time.
         """
         while True:
             member = await self._engine_for(session_id)

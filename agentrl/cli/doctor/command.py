@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from agentrl.config import Config
 
 WITHOUT_CONFIG = "model, template, ports, weight sync and logprob parity: give a CONFIG, e.g. configs/quickstart.yaml"
-WITHOUT_DEEP = "weight sync and logprob parity of engine and learner: --deep starts both (half a minute, or more)"
+WITHOUT_DEEP = "weight sync and logprob parity of engine and learner: --deep trains one step (half a minute, or more)"
 AFTER_A_FAIL = "weight sync and logprob parity of engine and learner: fix what failed first"
 INTERRUPTED = "nothing was left running"
 NAME_WIDTH = 15  # so that the findings of --deep are aligned with the others
@@ -38,7 +38,7 @@ def doctor(
     ] = None,
     overrides: Overrides = None,
     deep: Annotated[
-        bool, typer.Option("--deep", help="Start engine and learner, update weights, compare checksum and logprobs.")
+        bool, typer.Option("--deep", help="Train one step with the config, and compare checksum and logprobs.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for programs.")] = False,
     debug: Debug = False,
@@ -47,7 +47,7 @@ def doctor(
     from rich.console import Console
 
     if deep and config_path is None:
-        raise typer.BadParameter("--deep needs a CONFIG: it starts that config's engine and learner")
+        raise typer.BadParameter("--deep needs a CONFIG: it trains one step with it")
     console = Console(highlight=False, soft_wrap=True)
     with _quiet(debug), redirect_stdout(sys.stderr) if as_json else nullcontext():  # environments may print
         config, findings = _config(config_path, overrides or [])
@@ -156,10 +156,11 @@ async def _examined(config: Config | None, waiting: _Waiting) -> list[Finding]:
 
 
 async def _tried(config: Config, waiting: _Waiting) -> list[Finding]:
-    from agentrl.cli.doctor.deep import engine_and_learner
+    from agentrl.cli.doctor.deep import one_step_train
+    from agentrl.supervision.secrets import Secrets
 
     with waiting:
-        return await engine_and_learner(config, say=waiting.say)
+        return await one_step_train(config, secrets=Secrets.from_environment(os.environ), say=waiting.say)
 
 
 def _print_findings(console: Console, findings: Sequence[Finding]) -> None:

@@ -1,283 +1,209 @@
-"""Doctor's one expensive question: does this config's engine take the learner's weights, and do the two agree?
+"""`agentrl doctor CONFIG --deep`: train one step with the config, in a temporary folder, and judge its numbers.
 
-Both are started as a run starts them; the engine writes two answers, the learner trains one step on them, and its
-weights are published before and after. Nothing of it is kept but logs, where something failed. Knows no environment.
+The run is that of `agentrl train`, with short episodes of a trivial environment: it shows whether the engine takes the
+learner's weights and both compute the same logprobs. Nothing is kept, except the logs of a failure.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import count, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from random import Random
+from typing import Any
+
+from rich.console import Console
 
 from agentrl.cli.doctor.findings import Finding, crashed, fail, ok, warn
 from agentrl.config import Config
-from agentrl.engine import launch as launch_engines
-from agentrl.engine import vllm_server as engine_server
-from agentrl.engine.base import Parity
-from agentrl.errors import AgentRLError, EngineError
-from agentrl.train import launch
-from agentrl.types import (
-    Batch,
-    EpisodeRecord,
-    Sampling,
-    StepOutput,
-    StopReason,
-    Task,
-    Trajectory,
-    TrajectoryGroup,
-    Turn,
-    user,
-)
+from agentrl.engine import vllm_server
+from agentrl.engine.launch import PARITY_BOUNDS
+from agentrl.env import Action, Env, Split, StepResult
+from agentrl.errors import AgentRLError, ConfigError, WeightSyncError
+from agentrl.report.console import TrainConsole
+from agentrl.run_folder import RunFolder
+from agentrl.supervision.secrets import Secrets
+from agentrl.supervision.status import read_status
+from agentrl.train.training import Training, is_model_folder
+from agentrl.types import Message, Task, user
 
-if TYPE_CHECKING:
-    from agentrl.engine.base import Engine, TrainableEngine
-    from agentrl.run_folder import RunFolder
-    from agentrl.tokens.tokenizer import TurnTokenizer
-    from agentrl.train.learner_api import LearnerSession
-    from agentrl.types import WeightsRef
-
-ENGINE, LEARNER, SYNC, PARITY = "engine start", "learner step", "weight sync", "logprob parity"
-TASK = Task(id="doctor", prompt="Count from one to three.")
-ANSWER_TOKENS = 32
+STEP, SYNC, PARITY = "one-step train", "weight sync", "logprob parity"
 WARMSTART = {"demonstrations": 32, "steps": 1}
-"""Enough for a model of the config's shape; what it can do does not matter here."""
+"""Enough for a model of the config's shape; its skill does not matter here."""
+TURN_TOKENS = 32
+GROUP_SIZE = 4
+NUM_TASKS = 64
 SLACK_S = 120.0
-SYNC_MEND = 'docs/engine.md, "Weights in flight"; engine.weight_transfer=reload needs nothing of ours in the server'
-PARITY_MEND = 'docs/engine.md, "Parity": the same model files and model.dtype on both sides, and vLLM as pinned'
-STEP_MEND = "algorithm.refuse_below may be too strict, or the model's numbers are not finite: see learner.log"
+SYNC_FIX = 'docs/engine.md, "Weights in flight"; engine.weight_transfer=reload needs no plugin in the server'
+PARITY_FIX = 'docs/engine.md, "Parity": the same model files and model.dtype on both sides, and vLLM as pinned'
+STEP_FIX = "algorithm.refuse_below may be too strict, or the model's numbers are not finite: see learner.log"
 
 
-async def engine_and_learner(config: Config, *, say: Callable[[str], None] = lambda text: None) -> list[Finding]:
-    """Start both, update the weights twice, compare. `say` hears what is waited for. A failure is a finding too."""
+class CountAloud(Env):
+    """The trial's environment: one short turn with a random reward, so that groups carry signal whatever the model
+    says.
+
+    Example:
+        env = CountAloud()
+        messages, _ = await env.reset(task=next(iter(CountAloud.tasks("train"))))
+    """
+
+    max_turns = 1
+
+    @classmethod
+    def tasks(cls, split: Split, *, data: str | None = None, seed: int = 0) -> Iterable[Task]:
+        """Endless for `train`, NUM_TASKS others for `test`."""
+        numbers = islice(count(), NUM_TASKS) if split == "test" else count(NUM_TASKS)
+        return (Task(id=f"count-{number}", prompt=f"Count from {number} to {number + 3}.") for number in numbers)
+
+    async def reset(self, *, task: Task, seed: int | None = None) -> tuple[list[Message], dict[str, Any]]:
+        """See Env.reset."""
+        return [user(task.prompt)], {}
+
+    async def step(self, action: Action) -> StepResult:
+        """See Env.step."""
+        return StepResult([], float(Random().random() < 0.5), True, False, {})
+
+    @classmethod
+    def demonstrations(cls, task: Task, *, skill: float = 1.0, seed: int = 0) -> Sequence[Message]:
+        """See Env.demonstrations."""
+        return [Message(role="assistant", content=task.prompt.removeprefix("Count from ").replace(" to ", ", "))]
+
+
+async def one_step_train(
+    config: Config, *, secrets: Secrets | None = None, say: Callable[[str], None] = lambda text: None
+) -> list[Finding]:
+    """Train one step and compare engine and learner. `say` is called with each phase. A failure is a finding too."""
     if config.engine.urls:
-        what = "not tried: it changes the weights of engine.url, and a run may be using them"
-        return [warn(SYNC, what, "ask where the engine runs: `agentrl doctor CONFIG engine.url=null --deep`")]
+        found = "not tried: it changes the weights of engine.url, and a run may be using them"
+        return [warn(STEP, found, "ask where the engine runs: `agentrl doctor CONFIG engine.url=null --deep`")]
     folder = Path(tempfile.mkdtemp(prefix="agentrl-doctor-"))
-    trial = _Trial(config, folder, say)
-    has_failed = False
+    trial = _trial_config(config, folder)
+    run = RunFolder.create(folder, "trial", config=trial)
+    console, started, deadline_s = _TrialConsole(say), time.monotonic(), _deadline_s(trial)
     try:
-        async with asyncio.timeout(deadline_s := _deadline_s(config)) as deadline:
-            await trial.run()
-    except Exception as error:
-        has_failed = True
+        async with asyncio.timeout(deadline_s) as deadline:
+            await Training(trial, console, secrets=secrets).run(run)
+    except _StepMade:
+        findings = judged(console.values, trial, seconds=time.monotonic() - started)
+    except Exception as error:  # whatever it is: a finding, and the logs stay
         late = isinstance(error, TimeoutError) and deadline.expired()
-        trial.failed(AgentRLError(f"not done within {deadline_s:g} s") if late else error)
-    finally:
-        if not has_failed:
-            shutil.rmtree(folder, ignore_errors=True)
-    return trial.findings
+        return [_failed(run, AgentRLError(f"not done within {deadline_s:g} s") if late else error)]
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    shutil.rmtree(folder, ignore_errors=True)
+    return findings
 
 
-class _Trial:
-    """A run of one step: what was found by the time it ended."""
-
-    def __init__(self, config: Config, folder: Path, say: Callable[[str], None]) -> None:
-        self.findings: list[Finding] = []
-        self._config = _for_trial(config, folder)
-        self._folder = folder
-        self._say = say
-        self._token = secrets.token_urlsafe(16)
-        self._stage = ENGINE
-
-    def failed(self, error: Exception) -> None:
-        """The finding of what ended it."""
-        is_sync = isinstance(error, EngineError) and self._stage == LEARNER  # it asks nothing else of the engine
-        name = SYNC if is_sync else self._stage
-        said = crashed(name, error)
-        self.findings.append(fail(name, said.found, f"the logs are in {self._folder}/trial/logs"))
-
-    async def run(self) -> None:
-        """Raises whatever ends it before all is compared."""
-        from agentrl.run_folder import RunFolder
-
-        await self._make_model()
-        run = RunFolder.create(self._folder, "trial", config=self._config)
-        async with AsyncExitStack() as stack:
-            engine, turns = await self._engine(stack, run)
-            session = await self._learner(stack, run, engine)
-            await self._compared(session, engine, turns)
-
-    async def _make_model(self) -> None:
-        """The model that the warm start would make, hardly trained, where there is none yet."""
-        from agentrl.run_folder import RunFolder
-        from agentrl.train.training import is_model_folder
-
-        config = self._config
-        if config.model.warmstart is None or is_model_folder(Path(config.model.path)):
-            return
-        self._say("making a model of the warm start's shape")
-        warmstart = config.model.warmstart.model_copy(update=WARMSTART)
-        config = _changed(config, model={"path": str(self._folder / "model"), "warmstart": warmstart})
-        run = RunFolder.create(self._folder, "model-run", config=config)
-        async with launch.sandbox_service(config, logs=run.logs, token=self._token) as (sandbox, parts):
-            await launch.sandbox_ready(sandbox, parts, max_restarts=0)
-            async with launch.warmstart_process(
-                config_path=run.config,
-                out=Path(config.model.path),
-                sandbox_url=sandbox.url,
-                token=self._token,
-                logs=run.logs,
-                on_progress=lambda done, total: None,
-            ) as part:
-                await part.watch()
-        self._config = config
-
-    async def _engine(self, stack: AsyncExitStack, run: RunFolder) -> tuple[TrainableEngine, TurnTokenizer]:
-        from agentrl.tokens.tokenizer import TurnTokenizer
-
-        config, model = self._config, self._config.model
-        self._say("starting the engine (vLLM)")
-        started = time.monotonic()
-        servers = await stack.enter_async_context(
-            launch_engines.engine_servers(config, model_path=model.path, logs=run.logs, token=self._token)
-        )
-        await stack.enter_async_context(launch.watching(*launch_engines.parts_of(servers)))
-        turns = await asyncio.to_thread(
-            TurnTokenizer.load, model.path, renderer=model.renderer, template_args=model.chat_template_args
-        )
-        await launch_engines.engines_ready(servers, config.engine)
-        # The difference is judged here: the client would call a wrong sum and wrong logprobs by the same name.
-        judged_here = _changed(config, engine={"parity_bound": math.inf})
-        engine = launch_engines.engine_client(servers, judged_here, token=self._token)
-        await stack.enter_async_context(engine)
-        what = engine_server.describe(config.engine).splitlines()[0]
-        self.findings.append(ok(ENGINE, f"ready after {time.monotonic() - started:.0f} s: {what}"))
-        return engine, turns
-
-    async def _learner(self, stack: AsyncExitStack, run: RunFolder, engine: TrainableEngine) -> LearnerSession:
-        from agentrl.engine.metered import MeteredEngine
-        from agentrl.supervision.serving import serving
-        from agentrl.train.learner_api import LearnerSessions, create_app
-
-        self._stage = LEARNER
-        self._say("starting the learner (DeepSpeed)")
-        sessions = LearnerSessions(MeteredEngine(engine))
-        session = await sessions.open()
-        app = create_app(sessions, token=self._token)
-        url = await stack.enter_async_context(serving(app, host="127.0.0.1", port=0))
-        stack.push_async_callback(session.finish)  # after the learner's end: what it asked last is answered
-        learner = await stack.enter_async_context(
-            launch.learner_process(
-                self._config,
-                config_path=run.config,
-                orchestrator_url=url,
-                weights_dir=stack.enter_context(launch.weights_folder(run.path)),
-                run_dir=run.path,
-                token=self._token,
-            )
-        )
-        await stack.enter_async_context(launch.watching(learner))
-        return session
-
-    async def _compared(self, session: LearnerSession, engine: Engine, turns: TurnTokenizer) -> None:
-        """Weights of version 0, a step, weights of version 1."""
-        settings, started = self._config.learner, time.monotonic()
-        within_s = self._config.engine.update_timeout_s
-        await session.weights(within_s=settings.start_timeout_s + within_s)
-        self._stage = ENGINE
-        batch = await _batch(engine, turns)
-        self._stage = LEARNER
-        self._say("training one step")
-        output = await session.train(batch, within_s=settings.step_timeout_s)
-        self.findings.append(_step(output, seconds=time.monotonic() - started))
-        self._stage = SYNC
-        self._say("updating the weights")
-        ref = await session.weights(within_s=within_s)
-        assert session.last_update is not None
-        self.findings.append(_sync(ref, self._config, gap_s=session.last_update.gap_s))
-        self._stage = PARITY
-        self.findings.append(judged(session.last_update.parity, output.metrics, bound=bound_of(self._config)))
+def judged(values: Mapping[str, float], config: Config, *, seconds: float) -> list[Finding]:
+    """The findings from the metrics of the step."""
+    return [_step(values, seconds), _sync(values, config), parity(values, bound=bound_of(config))]
 
 
 def bound_of(config: Config) -> float:
-    """Largest allowed difference on the probe."""
+    """Largest allowed difference of logprobs."""
     bound = config.engine.parity_bound
-    return launch_engines.PARITY_BOUNDS[config.model.dtype] if bound == "auto" else bound
+    return PARITY_BOUNDS[config.model.dtype] if bound == "auto" else bound
 
 
-def judged(probe: Parity | None, metrics: dict[str, float], *, bound: float) -> Finding:
-    """`probe`: under the weights after the step. `metrics`: the learner's, of the tokens that the engine sampled."""
-    if probe is None:
-        return fail(PARITY, "the engine's update was not probed", PARITY_MEND)
-    sampled, mean = metrics.get("learner/parity_max_abs", math.inf), metrics.get("learner/parity_mean_abs", math.inf)
+def parity(values: Mapping[str, float], *, bound: float) -> Finding:
+    """Compares the logprobs of the probe text under the new weights, and those of the tokens that the engine
+    sampled."""
+    if (probe := values.get("engine/parity_max_abs")) is None:
+        return fail(PARITY, "the engine's update was not probed", PARITY_FIX)
+    sampled, mean = values.get("learner/parity_max_abs", math.inf), values.get("learner/parity_mean_abs", math.inf)
     found = (
-        f"|engine - learner| at most {probe.max_abs:.1e} nats on the probe, {sampled:.1e} on sampled tokens "
-        f"({mean:.1e} on average); {bound:g} is allowed"
+        f"|engine - learner| at most {probe:.1e} nats on the probe, {sampled:.1e} on sampled tokens ({mean:.1e} on "
+        f"average); {bound:g} is allowed"
     )
-    if not probe.max_abs <= bound:
-        return fail(PARITY, found, PARITY_MEND)
-    if not sampled <= bound:
-        return warn(PARITY, found, PARITY_MEND)
-    return ok(PARITY, found)
+    if not probe <= bound:
+        return fail(PARITY, found, PARITY_FIX)
+    return ok(PARITY, found) if sampled <= bound else warn(PARITY, found, PARITY_FIX)
 
 
-def _step(output: StepOutput, *, seconds: float) -> Finding:
-    if output.metrics.get("learner/skipped_steps"):
-        return warn(LEARNER, "the step on two answers was refused, and the weights kept", STEP_MEND)
-    return ok(LEARNER, f"started, and a step on two answers made, in {seconds:.0f} s")
+def _step(values: Mapping[str, float], seconds: float) -> Finding:
+    if values.get("learner/skipped_steps"):
+        return warn(STEP, "the step was refused, and the weights kept", STEP_FIX)
+    return ok(STEP, f"sandbox, engine and learner started, and a step made, in {seconds:.0f} s")
 
 
-def _sync(ref: WeightsRef, config: Config, *, gap_s: float) -> Finding:
-    """An update that returned was proven by the client: its version, and its checksum where there is one."""
-    way = engine_server.transfer_of(config.engine)
-    found = f"versions 0 and 1 taken by {way}, {ref.num_bytes / 1e6:.4g} MB, generation paused for {gap_s:.2f} s"
-    if not ref.checksum:
+def _sync(values: Mapping[str, float], config: Config) -> Finding:
+    """The engine has proven both updates: the version, and the checksum where there is one."""
+    way, gap_s = vllm_server.transfer_of(config.engine), values["engine/update_gap_s"]
+    num_bytes = values["engine/update_bytes_per_s"] * gap_s
+    found = f"versions 0 and 1 taken by {way}, {num_bytes / 1e6:.4g} MB, generation paused for {gap_s:.2f} s"
+    if way == "reload":
         return warn(SYNC, f"{found}; {way} has no checksum", "engine.weight_transfer=safetensors has one")
-    return ok(SYNC, f"{found}; checksum {ref.checksum[:12]} on both sides")
+    return ok(SYNC, f"{found}; one checksum on both sides")
 
 
-async def _batch(engine: Engine, turns: TurnTokenizer) -> Batch:
-    """Two answers to one prompt, of which one is called right."""
-    prompt = turns.first_prompt([user(TASK.prompt)])
-    sampling = Sampling(max_tokens=ANSWER_TOKENS, stop_token_ids=turns.stop_token_ids)
-    completions = await asyncio.gather(
-        *(engine.generate(prompt, sampling, request_id=f"doctor-{index}") for index in range(2))
-    )
-    trajectories = [
-        Trajectory(
-            id=f"doctor-{index}",
-            task_id=TASK.id,
-            turns=(Turn(observation_ids=tuple(prompt), completion=completion),),
-            messages=(),
-            reward=float(index),
-            rewards={"doctor": float(index)},
-            stop_reason=StopReason.COMPLETED,
-        )
-        for index, completion in enumerate(completions)
-    ]
-    episodes = tuple(EpisodeRecord(id=one.id, segments=(one,)) for one in trajectories)
-    return Batch(
-        policy_version=0,
-        max_lag=0,
-        groups=(TrajectoryGroup(group_id=0, task=TASK, episodes=episodes),),
-    )
+def _failed(run: RunFolder, error: Exception) -> Finding:
+    """The finding of the error that ended the trial."""
+    name = SYNC if isinstance(error, WeightSyncError) else STEP
+    try:
+        phase = f"{read_status(run.path).progress.phase}: "
+    except ConfigError:  # it failed before the run began
+        phase = ""
+    return fail(name, phase + crashed(name, error).found, f"do what the reason says; the logs are in {run.logs}")
 
 
-def _for_trial(config: Config, folder: Path) -> Config:
-    """Its files in `folder`, every update probed, and a part that dies is not started again."""
-    return _changed(
-        config,
-        engine={"parity_every": 1, "max_restarts": 0},
-        learner={"checkpoint_every": 0, "save_every": 0},
-    ).model_copy(update={"out_dir": str(folder)})
+class _StepMade(Exception):
+    """The trial has its numbers: the run ends here, without the last evaluation and the export."""
 
 
-def _changed(config: Config, **sections: dict[str, Any]) -> Config:
-    """With some keys of some sections set."""
-    changed = {name: getattr(config, name).model_copy(update=keys) for name, keys in sections.items()}
-    return config.model_copy(update=changed)
+class _TrialConsole(TrainConsole):
+    """Prints nothing; keeps the metrics of the first step and ends the run."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        super().__init__(total_steps=1, console=Console(quiet=True))
+        self.values: dict[str, float] = {}
+        self._say = say
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """See Terminal.phase."""
+        self._say(name)
+        yield
+
+    def evaluating(self, done: int, total: int) -> None:
+        """See orchestrator.Observer."""
+        self._say("training one step")
+
+    def step(self, step: int, values: Mapping[str, float]) -> None:
+        """See orchestrator.Observer."""
+        self.values = dict(values)
+        raise _StepMade
+
+
+def _trial_config(config: Config, folder: Path) -> Config:
+    """One step on one small group, each update probed, nothing restarted; files in `folder`."""
+    changes: dict[str, dict[str, Any]] = {
+        "env": {"target": f"{__name__}:{CountAloud.__name__}", "kwargs": {}, "train_data": None, "eval_data": None}
+        | {"max_turns": None, "wrappers": ()},
+        "rollout": {"groups_per_step": 1, "group_size": GROUP_SIZE, "canary_every": 0}
+        | {"max_turn_tokens": min(TURN_TOKENS, config.rollout.max_turn_tokens)},
+        "engine": {"parity_every": 1, "max_restarts": 0},
+        "learner": {"checkpoint_every": 0, "save_every": 0, "max_restarts": 0},
+        "sandbox": {"max_restarts": 0},
+        "eval": {"num_tasks": 1, "samples_per_task": 1},
+        "train": {"steps": 1, "max_minutes": None},
+    }
+    if config.model.warmstart is not None and not is_model_folder(Path(config.model.path)):
+        warmstart = config.model.warmstart.model_copy(update=WARMSTART)
+        changes["model"] = {"path": str(folder / "model"), "warmstart": warmstart}
+    sections = {name: getattr(config, name).model_copy(update=keys) for name, keys in changes.items()}
+    return config.model_copy(update={**sections, "out_dir": str(folder)})
 
 
 def _deadline_s(config: Config) -> float:
-    """What a run would allow each part, one after the other."""
+    """The time that a run allows its parts, one after the other."""
     engine, learner = config.engine, config.learner
     updates_s = 2 * engine.update_timeout_s + engine.request_timeout_s
     return SLACK_S + engine.start_timeout_s + learner.start_timeout_s + learner.step_timeout_s + updates_s

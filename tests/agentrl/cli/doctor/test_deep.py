@@ -1,4 +1,5 @@
-"""Engine beside learner: once for real, and what is made of numbers and failures that a sound machine does not have."""
+"""The one-step training of doctor: once for real, and its verdict on numbers and failures that a sound machine
+lacks."""
 
 import json
 import math
@@ -11,11 +12,10 @@ import pytest
 from typer.testing import CliRunner
 
 from agentrl.cli.doctor import plan
-from agentrl.cli.doctor.deep import engine_and_learner, judged
+from agentrl.cli.doctor.deep import judged, one_step_train, parity
 from agentrl.cli.doctor.findings import FindingStatus
 from agentrl.cli.main import app
 from agentrl.config import Config, parse
-from agentrl.engine.base import Parity
 
 QUICKSTART = Path(__file__).parents[4] / "configs" / "quickstart.yaml"
 METRICS = {"learner/parity_max_abs": 2e-6, "learner/parity_mean_abs": 1e-6}
@@ -37,27 +37,33 @@ def config(model: Path, **engine: object) -> Config:
     ],
 )
 def test_logprobs_that_differ_too_much_are_a_fail(probe: float, metrics: dict[str, float], status: str) -> None:
-    parity = Parity(max_abs=probe, mean_abs=probe / 2, kl=0.0)
-    assert judged(parity, metrics, bound=1e-4).status == status
+    assert parity(metrics | {"engine/parity_max_abs": probe}, bound=1e-4).status == status
 
 
 def test_an_update_without_a_probe_proves_nothing() -> None:
-    assert judged(None, METRICS, bound=1e-4).status is FindingStatus.FAIL
+    assert parity(METRICS, bound=1e-4).status is FindingStatus.FAIL
+
+
+def test_a_step_that_is_refused_and_an_update_without_checksum_are_warnings(tmp_path: Path) -> None:
+    numbers = METRICS | {"engine/update_gap_s": 0.5, "engine/update_bytes_per_s": 2e6, "engine/parity_max_abs": 0.0}
+    numbers["learner/skipped_steps"] = 1.0
+    reload = config(tmp_path, device="cpu", weight_transfer="reload")
+    assert [one.status for one in judged(numbers, reload, seconds=9.0)] == ["WARN", "WARN", "OK"]
 
 
 async def test_servers_that_others_may_use_are_left_alone(tmp_path: Path) -> None:
-    (found,) = await engine_and_learner(config(tmp_path, url="http://127.0.0.1:9"))
-    assert (found.name, found.status) == ("weight sync", FindingStatus.WARN)
+    (found,) = await one_step_train(config(tmp_path, url="http://127.0.0.1:9"))
+    assert (found.name, found.status) == ("one-step train", FindingStatus.WARN)
     assert "engine.url=null --deep" in found.fix
 
 
 async def test_a_part_that_does_not_start_is_named_and_its_logs_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        (found,) = await engine_and_learner(config(tmp_path, device="cpu", port=taken.getsockname()[1]))
-    assert (found.name, found.status) == ("engine start", FindingStatus.FAIL)
+        (found,) = await one_step_train(config(tiny_model_dir, device="cpu", port=taken.getsockname()[1]))
+    assert (found.name, found.status) == ("one-step train", FindingStatus.FAIL)
     assert "engine.port: cannot listen" in found.found
     (logs,) = re.findall(r"the logs are in (\S+)", found.fix)
     assert Path(logs).parent.is_dir()
@@ -84,9 +90,9 @@ def test_a_sound_model_passes_and_leaves_nothing_behind(
     assert report["not_checked"] == []
     found = {one["name"]: one for one in report["findings"]}
     assert {one["status"] for one in found.values()} == {"OK"}
-    assert list(found)[2:] == ["engine start", "learner step", "weight sync", "logprob parity"]
+    assert list(found)[2:] == ["one-step train", "weight sync", "logprob parity"]
     assert re.search(
-        r"versions 0 and 1 taken by safetensors.*checksum [0-9a-f]{12} on both sides", found["weight sync"]["found"]
+        r"versions 0 and 1 taken by safetensors.*one checksum on both sides", found["weight sync"]["found"]
     )
     assert "0.0001 is allowed" in found["logprob parity"]["found"]
     assert list(tmp_path.glob("agentrl-doctor-*")) == []

@@ -33,7 +33,13 @@ Known = Mapping[str, Mapping[str, str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
-    """One key of the config, or a section of it."""
+    """One key of the config, or a section of it.
+
+    Example:
+        >>> key, _ = find("rollout.max_lag")
+        >>> key.name, key.kind, key.default
+        ('max_lag', 'integer >= 0', '2')
+    """
 
     path: str
     """As on the command line: `algorithm.treatment`."""

@@ -27,7 +27,14 @@ from transformers import AutoModelForCausalLM
 
 from agentrl.testing import with_members
 from agentrl.types import Batch, TrajectoryGroup
-from tests.trainer.trainer_builders import batch, config, divide_small_weights, mixed_groups, whole_weights
+from tests.trainer.trainer_builders import (
+    batch,
+    config,
+    divide_small_weights,
+    mixed_groups,
+    whole_weights,
+    with_steady_updates,
+)
 from trainer import learner as learner_module
 from trainer import packing, ranks
 from trainer.learner import Learner
@@ -121,7 +128,9 @@ def outcome(model_dir: Path, setting: Setting) -> Outcome:
         "pack_tokens": setting.pack_tokens,
     }
     algorithm = {"rho_base": 1.0, **setting.algorithm}
-    learner = Watched(config(model_dir, dtype=setting.dtype, learner=settings, algorithm=algorithm))
+    learner = with_steady_updates(
+        Watched(config(model_dir, dtype=setting.dtype, learner=settings, algorithm=algorithm))
+    )
     before = whole_weights(learner.model)
     batches = [batch(groups, version=version) for version in range(NUM_STEPS)]
     if setting.is_poisoned:

@@ -28,6 +28,7 @@ from tests.trainer.trainer_builders import (
     mixed_groups,
     plain_logprobs,
     whole_weights,
+    with_steady_updates,
 )
 from trainer import deepspeed_settings, lora
 from trainer.learner import Learner
@@ -167,7 +168,7 @@ def test_two_ranks_under_zero_3_make_the_same_update_as_one_under_zero_0(
     command = [*launcher, "--module", "tests.trainer.two_ranks", str(tiny_model_dir), str(tmp_path)]
     subprocess.run([*command, json.dumps(sections)], cwd=ROOT, check=True, timeout=120)
     theirs = torch.load(tmp_path / "result.pt")["weights"]
-    learner = Learner(learner_config(tiny_model_dir, learner={**SETTINGS, "zero_stage": 0}))
+    learner = with_steady_updates(Learner(learner_config(tiny_model_dir, learner={**SETTINGS, "zero_stage": 0})))
     for version in range(3):
         learner.step(batch(groups, version=version))
     ours = whole_weights(learner.model)

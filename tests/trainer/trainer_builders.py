@@ -133,6 +133,17 @@ def whole_weights(model: Any) -> torch.Tensor:
     return torch.cat([tensor.clone().flatten() for _, tensor in source])
 
 
+def with_steady_updates(learner: Any) -> Any:
+    """`learner` with an AdamW whose eps is 1e-5, far above the rounding of a gradient and far below most elements.
+
+    With the default of 1e-8 an element that is zero except for rounding moves a weight by up to the learning rate, in
+    the direction of its rounding, which depends on the processor. Now an error d of an element moves it by lr d / 1e-5.
+    """
+    for settings in learner.engine.optimizer.param_groups:
+        settings["eps"] = 1e-5
+    return learner
+
+
 def divide_small_weights() -> None:
     """Make ZeRO-3 divide every weight: by default it keeps weights below 100,000 elements whole."""
     from trainer import deepspeed_settings

@@ -14,7 +14,14 @@ import torch
 from torch import distributed
 from transformers import AutoModelForCausalLM
 
-from tests.trainer.trainer_builders import batch, config, divide_small_weights, mixed_groups, whole_weights
+from tests.trainer.trainer_builders import (
+    batch,
+    config,
+    divide_small_weights,
+    mixed_groups,
+    whole_weights,
+    with_steady_updates,
+)
 from trainer import ranks
 from trainer.learner import Learner
 
@@ -23,7 +30,7 @@ def main(model_dir: Path, out_dir: Path, sections: str) -> None:
     torch.set_num_threads(1)
     divide_small_weights()
     groups = mixed_groups(AutoModelForCausalLM.from_pretrained(model_dir, dtype="float32").eval())
-    learner = Learner(config(model_dir, **json.loads(sections)))
+    learner = with_steady_updates(Learner(config(model_dir, **json.loads(sections))))
     norms = [learner.step(batch(groups, version=v)).metrics["learner/grad_norm"] for v in range(3)]
     weights = whole_weights(learner.model)
     metrics = learner.step(batch(groups, version=3, max_lag=3)).metrics

@@ -1,4 +1,4 @@
-# Engine, orchestrator and learner of a run; docker-compose.yml says which container is which.
+# Engine, orchestrator and learner of a run; docker-compose.yml defines the containers.
 #   docker build -t agentrl --target cpu .          the CPU builds of torch and vLLM, as requirements/lock.txt has them
 #   docker build -t agentrl-gpu --target gpu .      vLLM's own CUDA image, and the learner's packages
 ARG VLLM_IMAGE=vllm/vllm-openai:v0.32.0
@@ -8,11 +8,11 @@ FROM python:3.11-slim AS cpu
 ARG PACKAGES=locked
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 ENV DS_BUILD_OPS=0
-# vLLM's CPU build loads libnuma. It would compile a few functions too, for which there is no compiler here.
+# vLLM's CPU build loads libnuma. It would also compile a few functions, but the image has no compiler.
 ENV TORCHDYNAMO_DISABLE=1
 RUN apt-get update -qq && apt-get install -qqy --no-install-recommends libnuma1 && rm -rf /var/lib/apt/lists/*
 COPY requirements/lock.txt /opt/agentrl/requirements/lock.txt
-# As requirements/install.sh does, and for its reasons; torch first, since DeepSpeed's build asks for it.
+# As requirements/install.sh does, for the same reasons; torch first, because DeepSpeed's build needs it.
 RUN if [ "$PACKAGES" = locked ]; then cd /opt/agentrl/requirements && \
       pip="pip install --no-cache-dir --root-user-action=ignore --no-deps" && \
       $pip $(grep -E '^(pip|setuptools|wheel)==' lock.txt) && \
@@ -30,7 +30,7 @@ ENTRYPOINT ["/opt/agentrl/docker/as-owner", "python3", "-m", "agentrl"]
 FROM ${VLLM_IMAGE} AS gpu
 ENV DS_BUILD_OPS=0
 COPY . /opt/agentrl
-# What vLLM's image has stays at its versions.
+# The packages of vLLM's image keep their versions.
 RUN python3 -m pip list --format=freeze --exclude agentrl >/tmp/constraints.txt && \
     python3 -m pip install --no-cache-dir --root-user-action=ignore -c /tmp/constraints.txt \
       $(grep -E '^(deepspeed|peft|math-verify)==' /opt/agentrl/requirements/lock.txt) -e "/opt/agentrl[trainer,grading,sandbox]" && \

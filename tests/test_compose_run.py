@@ -129,7 +129,7 @@ class Project:
         path = f"/run/tokens/{name}/token"
         return self.python(service, f"print(open({path!r}).read())")
 
-    def address(self, service: str, network: str = "wires") -> str:
+    def address(self, service: str, network: str = "run") -> str:
         networks = self.container(service)["NetworkSettings"]["Networks"]
         return str(networks[f"{self.name}_{network}"]["IPAddress"])
 
@@ -238,7 +238,7 @@ def test_a_plain_up_takes_the_cpu_and_the_gpu_profile_gpus_by_nccl(docker_enviro
         assert (service["image"], service["build"]["target"]) == ("agentrl-gpu", "gpu")
         assert all(name in common or name.endswith("-gpu") for name in service["depends_on"])
     for part in ("engine", "orchestrator"):
-        assert part in services[f"{part}-gpu"]["networks"]["wires"]["aliases"]
+        assert part in services[f"{part}-gpu"]["networks"]["run"]["aliases"]
         assert "engine.weight_transfer=nccl" in services[f"{part}-gpu"]["command"]
 
 
@@ -300,7 +300,7 @@ def test_nor_does_the_sandbox_s_own_container(project: Project) -> None:
     with socket.socket() as ours:  # a port of this machine
         ours.bind(("0.0.0.0", 0))
         ours.listen()
-        gateways = ("front", "wires", "sandbox")
+        gateways = ("front", "run", "sandbox")
         form = "{{(index .IPAM.Config 0).Gateway}}"
         for network in gateways:
             gateway = project.run("docker", "network", "inspect", f"{project.name}_{network}", "--format", form)

@@ -182,7 +182,7 @@ class _Watchdog:
             self._fail(snapshot, stalled(snapshot, self._quiet_s))
         elif self._cancelled_s >= self._patience.end_s:
             chain = "; ".join(map(str, snapshot.chain())) or "no part reports what it waits for"
-            self._fail(snapshot, f"the run was told to stop {self._cancelled_s:.0f} s ago and has not ended: {chain}")
+            self._fail(snapshot, f"the run was cancelled {self._cancelled_s:.0f} s ago and has not ended: {chain}")
         if self._has_turned:
             self._has_turned = False
             with suppress(RuntimeError):  # the loop is closed

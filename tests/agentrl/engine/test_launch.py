@@ -31,7 +31,7 @@ def test_free_ports_stay_free_for_all() -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "mend"),
+    ("keys", "fix"),
     [
         ({"replicas": 2, "weight_transfer": "nccl"}, "safetensors or reload"),
         ({"url": ["http://a", "http://b"], "weight_transfer": "gloo"}, "safetensors or reload"),
@@ -40,8 +40,8 @@ def test_free_ports_stay_free_for_all() -> None:
         ({"replicas": 2, "tensor_parallel": 2, "gpus": [0, 1, 2]}, "need 4 of gpus"),
     ],
 )
-def test_settings_that_cannot_work_are_refused_with_the_mend(keys: dict[str, Any], mend: str) -> None:
-    with pytest.raises(ValueError, match=mend):
+def test_settings_that_cannot_work_are_refused_with_how_to_fix_them(keys: dict[str, Any], fix: str) -> None:
+    with pytest.raises(ValueError, match=fix):
         EngineConfig.model_validate(keys)
 
 

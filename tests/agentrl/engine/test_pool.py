@@ -1,4 +1,4 @@
-"""Routing, ejection and return, and updates of a pool, with engines that fail when they are told to."""
+"""Routing, ejection and return, and updates of a pool, with engines that fail when a test asks."""
 
 from __future__ import annotations
 

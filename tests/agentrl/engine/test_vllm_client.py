@@ -199,11 +199,11 @@ async def test_an_answer_that_cannot_be_true_is_an_engine_error(script: Script, 
 
 
 @pytest.mark.parametrize(
-    ("status", "mend"), [(403, "--enable-scale-out"), (404, "VLLM_SERVER_DEV_MODE=1"), (500, "the engine's log")]
+    ("status", "fix"), [(403, "--enable-scale-out"), (404, "VLLM_SERVER_DEV_MODE=1"), (500, "the engine's log")]
 )
-async def test_a_refusal_carries_the_reason_and_the_mend(script: Script, status: int, mend: str) -> None:
+async def test_a_refusal_carries_the_reason_and_how_to_fix_it(script: Script, status: int, fix: str) -> None:
     script.generate = lambda: JSONResponse({"error": {"message": "not today"}}, status_code=status)
-    with pytest.raises(EngineError, match=f"{status}: not today; .*{mend}"):
+    with pytest.raises(EngineError, match=f"{status}: not today; .*{fix}"):
         await generate(script)
 
 

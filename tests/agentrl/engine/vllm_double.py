@@ -1,4 +1,4 @@
-"""A server that speaks vLLM's wire with a scripted engine behind it, and breaks as a test tells it.
+"""A server with vLLM's API and a scripted engine, which fails as a test asks.
 
 What it *holds* and what it *says* that it holds are two things here, as they are in a real server whose weight update
 was cut off in the middle.

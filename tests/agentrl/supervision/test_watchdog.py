@@ -105,7 +105,7 @@ async def test_a_block_that_swallows_its_cancellation_is_cancelled_again(tmp_pat
     task = asyncio.create_task(run())
     await asyncio.sleep(0.05)
     task.cancel()
-    with pytest.raises(RunStalled, match=r"was told to stop .* the run waits for the engine \(its end"):
+    with pytest.raises(RunStalled, match=r"was cancelled .* the run waits for the engine \(its end"):
         await task
 
 

@@ -1,4 +1,4 @@
-"""Engines that lie, crawl, or are gone: whole runs on a server that speaks vLLM's wire. Nothing false is trained on."""
+"""Engines that lie, crawl, or are gone: whole runs on a double of a vLLM server. Nothing false is trained on."""
 
 from __future__ import annotations
 
@@ -263,7 +263,7 @@ async def test_of_two_engines_one_that_half_updates_is_out_until_it_holds_the_pr
     monkeypatch.setattr(engine_pool, "FIRST_RETURN_S", 0.02)
     config = config_for(tmp_path, steps=12)
     async with vllm_double(YesAndNo(tokenizer)) as good, vllm_double(YesAndNo(tokenizer)) as false:
-        false.refuses = half(false, first=2, times=2)  # the update, and the return to the weights of before
+        false.refuses = half(false, first=2, times=2)  # the update, and the return to the previous weights
         engines = [VLLMEngine(server.url) for server in (good, false)]
         async with ProvablePool(engines) as pool:
             await run_with(config, pool, tokenizer)

@@ -53,7 +53,7 @@ def test_a_disk_that_fills_up_ends_the_run_by_name_and_with_room_it_goes_on(
     assert JOURNAL_FULL.is_in(screen) or DISK_FULL.is_in(screen), screen
     assert "agentrl train --resume" in screen
     assert "ended with 1" in done.stdout
-    # Every step made, and trained on, once: those of before the disk was full and those of after.
+    # Every step was made and trained on once: those before the disk was full and those after.
     assert "steps [1, 2, 3, 4], groups {1: 2, 2: 2, 3: 2, 4: 2}" in done.stdout
 
 

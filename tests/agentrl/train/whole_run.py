@@ -1,4 +1,4 @@
-"""Whole runs over HTTP: an environment, a scripted engine, a learner that obeys the wire and trains nothing."""
+"""Whole runs over HTTP: an environment, a scripted engine, a learner that follows the API and trains nothing."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ async def obedient_learner(
     dies_at: int | None = None,
     resumable_from: int | None = None,
 ) -> None:
-    """Speaks the wire protocol and trains nothing: from `version` to the end, or up to the batch of `dies_at`."""
+    """Follows the learner API and trains nothing: from `version` to the end, or up to the batch of `dies_at`."""
     headers = {"Authorization": f"Bearer {TOKEN}", api.LEARNER_HEADER: name}
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=30) as http:
         while True:

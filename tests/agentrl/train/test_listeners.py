@@ -1,4 +1,4 @@
-"""The wires between the parts: loopback by default, a token demanded, sizes capped, typed records and no pickle.
+"""The listeners between the parts: loopback by default, a token required, sizes limited, typed records and no pickle.
 
 That a listener on another address is refused without a token: http/test_tokens.py, commands/test_services.py, and the
 sandbox's test_lifecycle.py and test_gateway.py.

@@ -18,6 +18,7 @@ from types import NoneType
 import httpx
 import msgspec
 import pytest
+import pytest_asyncio
 
 from agentrl.buffer.journal import Journal
 from agentrl.chat import proxy
@@ -48,6 +49,9 @@ ALLOWED = {
 TORCH_PICKLES = {"broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list"}
 
 
+on_the_listeners_loop = pytest.mark.asyncio(loop_scope="module")
+
+
 class Nobody:
     """Answers every caller that passed the checks that the place is taken."""
 
@@ -55,7 +59,7 @@ class Nobody:
         raise LearnerReplaced("the place is taken")
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def http() -> AsyncIterator[httpx.AsyncClient]:
     """A client, with the token, of the orchestrator's listener."""
     async with (
@@ -77,18 +81,21 @@ def test_an_orchestrator_without_a_token_is_refused() -> None:
 
 @pytest.mark.parametrize(("method", "path"), ROUTES)
 @pytest.mark.parametrize("given", ["", "Bearer", "Bearer wrong", f"Basic {TOKEN}", "Bearer tökén", f"Bearer {TOKEN}x"])
+@on_the_listeners_loop
 async def test_no_route_without_the_token(http: httpx.AsyncClient, method: str, path: str, given: str) -> None:
     headers = httpx.Headers({b"Authorization": given.encode("latin-1")})
     reply = await http.request(method, path, headers=headers, params={"policy_version": 0})
     assert reply.status_code == 401 and TOKEN not in reply.text
 
 
+@on_the_listeners_loop
 async def test_there_is_no_route_but_those(http: httpx.AsyncClient) -> None:
     assert {(await http.get(path)).status_code for path in ("/", "/docs", "/redoc", "/openapi.json", "/v1")} == {404}
 
 
 @pytest.mark.parametrize("path", WITH_BODY)
 @pytest.mark.parametrize("is_chunked", [False, True])
+@on_the_listeners_loop
 async def test_no_body_grows_beyond_its_limit(
     http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, path: str, is_chunked: bool
 ) -> None:
@@ -102,6 +109,7 @@ async def test_no_body_grows_beyond_its_limit(
     assert reply.status_code == 413 and "1000" in reply.text
 
 
+@on_the_listeners_loop
 async def test_a_sender_that_goes_away_is_no_error_of_ours(
     http: httpx.AsyncClient, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -145,6 +153,7 @@ async def test_the_agents_side_has_a_limit_for_chunks_too(monkeypatch: pytest.Mo
     ],
     ids=["empty", "invalid", "pickle", "list", "types", "nested types", "extension", "deep", "long"],
 )
+@on_the_listeners_loop
 async def test_what_is_no_record_is_refused(http: httpx.AsyncClient, path: str, body: bytes) -> None:
     assert (await http.post(path, content=body)).status_code == 422
 

@@ -18,14 +18,14 @@ from tests.workers import (  # noqa: F401
     pytest_xdist_make_scheduler,
 )
 
-# A property is true or not however busy the machine is.
+# A busy machine makes examples slow, not wrong.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session")
 def docker_environment() -> Iterator[dict[str, str]]:
-    """What `docker` and the SDK need to reach an engine that has the sandbox's image."""
+    """Environment variables with which `docker` and the SDK reach an engine that has the sandbox's image."""
     try:
         with docker_engine() as environment:
             yield {name: environment[name] for name in ("PATH", "DOCKER_HOST", "DOCKER_CONFIG") if name in environment}
@@ -64,7 +64,7 @@ class VLLMServer:
 
 @pytest.fixture(scope="session")
 def vllm_server(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMServer]:
-    """The real engine on the CPU, started once with the command of a run; its process group ends with the tests."""
+    """The real engine on the CPU, started once with the command that a run uses, and killed after the tests."""
     from agentrl.config import EngineConfig
     from agentrl.engine import vllm_server as engine_server
     from agentrl.supervision.serving import free_port

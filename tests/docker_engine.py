@@ -1,7 +1,7 @@
-"""A Docker engine for the tests: one that answers already, or one brought up for them; the sandbox's image in it.
+"""Provides the tests with a Docker engine that has the sandbox's image: a running engine, or one started for them.
 
-An engine is brought up by a script that prints the exports a shell needs: DOCKER_HERE names it, else the one beside the
-checkout is taken. `script FOLDER` starts, `script --stop FOLDER` stops.
+A script starts an engine and prints the exports a shell needs. DOCKER_HERE names the script; the default is the one
+beside the checkout. `script FOLDER` starts the engine, `script --stop FOLDER` stops it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 IMAGE = "agentrl-sandbox"
 START_DEADLINE_S = 300
 BUILD_DEADLINE_S = 300
-# what the engine needs to make its networks, and machines without one seldom have
+# The engine needs these to create its networks; machines without an engine seldom have them.
 IPTABLES = (
     *("iptables", "libip4tc2", "libip6tc2", "libnfnetlink0", "libnetfilter-conntrack3"),
     *("libnftnl11", "libxtables12", "libmnl0"),
@@ -31,12 +31,15 @@ exec {tree}/usr/sbin/xtables-legacy-multi {name} "$@"
 
 
 class NoEngine(RuntimeError):
-    """No engine can be had here; the message says why."""
+    """No Docker engine is available here; the message says why."""
 
 
 @contextlib.contextmanager
 def docker_engine() -> Iterator[dict[str, str]]:
-    """The environment in which `docker` and the SDK reach an engine that has the image. Raises NoEngine."""
+    """Yield the environment variables with which `docker` and the SDK reach an engine that has the image.
+
+    Raises NoEngine.
+    """
     with contextlib.ExitStack() as stack:
         environment = dict(os.environ)
         if not _answers(environment):
@@ -75,7 +78,7 @@ def _brought_up() -> Iterator[dict[str, str]]:
 
 
 def _add_iptables(tree: Path) -> None:
-    """From Debian's packages into the script's own folder, nothing system-wide."""
+    """Unpack Debian's packages into the script's own folder; nothing is installed system-wide."""
     if (tree / "usr/sbin/iptables").exists():
         return
     tree.mkdir(parents=True, exist_ok=True)
@@ -83,7 +86,7 @@ def _add_iptables(tree: Path) -> None:
         for command in (["apt-get", "-qq", "update"], ["apt-get", "-qq", "download", *IPTABLES]):
             done = subprocess.run(command, cwd=debs, capture_output=True, text=True, timeout=120, check=False)
             if done.returncode:
-                raise NoEngine(f"the engine needs iptables, which is not to be had: {done.stderr.strip()[-300:]}")
+                raise NoEngine(f"the engine needs iptables, which cannot be downloaded: {done.stderr.strip()[-300:]}")
         for deb in Path(debs).glob("*.deb"):
             subprocess.run(["dpkg-deb", "-x", deb, tree], check=True, timeout=60)
     libraries = next((tree / "usr/lib").glob("*-linux-gnu"))

@@ -1,4 +1,4 @@
-"""An agent program: OpenAI's client, configured by the environment alone."""
+"""An agent program that uses OpenAI's client, configured only by environment variables."""
 
 import sys
 

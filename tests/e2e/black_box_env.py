@@ -1,4 +1,4 @@
-"""A black-box agent that a random model can be trained with, and the same task without one."""
+"""A task for black-box agents on which a random model can be trained, and the same task as a plain Env."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TASKS = [Task(id=f"t{i}", prompt=f"Write. {i}") for i in range(8)]
 
 
 class Even(AgentEnv):
-    """Asks twice, then once more with another system prompt; the last word must have an even number of letters."""
+    """Asks twice, then once with another system prompt; the final text must have an even number of characters."""
 
     @classmethod
     def tasks(cls, split: str, *, data: str | None = None, seed: int = 0) -> Iterable[Task]:
@@ -40,7 +40,7 @@ class Even(AgentEnv):
 
 
 class EvenProgram(Even):
-    """The same as a program of its own."""
+    """The same task; the agent is a separate program."""
 
     async def run(self, *, task: Task, endpoint: Endpoint) -> None:
         program = Path(__file__).with_name("black_box_agent.py")
@@ -51,7 +51,7 @@ class EvenProgram(Even):
 
 
 class EvenTurn(Env):
-    """The same in one turn, without an agent."""
+    """The same task in one turn, without an agent."""
 
     @classmethod
     def tasks(cls, split: str, *, data: str | None = None, seed: int = 0) -> Iterable[Task]:

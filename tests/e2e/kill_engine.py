@@ -1,4 +1,4 @@
-"""A vLLM server beside the runs, as on a cluster: started once for several, and again by its owner when killed."""
+"""A vLLM server that outlives the runs, as on a cluster: several runs use it, and the test restarts it after a kill."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agentrl.supervision.serving import free_port
 
 
 class OutsideEngine:
-    """`agentrl engine` on a port that it keeps. `model` is what the config serves."""
+    """`agentrl engine` as a process. A restart keeps the port."""
 
     def __init__(self, folder: Path, config: Path, overrides: list[str]) -> None:
         self._port = free_port()
@@ -25,19 +25,19 @@ class OutsideEngine:
         self.start()
 
     def start(self) -> None:
-        """Also after it was killed, on the same port."""
+        """Start the server; after a kill, again on the same port."""
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(self._command, stdout=log, stderr=log, start_new_session=True)
 
     def wait(self) -> None:
-        """Until it answers."""
+        """Block until the server answers."""
         waiting = engine_server.wait_ready(
             self.url, poll=self._process.poll, log=lambda: self._log.read_text()[-3000:], timeout_s=600
         )
         asyncio.run(waiting)
 
     def processes(self) -> list[psutil.Process]:
-        """Those that live, the one that answers first."""
+        """The living processes of the server; the first one is the HTTP server."""
         try:
             first = psutil.Process(self._process.pid)
             return [first, *first.children(recursive=True)]
@@ -45,7 +45,7 @@ class OutsideEngine:
             return []
 
     def stop(self) -> None:
-        """All of it."""
+        """Kill every process of the server."""
         for process in self.processes():
             process.kill()
         self._process.wait(10)

@@ -1,4 +1,4 @@
-"""A task that the small random model solves half of the time, whose every episode depends on the sandbox's memory."""
+"""A task that a small random model solves half of the time, and that needs the sandbox session to keep its state."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Whether a finished run lost, doubled or bent anything: read from what its folder holds. Knows no processes.
+"""Checks from a finished run's folder that it lost, repeated or changed nothing. Starts and reads no processes.
 
-Each `check_*` returns sentences that say what is wrong; none where all is well.
+Each `check_*` yields one sentence for each thing that is wrong.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from agentrl.run_folder import RunFolder
 ENDED = frozenset(
     {
         GroupState.TRAINED,
-        GroupState.READY,  # finished, and the run's steps were used up
+        GroupState.READY,  # finished, but the run needed no more steps
         GroupState.CANCELLED,
         GroupState.DROPPED_STALE,
         GroupState.DROPPED_ZERO_VARIANCE,
         GroupState.FAILED,
     }
 )
-MAX_Z = 4.0  # a difference of means so many standard errors wide is no chance
+MAX_Z = 4.0  # a difference of means of more standard errors is not chance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fate:
-    """A group's row in the journal."""
+    """One group's row in the journal."""
 
     group_id: int
     task_id: str
@@ -44,7 +44,7 @@ class Fate:
 
 
 def fates(journal: Path) -> list[Fate]:
-    """Of every group, by id; none where the run never began."""
+    """The rows of all groups, ordered by id; empty if the run never began."""
     if not journal.exists():
         return []
     with closing(sqlite3.connect(journal)) as db:
@@ -56,7 +56,7 @@ def fates(journal: Path) -> list[Fate]:
 
 
 def judge(path: Path, config: Config) -> list[str]:
-    """All checks of a run that came to its end."""
+    """Run every check on a run that reached its last step."""
     folder = RunFolder.open(path)
     found = fates(folder.journal)
     steps, per_step = config.train.steps, config.rollout.groups_per_step
@@ -69,7 +69,7 @@ def judge(path: Path, config: Config) -> list[str]:
 
 
 def check_fates(found: Sequence[Fate], *, num_steps: int, groups_per_step: int) -> Iterator[str]:
-    """Nothing lost, nothing twice: every group in one final state, every step full, every task asked once."""
+    """Every group is in one final state, every step has all its groups, and every task was used once."""
     if [fate.group_id for fate in found] != list(range(len(found))):
         yield f"group ids are not 0..{len(found) - 1}: {[fate.group_id for fate in found]}"
     for fate in found:
@@ -88,12 +88,12 @@ def check_fates(found: Sequence[Fate], *, num_steps: int, groups_per_step: int) 
 
 
 def read_steps(folder: RunFolder) -> list[MetricsLine]:
-    """The lines of metrics.jsonl that are steps."""
+    """The lines of metrics.jsonl of kind `step`."""
     return [line for line in read(folder.metrics) if line.kind == "step"]
 
 
 def check_metrics(steps: Sequence[MetricsLine], found: Sequence[Fate], *, num_steps: int) -> Iterator[str]:
-    """Each step once and in order, the ledger balanced in all, and at the end that of the journal."""
+    """Each step is there once and in order, its ledger balances, and the last ledger agrees with the journal."""
     if [line.step for line in steps] != list(range(1, num_steps + 1)):
         yield f"metrics.jsonl has the steps {[line.step for line in steps]}"
     for line in steps:
@@ -106,7 +106,7 @@ def check_metrics(steps: Sequence[MetricsLine], found: Sequence[Fate], *, num_st
 
 
 def check_trajectories(folder: RunFolder, found: Sequence[Fate], *, num_steps: int, config: Config) -> Iterator[str]:
-    """What was trained is what the journal says, whole, and never older than allowed."""
+    """The trained groups are those of the journal, with all their members, and none is older than max_lag allows."""
     if folder.trajectory_steps() != list(range(1, num_steps + 1)):
         yield f"trajectories/ has the steps {folder.trajectory_steps()}"
         return
@@ -124,14 +124,16 @@ def check_trajectories(folder: RunFolder, found: Sequence[Fate], *, num_steps: i
 
 
 def check_final_weights(folder: RunFolder, *, step: int) -> Iterator[str]:
-    """The exported model is the learner's last checkpoint, to the bit."""
+    """The exported model is bit-identical to the learner's last checkpoint."""
     import torch
 
     exported = tensors(folder.checkpoints / "final")
     state: dict[str, Any] = torch.load(
         folder.states / f"v{step}" / "deepspeed" / "mp_rank_00_model_states.pt", weights_only=False
     )["module"]
-    state = {name: tensor for name, tensor in state.items() if name in exported}  # a tied head is there twice
+    state = {
+        name: tensor for name, tensor in state.items() if name in exported
+    }  # the checkpoint holds a tied head twice
     if exported.keys() != state.keys():
         yield f"checkpoints/final and v{step} have other tensors: {sorted(exported.keys() ^ state.keys())}"
     for name in exported.keys() & state.keys():
@@ -140,7 +142,7 @@ def check_final_weights(folder: RunFolder, *, step: int) -> Iterator[str]:
 
 
 def different_weights(first: RunFolder, second: RunFolder) -> list[str]:
-    """Names of the final tensors that are not equal to the bit."""
+    """Names of the final tensors that are not bit-identical."""
     import torch
 
     ours, theirs = tensors(first.checkpoints / "final"), tensors(second.checkpoints / "final")
@@ -149,14 +151,14 @@ def different_weights(first: RunFolder, second: RunFolder) -> list[str]:
 
 
 def tensors(model: Path) -> dict[str, Any]:
-    """Of a folder in Hugging Face layout."""
+    """The tensors of a folder in Hugging Face layout."""
     from safetensors.torch import load_file
 
     return load_file(model / "model.safetensors")
 
 
 def trained_lengths(folder: RunFolder) -> dict[int, float]:
-    """Mean action tokens an episode of each trained group, by group id."""
+    """Mean number of action tokens per episode for each trained group, by group id."""
     return {
         group.group_id: sum(t.num_action_tokens for t in group.trajectories) / len(group.trajectories)
         for step in folder.trajectory_steps()
@@ -165,7 +167,7 @@ def trained_lengths(folder: RunFolder) -> dict[int, float]:
 
 
 def standard_errors_apart(first: Sequence[float], second: Sequence[float]) -> float:
-    """(mean of `first` - mean of `second`) / its standard error: Welch's t. Beyond MAX_Z it is a bias."""
+    """(mean of `first` - mean of `second`) / its standard error: Welch's t. Above MAX_Z it is a bias."""
     return (_mean(first) - _mean(second)) / math.sqrt(_variance(first) / len(first) + _variance(second) / len(second))
 
 

@@ -1,4 +1,4 @@
-"""A small model whose turns have all lengths: it ends each after about ten tokens. Made in a few seconds."""
+"""Makes, in a few seconds, a small model whose turns vary in length, with about ten tokens on average."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BATCH_B = 16
 
 
 def make_model_folder(folder: Path) -> Path:
-    """`folder`, in Hugging Face layout. The same bits every time."""
+    """Write the model to `folder` in Hugging Face layout, bit-identical every time."""
     import torch
 
     from agentrl.config import WarmstartConfig
@@ -29,7 +29,7 @@ def make_model_folder(folder: Path) -> Path:
 
 
 def _teach_ends(model: Any, end_id: int, generator: Any) -> None:
-    """Any byte, and the end with probability 1 / MEAN_TOKENS, whatever came before."""
+    """Train the model to emit any byte, and the end of turn with probability 1 / MEAN_TOKENS."""
     import torch
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

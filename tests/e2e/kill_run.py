@@ -1,6 +1,6 @@
-"""`agentrl train` under fire: starts a run, kills one part after the other with kill -9, resumes it where it must be.
+"""Starts `agentrl train`, kills one part after the other with kill -9, and resumes the run where that is needed.
 
-Knows processes and the run's folder; what came of it is kill_judge.py's.
+Handles processes and the run's folder; kill_judge.py checks the result.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from tests.e2e.kill_engine import OutsideEngine
 from tests.e2e.kill_judge import Fate, fates
 
 ENV_FILE = Path(__file__).parent / "kill_env.py"
-START_TIMEOUT_S = 600.0  # on a machine that does much else besides
+START_TIMEOUT_S = 600.0  # long, for a machine that is busy with other work
 PROGRESS_TIMEOUT_S = 900.0
 RUN_TIMEOUT_S = 1800.0
 MARK = "AGENTRL_TEST_MARK"
 
 
 class Part(StrEnum):
-    """What may be killed."""
+    """A part of a run that can be killed."""
 
     LEARNER = "learner"
     ENGINE = "engine"
@@ -46,7 +46,7 @@ class Part(StrEnum):
 
 
 MODULE_OF = {Part.LEARNER: "trainer", Part.ENGINE: "vllm.entrypoints", Part.SANDBOX: "sandbox"}
-ENGINE_CORE = "VLLM::"  # how vLLM calls the process that computes, beside the one that answers
+ENGINE_CORE = "VLLM::"  # vLLM's name for the process that computes; another one serves HTTP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +55,8 @@ class Kill:
 
     part: Part
     at_s: float  # since the run's start
-    after_step: int  # the last one in metrics.jsonl
-    in_flight: tuple[int, ...]  # groups under way
+    after_step: int  # last step in metrics.jsonl
+    in_flight: tuple[int, ...]  # ids of the groups in flight
 
 
 @dataclass(kw_only=True)
@@ -65,8 +65,8 @@ class KillRun:
 
     Args:
         settings: dotted overrides of the config below.
-        engine: a server beside the run, started again here when it is killed; None: the run has its own.
-        max_delay_s: longest wait before a kill, once there was progress.
+        engine: a server outside the run, restarted here after a kill; None: the run starts its own.
+        max_delay_s: longest wait between progress and the kill.
     """
 
     folder: Path
@@ -93,16 +93,16 @@ class KillRun:
 
     @property
     def config(self) -> Config:
-        """As the run has it."""
+        """The config that the run uses."""
         return configs.load(self._config, self._overrides)
 
     @property
     def run(self) -> RunFolder:
-        """Its folder."""
+        """The folder of the run."""
         return RunFolder(path=self.folder / "runs" / "kill")
 
     def go(self, parts: Iterable[Part] = ()) -> None:
-        """Run to the end, with one kill for each of `parts`, as far as the run lasts. Raises AssertionError."""
+        """Run to the end, with one kill for each of `parts` while the run lasts. Raises AssertionError."""
         try:
             self._start([str(self._config), *self._overrides])
             for part in parts:
@@ -115,13 +115,13 @@ class KillRun:
         self.seconds = time.monotonic() - self._started
 
     def stop(self) -> None:
-        """End whatever of it still runs."""
+        """Kill every process of the run that still lives."""
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
         self._wait_for(lambda: not self._left_over(), 30, "the end of every part")
 
     def report(self, what: str) -> str:
-        """For whoever reads the failure: what was killed, and the ends of the logs."""
+        """Text of a failure: what was killed when, and the ends of the logs."""
         kills = "\n".join(f"  {kill.at_s:6.1f} s, after step {kill.after_step}: {kill.part}" for kill in self.kills)
         logs = [self._log, *sorted(self.run.logs.glob("*.log"))]
         tails = "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-3000:]}" for log in logs if log.exists())
@@ -135,7 +135,7 @@ class KillRun:
             self._process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
 
     def _kill(self, part: Part) -> bool:
-        """Whether the run was still there to be hurt. The moment: mostly soon after some progress, sometimes any."""
+        """Kill one part, mostly soon after progress, sometimes at any moment. False if the run had ended before."""
         since = time.time()
         if self._rng.random() < 0.75:
             self._wait_for(lambda: self._is_over() or self._moved(since), PROGRESS_TIMEOUT_S, "progress")
@@ -167,25 +167,25 @@ class KillRun:
         return True
 
     def _resume(self) -> None:
-        """At once, or a while later: what is left of the old parts may be ending meanwhile."""
+        """Resume at once or three seconds later, while the remaining old parts may still be ending."""
         assert self._process is not None
         self._process.wait(10)
         time.sleep(self._rng.choice([0, 0, 3]))
         self.num_resumes += 1
         if self.run.journal.exists() and self.run.config.exists():
             self._start(["--resume", str(self.run.path)])
-        else:  # killed before there was anything to go on with
+        else:  # killed before there was anything to resume
             _move_away(self.run.path)
             self._start([str(self._config), *self._overrides])
 
     def _is_over(self) -> bool:
-        """A run that lost a part before it was up ends by name, which is right, and is resumed here."""
+        """Whether the run has ended. A run that lost a part before its first step ends with an error: it is resumed."""
         if self._code() and self._is_hurt and not self._moved(self._last_start):
             self._resume()
         return self._code() is not None
 
     def last_step(self) -> int:
-        """0 before the first."""
+        """Number of the last step; 0 before the first."""
         with suppress(OSError):
             lines = self.run.metrics.read_text().splitlines()
             steps = [json.loads(line)["step"] for line in lines if '"kind":"step"' in line.replace(" ", "")[:30]]
@@ -193,7 +193,7 @@ class KillRun:
         return 0
 
     def _moved(self, since: float) -> bool:
-        """Whether a step was made since then."""
+        """Whether a step was made after the time `since`."""
         with suppress(OSError):
             return self.last_step() > 0 and self.run.metrics.stat().st_mtime > since
         return False
@@ -201,14 +201,14 @@ class KillRun:
     def _fates(self) -> list[Fate]:
         with suppress(sqlite3.Error):
             return fates(self.run.journal)
-        return []  # its tables are being made
+        return []  # the tables do not exist yet
 
     def _code(self) -> int | None:
         assert self._process is not None
         return self._process.poll()
 
     def _processes(self, part: Part) -> list[psutil.Process]:
-        """Of the part itself, not of the guard that started it."""
+        """Processes of the part itself, without the guard that started it."""
         assert self._process is not None
         if self._process.poll() is not None:
             return []
@@ -231,7 +231,7 @@ class KillRun:
 
 
 def base_config(folder: Path, model: Path) -> dict[str, Any]:
-    """Small steps of small groups, on parts that may be started again and again."""
+    """Config of a run with small groups whose parts may be restarted many times."""
     return {
         "name": "kill",
         "out_dir": str(folder / "runs"),

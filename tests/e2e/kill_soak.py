@@ -1,7 +1,8 @@
-"""Run after run under fire until so many kills have fallen, beside one that is left in peace: a table and complaints.
+"""Repeats runs with random kills until a number of kills is reached, and compares them with undisturbed runs.
 
-`python -m tests.e2e.kill_soak FOLDER --kills 50 --seed 1`. Half of the runs are asynchronous (max_lag 2) and must have
-the lengths of the run in peace; half are synchronous with seeds (max_lag 0) and must end in its very weights.
+`python -m tests.e2e.kill_soak FOLDER --kills 50 --seed 1`. Half of the runs are asynchronous (max_lag 2): their episode
+lengths must agree with those of the undisturbed run. Half are synchronous with seeds (max_lag 0): their final weights
+must be bit-identical to its weights.
 """
 
 from __future__ import annotations
@@ -37,19 +38,19 @@ KINDS = tuple(SETTINGS)
 MIN_LENGTHS = 30
 MAX_KILLS_A_RUN = 10
 PARTS = (*[Part.LEARNER] * 4, *[Part.ENGINE] * 2, *[Part.SANDBOX] * 3, *[Part.TRAIN] * 2)
-"""A restart of everything takes longest, and the learner's is the hardest."""
+"""Weighted choice: restarting everything takes longest, and the learner is the hardest part to restart."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Soak:
-    """What it came to."""
+    """Result: a Markdown table of the runs, and what was wrong with them."""
 
     table: str
     complaints: list[str]
 
 
 def soak(folder: Path, model: Path, *, seed: int, num_kills: int) -> Soak:
-    """Raises AssertionError where a run did not come to its end."""
+    """Run the soak. Raises AssertionError if an undisturbed run does not reach its end."""
     rng = random.Random(seed)
     peace = {
         name: KillRun(folder=folder / f"{name}-peace", model=model, seed=0, settings=settings)
@@ -75,10 +76,10 @@ def soak(folder: Path, model: Path, *, seed: int, num_kills: int) -> Soak:
 
 
 def _fire(run: KillRun, parts: list[Part], peace: KillRun) -> list[str]:
-    """What is wrong with `run` after these kills."""
+    """Kill these parts of `run`; return what is wrong with it afterwards."""
     try:
         run.go(parts)
-    except AssertionError as error:  # the others are still worth their time
+    except AssertionError as error:  # the remaining runs still tell something
         sys.stderr.write(f"{error}\n")
         return [str(error).partition(";")[0]]
     wrong = judge(run.run.path, run.config)
@@ -88,7 +89,7 @@ def _fire(run: KillRun, parts: list[Part], peace: KillRun) -> list[str]:
 
 
 def _length_bias(fired: list[KillRun], peace: KillRun) -> tuple[str, list[str]]:
-    """How much longer what was trained is than in peace, and a complaint where that is no chance."""
+    """Compare the lengths of trained episodes with the undisturbed run; a complaint if they differ beyond chance."""
     lengths = [length for run in fired if run.config.rollout.max_lag for length in trained_lengths(run.run).values()]
     if len(lengths) < MIN_LENGTHS:
         return "too few asynchronous groups to compare their lengths", []
@@ -111,7 +112,7 @@ def _line(run: KillRun, wrong: list[str]) -> str:
 
 
 def main() -> int:
-    """0 where nothing was wrong."""
+    """Exit code: 0 if nothing was wrong."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--kills", type=int, default=50)

@@ -1,4 +1,4 @@
-"""A task that a random model solves half of the time: write an even number of characters. It uses the sandbox too."""
+"""A task that a random model solves half of the time: write an even number of characters. It uses the sandbox."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Somebody else's agent loop, trained and measured by the commands as a user runs them."""
+"""`agentrl train` and `agentrl eval` with an agent that brings its own loop."""
 
 from __future__ import annotations
 

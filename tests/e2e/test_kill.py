@@ -1,4 +1,4 @@
-"""Kill -9 anything at any moment: nothing is lost, doubled or bent. And that the judge would see it if it were."""
+"""Kill -9 of any part at any moment loses, repeats and changes nothing; and the judge would see it if it did."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def config(tmp_path: Path) -> Config:
 
 @pytest.fixture
 def run(config: Config) -> RunFolder:
-    """A run as it should be: eight groups issued, six trained, one without gradient, one cut off by the end."""
+    """A correct run: eight groups issued, six trained, one without a gradient, one cancelled at the end."""
     folder = RunFolder.create(config.out_dir, "run", config=config)
     journal = Journal(folder.journal)
     for group_id in range(8):
@@ -144,7 +144,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def engine(tmp_path: Path, model: Path) -> Iterator[OutsideEngine]:
-    """One for both runs: a start costs half a minute."""
+    """One server for both runs: a start takes half a minute."""
     config = tmp_path / "engine.json"
     config.write_text(json.dumps(base_config(tmp_path, model)))
     engine = OutsideEngine(tmp_path, config, [f"{key}={json.dumps(value)}" for key, value in SETTINGS.items()])

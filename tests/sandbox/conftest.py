@@ -1,4 +1,4 @@
-"""One service for all attack tests, with the host's state compared before and after."""
+"""One sandbox service for all tests of a session; the host's state is compared before and after."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def descendants(pid: int) -> set[int]:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process lives; one that ended and that nobody has waited for does not."""
+    """Whether a process is alive; a zombie is not."""
     return processes.is_alive(pid)
 
 
@@ -85,14 +85,14 @@ def control_groups(pid: int) -> list[Path]:
 
 
 def mounts(pid: int | str = "self") -> list[str]:
-    """Of this host as a process sees it, but for those of a Docker engine, which mounts and unmounts as it likes."""
+    """Mounts as a process sees them, without those of a Docker engine, which change at any time."""
     lines = Path(f"/proc/{pid}/mounts").read_text().splitlines()
     return [line for line in lines if "docker" not in line and line.split()[2] not in ("overlay", "nsfs")]
 
 
 @contextmanager
 def own_tmp() -> Iterator[Path]:
-    """TMPDIR of a service: what it leaves there is told from what other services of this host have."""
+    """A TMPDIR for one service, so that its leftovers are told from those of other services."""
     with tempfile.TemporaryDirectory(prefix="tmp-of-tests-") as folder:
         Path(folder).chmod(0o1777)
         yield Path(folder)
@@ -143,7 +143,7 @@ async def session(client: SandboxClient) -> AsyncIterator[SandboxSession]:
 
 @pytest.fixture
 async def http(service: Service) -> AsyncIterator[httpx.AsyncClient]:
-    """The bare wire, with the tests' token."""
+    """A plain HTTP client that sends the tests' token."""
     headers = {"Authorization": f"Bearer {TOKEN}"}
     async with httpx.AsyncClient(base_url=service.url, headers=headers, timeout=20) as http:
         yield http

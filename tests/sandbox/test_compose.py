@@ -138,7 +138,7 @@ def test_a_token_is_made_where_none_is_given_and_stays(project: Project) -> None
     assert project.docker(*read) == "token-of-compose"
     project.environment["AGENTRL_SANDBOX_TOKEN"] = ""
     project.compose("run", "--rm", "setup")
-    assert project.docker(*read) == "token-of-compose"  # whoever runs already goes on with it
+    assert project.docker(*read) == "token-of-compose"  # running services keep it
     project.docker("exec", project.container("sandbox"), "true")
     elsewhere = replace(project, name=f"{project.name}-2")
     try:

@@ -1,4 +1,4 @@
-"""Several services behind one door: a session stays where it was opened, and a lost replica is told as it is."""
+"""Several services behind one gateway: a session stays where it was opened, and a lost replica is reported as lost."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def replicas(both: Replicas) -> Iterator[Replicas]:
 
 
 @asynccontextmanager
-async def door(replicas: Replicas) -> AsyncIterator[str]:
+async def gateway_of(replicas: Replicas) -> AsyncIterator[str]:
     runner = web.AppRunner(gateway.Gateway(replicas.resolve, replicas.port).app(), handler_cancellation=True)
     await runner.setup()
     try:
@@ -96,7 +96,7 @@ async def door(replicas: Replicas) -> AsyncIterator[str]:
 
 @pytest.fixture
 async def client(replicas: Replicas) -> AsyncIterator[SandboxClient]:
-    async with door(replicas) as url, SandboxClient(url) as client:
+    async with gateway_of(replicas) as url, SandboxClient(url) as client:
         yield client
 
 
@@ -131,7 +131,7 @@ async def test_an_opening_that_is_repeated_opens_one_session(client: SandboxClie
 
 async def test_a_lost_replica_loses_its_sessions_and_no_others() -> None:
     with running() as replicas:
-        async with door(replicas) as url, SandboxClient(url) as client:
+        async with gateway_of(replicas) as url, SandboxClient(url) as client:
             sessions = [await client.open_session() for _ in range(12)]
             replicas.services[ADDRESSES[1]].process.send_signal(signal.SIGKILL)
             for _ in range(4):  # openings pass over what does not answer
@@ -164,7 +164,7 @@ async def test_no_session_id_leads_anywhere_else(client: SandboxClient, session_
 
 
 async def test_a_single_replica_s_metrics_are_passed_on_several_are_not(replicas: Replicas) -> None:
-    async with door(replicas) as url, aiohttp.ClientSession() as http:
+    async with gateway_of(replicas) as url, aiohttp.ClientSession() as http:
         async with http.get(f"{url}/metrics") as answer:
             assert answer.status == 404
         replicas.known = ADDRESSES[:1]

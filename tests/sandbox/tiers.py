@@ -1,4 +1,4 @@
-"""The ways a sandbox can be walled in, what each allows, and how the tests start a service of it."""
+"""The isolation tiers of the sandbox: what each one provides, and how the tests start a service of it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OPEN_FOLDERS = Path(__file__).with_name("open_folders.py")
 
 @dataclass(frozen=True, kw_only=True)
 class Tier:
-    """A backend and who runs it."""
+    """A backend, and the user that it runs as."""
 
     name: str
     backend: str
@@ -26,14 +26,14 @@ class Tier:
     has_own_folders: bool = True  # /tmp and /dev/shm are the session's alone, and sized by the kernel
     num_visible_pids: int | None = None  # what /proc shows between calls; None: it cannot be read, or shows the host's
     processes_are_ours: bool = True  # the sessions run below the service's own process
-    take_every: int = 1  # of the attacks in an everyday run: one tier has them all, the others every kind
+    take_every: int = 1  # every n-th case of an attack is run; one tier runs them all
 
     def start(self, *more: str, slots: int = 4, env: Mapping[str, str] | None = None) -> Service:
-        """A service of this tier, with small limits and the host's secret in its environment."""
+        """Start a service of this tier with small limits and the host's secret in its environment."""
         flags = ["--backend", self.backend, "--slots", str(slots), "--warm", str(slots), "--token-env", "TEST_TOKENS"]
         flags += ["--memory-bytes", str(256 * 1024**2), "--disk-bytes", str(32 * 1024**2), "--num-processes", "32"]
         flags += ["--allow-unsafe"] if not self.is_isolated else []
-        # A container loads them anew, two for each attack, and sympy takes longer than all else.
+        # Each container imports them again, two for each attack, and sympy takes longest.
         flags += ["--preload", "numpy"] if self.backend == "docker" else []
         env = {"HOST_SECRET": SECRET, **(env or {})}
         if self.uid is None:
@@ -55,5 +55,5 @@ TIERS = {
 
 
 def why_not(tier: Tier) -> str | None:
-    """Why this tier cannot be started here, or None."""
+    """The reason why this tier cannot be started here, or None."""
     return "changing the user needs root" if tier.uid is not None and os.getuid() != 0 else None

@@ -1,4 +1,4 @@
-"""One service per tier for all attacks; the host is compared before and after."""
+"""One sandbox service per tier for all attacks; the host's state is compared before and after."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from tests.sandbox.tiers import TIERS, Tier, why_not
 MAX_GROWTH_BYTES = 150 * 1024**2  # of the service, over a whole suite of hostile output and 10 MB programs
 MAX_DESCRIPTORS = 150
 OF_OTHERS = ("__KMP_REGISTERED_LIB_", "sem.mp-", "torch_", "psm_", "agentrl-", "buffer-machine-")
-"""What OpenMP, multiprocessing, torch, vLLM and runs of tests beside these have in /dev/shm, as our own user."""
+"""Prefixes in /dev/shm of OpenMP, multiprocessing, torch, vLLM and other tests that run at the same time."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Every tier, or those a module names in TIERS_TO_TRY because its attacks stop at the worker in any case."""
+    """Try every tier, or those in the module's TIERS_TO_TRY where the worker stops the attacks in any tier."""
     if "tier" in metafunc.fixturenames:
         names = getattr(metafunc.module, "TIERS_TO_TRY", tuple(TIERS))
         values = [pytest.param(name, marks=_marks(name)) for name in names]
@@ -45,7 +45,7 @@ def _marks(tier: str) -> list[pytest.MarkDecorator]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of the slow tiers only a part of the cases, every kind among them; AGENTRL_ALL_ATTACKS=1 runs all."""
+    """Keep a part of the cases of the slow tiers, some of every kind; AGENTRL_ALL_ATTACKS=1 keeps all."""
     seen: Counter[tuple[str, str]] = Counter()
     thinned = []
     for item in items:
@@ -71,7 +71,7 @@ def tier(request: pytest.FixtureRequest) -> Tier:
 
 @pytest.fixture(scope="package")
 def service(tier: Tier, request: pytest.FixtureRequest) -> Iterator[Service]:
-    """A service of the tier; when the last attack is over, before other tests start anything, the host is as it was."""
+    """A service of the tier. After the last attack, before other tests start, the host must be as it was before."""
     env = request.getfixturevalue("docker_environment") if tier.backend == "docker" else {}
     with own_tmp() as tmp:
         yield from _watched(tier, env, tmp)
@@ -98,7 +98,7 @@ def _watched(tier: Tier, env: dict[str, str], tmp: Path) -> Iterator[Service]:
 
 
 def _leavings(tmp: Path) -> set[str]:
-    """What a session could have left on the host."""
+    """Everything on the host that a session could have left there."""
     shared = {str(path) for path in Path("/dev/shm").iterdir() if not _of_others(path)}
     work = {str(path) for path in tmp.iterdir()}
     sockets = {line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines() if "@sandbox" in line}
@@ -109,7 +109,7 @@ def _leavings(tmp: Path) -> set[str]:
 def _of_others(path: Path) -> bool:
     with contextlib.suppress(FileNotFoundError):
         return path.name.startswith(OF_OTHERS) and path.lstat().st_uid == os.getuid()
-    return True  # and gone by now
+    return True  # it no longer exists
 
 
 def _rss_bytes(pid: int) -> int:
@@ -121,7 +121,7 @@ Healthy = Callable[[], Awaitable[None]]
 
 @pytest.fixture
 def healthy(client: SandboxClient, tier: Tier) -> Healthy:
-    """The service answers at once, and the next session works."""
+    """A check that the service answers at once and that the next session works."""
 
     async def check() -> None:
         began = time.monotonic()
@@ -136,7 +136,7 @@ def healthy(client: SandboxClient, tier: Tier) -> Healthy:
 
 @pytest.fixture
 def isolated(tier: Tier) -> Tier:
-    """For what only a tier with walls promises."""
+    """A tier that isolates; skips the others."""
     if not tier.is_isolated:
         pytest.skip("unsafe isolates nothing")
     return tier

@@ -110,7 +110,7 @@ async def test_the_kernels_doors_are_shut(isolated: Tier, session: SandboxSessio
     assert (await session.exec(code)).result in {"(-1, 1)", "(-1, 38)"}  # EPERM, ENOSYS
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="a door of x86_64")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="an interface of x86_64")
 async def test_the_old_system_call_gate_kills(isolated: Tier, session: SandboxSession) -> None:
     """int 0x80 numbers calls otherwise than the filter does."""
     code = (

@@ -68,7 +68,7 @@ async def test_disks_are_small(session: SandboxSession, healthy: Healthy, tier: 
             pytest.skip("unsafe writes where its user may: this would fill the host")
         assert (await session.exec(f"open('{FOLDERS[folder]}/f', 'w')")).status == "error"
         return
-    # On a busy machine ten thousand small files take seconds: it is the disk that shall end it, not the clock.
+    # On a busy machine ten thousand small files take seconds: the disk should end it, not the clock.
     result = await session.exec(OPEN.format(folder=FOLDERS[folder]) + FILL[name], timeout_s=15)
     # a file system of its own is full; elsewhere the watchdog ends it. Deleted files are in no folder: the limit on
     # open files ends those

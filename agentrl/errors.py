@@ -20,6 +20,10 @@ AgentRLError
  +- WeightsWanted          an engine was restarted; the learner publishes again, and nothing is lost
  +- ErrorRateExceeded      too many groups failed for infrastructure reasons; ends the run
  +- NoLearningSignal       group after group had equal rewards; ends the run
+
+Example:
+    with boundary(EngineError, "engine at http://a:8000"):
+        reply = await post(body)  # a ValueError here becomes an EngineError that names the engine
 """
 
 from __future__ import annotations

@@ -38,7 +38,10 @@ MAX_NAMES = 10_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnSize:
-    """How many of an episode's tokens belong to one turn: first the observation, then the model's action."""
+    """How many of an episode's tokens belong to one turn: first the observation, then the model's action.
+
+    Example: `TurnSize(num_observation_tokens=20, num_action_tokens=5, finish_reason=FinishReason.STOP)`.
+    """
 
     num_observation_tokens: int
     num_action_tokens: int
@@ -47,7 +50,10 @@ class TurnSize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeLine:
-    """One line of a trajectories file: an episode as flat per-token arrays, which any tool can read."""
+    """One line of a trajectories file: an episode as flat per-token arrays, which any tool can read.
+
+    Example: `zcat trajectories/train_000001.jsonl.gz | head -1`.
+    """
 
     group_id: int
     task: Task

@@ -32,7 +32,7 @@ OLD_FORMATS = (2,)
 
 
 class GroupState(StrEnum):
-    """Each issued group is in exactly one of these states."""
+    """Each issued group is in exactly one of these states. Example: `journal.counts()[GroupState.TRAINED]`."""
 
     IN_FLIGHT = "in_flight"
     READY = "ready"
@@ -47,7 +47,7 @@ class GroupState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepState:
-    """The orchestrator's own state after a step."""
+    """The orchestrator's own state after a step. Example: `StepState(ess_guard=guard.state_dict(), train_s=60.0)`."""
 
     ess_guard: dict[str, int]  # EssGuard.state_dict
     train_s: float  # seconds spent training by then
@@ -55,7 +55,7 @@ class StepState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumption:
-    """The work that is left when a run resumes. Empty for a new run."""
+    """The work that is left when a run resumes. Empty for a new run. Example: `journal.resume_at(version).batches`."""
 
     version: int = 0  # of the learner
     num_issued: int = 0
@@ -71,7 +71,7 @@ class Resumption:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The rewards of a finished group."""
+    """The rewards of a finished group. Example: `Outcome(group_id=7, task_id="a", admitted=3, rewards=(0.0, 1.0))`."""
 
     group_id: int
     task_id: str
@@ -81,7 +81,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceHistory:
-    """How far the task source was read."""
+    """How far the task source was read. Example: `VersionedTaskSource(source, journal.source_history())`."""
 
     cursor: int  # rows drawn
     outcomes: tuple[Outcome, ...]  # by group id

@@ -24,7 +24,10 @@ from agentrl.types import Batch, Task, TrajectoryGroup, has_spread
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ledger:
-    """The number of issued groups in each state. Balances at every moment."""
+    """The number of issued groups in each state. Balances at every moment.
+
+    Example: `assert buffer.ledger().balanced()`.
+    """
 
     issued: int
     in_flight: int

@@ -59,7 +59,7 @@ class TrainableEngine(Engine, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parity:
-    """|engine - learner| over the logprobs of one text, in nats."""
+    """|engine - learner| over the logprobs of one text, in nats. Example: `parity([-1.0], [-1.5]).max_abs` is 0.5."""
 
     max_abs: float
     mean_abs: float
@@ -68,7 +68,11 @@ class Parity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightUpdate:
-    """Duration, size and proof of one weight update."""
+    """Duration, size and proof of one weight update.
+
+    >>> WeightUpdate(gap_s=0.5, num_bytes=1000, parity=None).metrics()
+    {'engine/update_gap_s': 0.5, 'engine/update_bytes_per_s': 2000.0}
+    """
 
     gap_s: float  # generation stood still
     num_bytes: int

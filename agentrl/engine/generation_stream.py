@@ -105,7 +105,7 @@ def joined(parts: Sequence[Completion]) -> Completion:
 
 
 class UnlabelledWeights(Exception):
-    """The server does not know the version of its weights, because it has just been started."""
+    """The server does not know the version of its weights. Example: it has just been restarted."""
 
 
 def version_of(label: str) -> int:

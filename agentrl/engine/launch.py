@@ -31,7 +31,7 @@ PARITY_BOUNDS = {"float32": 1e-4, "bfloat16": 0.5}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineServer:
-    """One vLLM server of the run."""
+    """One vLLM server of the run. Example: `EngineServer(url="http://127.0.0.1:8000")`, started elsewhere."""
 
     url: str
     part: Child | None = None

@@ -34,7 +34,10 @@ FIRST_RETURN_S = 0.5
 
 
 class Replica(TrainableEngine, AbstractAsyncContextManager["Replica"], Protocol):
-    """An engine that can be in a pool. `generate` must not wait for a server that is gone: the pool has others."""
+    """An engine that can be in a pool. `generate` must not wait for a server that is gone: the pool has others.
+
+    Example: `VLLMEngine(url)`, whose `return_timeout_s` is 0.
+    """
 
     @property
     def url(self) -> str:

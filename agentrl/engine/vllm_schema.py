@@ -1,4 +1,7 @@
-"""vLLM's answers as typed records; fields that the client does not use are left out."""
+"""vLLM's answers as typed records; fields that the client does not use are left out.
+
+Example: `msgspec.json.decode(b'{"is_paused": false}', type=Paused)`.
+"""
 
 from __future__ import annotations
 

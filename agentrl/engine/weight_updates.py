@@ -25,7 +25,7 @@ POLL_RETURN_S = 0.25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateSettings:
-    """How the weights of a server are updated and proven."""
+    """How the weights of a server are updated and proven. Example: `UpdateSettings(kv_on_update="stale")`."""
 
     update_timeout_s: float = 300.0
     """Deadline of one weight update."""

@@ -30,7 +30,8 @@ MARK_VARIABLE = "AGENTRL_PART"  # set in the environment of all processes of a p
 
 
 class ChildDied(InfraError):
-    """A part of the run ended on its own."""
+    """A part of the run ended on its own. Example: the engine, after its last restart; the message has its log's
+    end."""
 
 
 def never() -> bool:

@@ -18,7 +18,7 @@ from agentrl.errors import ConfigError
 
 
 class BodyTooLarge(ValueError):
-    """A request's body is longer than allowed, or announces that it is."""
+    """A request's body is longer than allowed, or announces that it is. Example: a route answers 413."""
 
 
 def free_port(host: str = "127.0.0.1", port: int = 0) -> int:

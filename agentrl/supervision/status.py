@@ -41,7 +41,11 @@ Ending = Literal["", "done", "failed", "stopped"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Writer:
-    """The process that writes the file, so that a reader can check whether it still exists."""
+    """The process that writes the file, so that a reader can check whether it still exists.
+
+    >>> Writer.this_process().lives()
+    True
+    """
 
     pid: int
     started: str  # by the kernel's clock, because process numbers are reused
@@ -89,7 +93,7 @@ class RunStatus:
 
 
 class RunState(StrEnum):
-    """The state of a run, as `assess` finds it."""
+    """The state of a run, as `assess` finds it. Example: `assess(status, folder).state is RunState.STALLED`."""
 
     RUNNING = "running"
     STALLED = "stalled"
@@ -101,7 +105,10 @@ class RunState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assessment:
-    """How a run is doing, in one sentence, and what can be done about it."""
+    """How a run is doing, in one sentence, and what can be done about it.
+
+    Example: "The run is stalled: nothing moved for 7 min".
+    """
 
     state: RunState
     sentence: str
@@ -109,7 +116,12 @@ class Assessment:
 
 
 class StatusFile:
-    """Keeps status.json up to date from a thread of its own while the block runs, then writes how the block ended."""
+    """Keeps status.json up to date from a thread of its own while the block runs, then writes how the block ended.
+
+    Example:
+        with StatusFile(run.path, wait_graph, stall_timeout_s=900.0):
+            ...
+    """
 
     def __init__(
         self, folder: Path, wait_graph: WaitGraph, *, stall_timeout_s: float, every_s: float = EVERY_S

@@ -19,7 +19,7 @@ has waited since its first try."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gauges:
-    """How far a run is. The names in the mappings are for people."""
+    """How far a run is. The names in the mappings are for people. Example: `Gauges(step=3, num_steps=100)`."""
 
     step: int = 0
     num_steps: int = 0
@@ -55,7 +55,7 @@ class WaitLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """The wait graph at one moment."""
+    """The wait graph at one moment. Example: `"; ".join(map(str, snapshot.chain()))` says why a run waits."""
 
     phase: str
     phase_s: float

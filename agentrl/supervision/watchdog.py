@@ -40,7 +40,7 @@ EXIT_CODE = 70  # EX_SOFTWARE of sysexits.h
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
-    """The time limits of the watchdog."""
+    """The time limits of the watchdog. Example: `Patience(stall_s=900.0, loop_s=60.0)`."""
 
     stall_s: float  # without any movement
     loop_s: float  # without a pass of the event loop

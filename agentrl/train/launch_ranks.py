@@ -25,7 +25,7 @@ _LINE = re.compile(r"(\S+)\s+slots=(\d+)\s*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """One line of the hostfile."""
+    """One line of the hostfile. Example: `node-1 slots=8` is `Host(name="node-1", num_ranks=8)`."""
 
     name: str
     num_ranks: int

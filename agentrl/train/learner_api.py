@@ -59,11 +59,14 @@ def decode(data: bytes, record_type: type[T]) -> T:
 
 
 class RunOver(AgentRLError):
-    """There is no further batch: the learner exports its weights and ends."""
+    """There is no further batch: the learner exports its weights and ends. Example: `raise RunOver` gives 410."""
 
 
 class LearnerCalls(Protocol):
-    """The calls of one learner process, as the routes pass them on. `LearnerSession` answers them in a run."""
+    """The calls of one learner process, as the routes pass them on. `LearnerSession` answers them in a run.
+
+    Example: `POST /v1/step` with a StepOutput becomes `await session.step_done(output)`.
+    """
 
     async def next_batch(self, policy_version: int) -> Batch:
         """The batch to consume at this version. Raises RunOver, WeightsWanted, LearnerReplaced."""
@@ -91,7 +94,7 @@ class LearnerCalls(Protocol):
 
 
 class SessionOf(Protocol):
-    """Finds the session of a learner process. `LearnerSessions` does in a run."""
+    """Finds the session of a learner process. Example: `LearnerSessions`, in a run."""
 
     async def session_of(self, learner_id: str) -> LearnerCalls:
         """The session of this process, once the run is ready for it. Raises LearnerReplaced."""

@@ -44,7 +44,7 @@ EXPORT_TIMEOUT_S = 600.0
 
 
 class Observer(Protocol):
-    """Shows the run to a person."""
+    """Shows the run to a person. Example: `agentrl.report.console.TrainConsole`."""
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
         """A step was made and its weights are in the engines."""
@@ -58,7 +58,7 @@ class Observer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """The result of a run."""
+    """The result of a run. Example: `summary.after.avg - summary.before.avg` is the improvement."""
 
     num_steps: int
     before: EvalResult
@@ -70,7 +70,11 @@ class Summary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutParts:
-    """What the environment contributes to a run."""
+    """What the environment contributes to a run.
+
+    Example:
+        RolloutParts(play_group=player.play_group, source=TaskSource(env_class, config.env), held_out=tasks)
+    """
 
     play_group: PlayGroup  # turns a task into a group of trajectories
     source: TaskSource  # from its beginning; a run that resumes skips the tasks it has drawn

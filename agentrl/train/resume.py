@@ -24,7 +24,7 @@ CHANGEABLE = (
 
 
 class CannotResume(ConfigError):
-    """The run has no work left, or the new config would make it another run."""
+    """The run has no work left, or the new config would make it another run. Example: another `seed`."""
 
 
 def reopen(path: Path, overrides: Sequence[str]) -> tuple[RunFolder, Config]:

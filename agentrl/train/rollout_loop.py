@@ -26,7 +26,8 @@ log = logging.getLogger(__name__)
 
 
 class PlayGroup(Protocol):
-    """Plays one task as a group of episodes. Raises InfraError when a part failed."""
+    """Plays one task as a group of episodes. Raises InfraError when a part failed. Example:
+    `GroupPlayer.play_group`."""
 
     def __call__(
         self, engine: Engine, group_id: int, task: Task, /, *, kind: EpisodeKind
@@ -39,6 +40,11 @@ class VersionedTaskSource:
     """The task source, which gets the outcomes of finished groups only when the policy version changes.
 
     So the task that comes next never depends on the order in which groups finish.
+
+    Example:
+        task, cursor = tasks.draw()
+        tasks.finished(group, admitted=3)  # counts once the engines hold version 4:
+        tasks.committed(4)
     """
 
     def __init__(self, source: TaskSource, history: SourceHistory) -> None:

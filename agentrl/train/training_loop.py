@@ -28,7 +28,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopParts:
-    """The parts that the steps of one attempt work with. A run that resumes begins a new attempt with new parts."""
+    """The parts that the steps of one attempt work with. A run that resumes begins a new attempt with new parts.
+
+    Example: `TrainingLoop(config, LoopParts(session=session, buffer=buffer, ...), ...)`, in orchestrator.py.
+    """
 
     session: LearnerSession
     buffer: TrajectoryBuffer

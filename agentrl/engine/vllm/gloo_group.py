@@ -54,11 +54,11 @@ def own_address(towards: str, port: int = 9) -> str:
 
 
 class GroupError(RuntimeError):
-    """The other side is gone, or the deadline passed. The group cannot be used again."""
+    """The other side is gone, or the deadline passed. The group cannot be used again. Example: a killed learner."""
 
 
 class Deadline:
-    """A moment `timeout_s` from now."""
+    """A moment `timeout_s` from now. Example: one for all tensors of an update: `group.broadcast(tensor, deadline)`."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s

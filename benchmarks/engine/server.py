@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from agentrl.config import EngineConfig
-from agentrl.engine import vllm_server as engine_server
+from agentrl.engine import vllm_server
 from agentrl.supervision.child import child
 from agentrl.supervision.serving import free_port
 from sandbox.backends import processes
@@ -66,7 +66,7 @@ async def serve(
     global _started
     _started += 1
     port = free_port(config.host)
-    argv, env = engine_server.command(
+    argv, env = vllm_server.command(
         model_path=str(model),
         served_name=SERVED_NAME,
         host=config.host,
@@ -79,6 +79,6 @@ async def serve(
     argv.remove("--disable-log-stats")
     url = f"http://{config.host}:{port}"
     async with child("engine", argv, log_path=log_folder / f"engine-{_started}.log", env=env) as part:
-        await engine_server.wait_ready(url, poll=part.poll, log=part.log_tail, timeout_s=START_TIMEOUT_S)
+        await vllm_server.wait_ready(url, poll=part.poll, log=part.log_tail, timeout_s=START_TIMEOUT_S)
         await asyncio.sleep(0.5)  # what it does after it became ready is no load of ours
         yield Server(url=url, pid=part.process.pid)

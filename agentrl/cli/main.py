@@ -166,7 +166,9 @@ def rollout(
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
 def warmstart(context: typer.Context) -> None:
     """Make a small model from demonstrations (`agentrl warmstart --help` lists its options)."""
-    os.execv(sys.executable, [sys.executable, "-m", "trainer.warmstart", *context.args])
+    # The working directory is searched for modules only if it is now: the console script does not search it.
+    path = [] if os.getcwd() in sys.path else ["-P"]
+    os.execv(sys.executable, [sys.executable, *path, "-m", "trainer.warmstart", *context.args])
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})

@@ -43,6 +43,13 @@ def test_it_makes_a_model_counts_what_is_done_and_does_not_overwrite(tmp_path: P
     assert warmstart(*arguments, "--if-missing", cwd=tmp_path).returncode == 0
 
 
+def test_files_of_the_working_directory_hide_nothing(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("raise SystemExit('imported from the working directory')")
+    command = [sys.executable, "-P", "-m", "agentrl", "warmstart", "--help"]  # as the console script: -P
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=tmp_path)
+    assert done.returncode == 0 and "--if-missing" in done.stdout, done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "saying"),
     [

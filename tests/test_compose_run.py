@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.docker, pytest.mark.e2e, pytest.mark
 
 ROOT = Path(__file__).parents[1]
 OWNER = 1234
-"""Of the folder that the run is started from. Nobody has that id, neither here nor in the image."""
+"""User id that owns the run's folder. No account has it, neither on this machine nor in the image."""
 PARTS = ("warmstart", "engine", "orchestrator", "learner")
 IMAGE = "agentrl-mounted"
 ENDLESS = 100_000
@@ -109,7 +109,7 @@ class Project:
         return done.stdout.strip()
 
     def containers(self, service: str) -> list[dict[str, Any]]:
-        """What Docker knows of each."""
+        """`docker inspect` of each container of a service."""
         label = "label=com.docker.compose"
         filters = ("--filter", f"{label}.project={self.name}", "--filter", f"{label}.service={service}")
         ids = self.run("docker", "ps", "--all", "--quiet", *filters).split()
@@ -120,7 +120,7 @@ class Project:
         return container
 
     def python(self, service: str, code: str, *arguments: str) -> str:
-        """What it says in a container of that service, as the user that its program runs as."""
+        """Run Python code in a container of that service, as the user of its program; return the output."""
         user = str(OWNER) if service in PARTS else "0"
         container = self.containers(service)[0]["Id"]
         return self.run("docker", "exec", "--user", user, container, "python3", "-c", code, *arguments)
@@ -138,7 +138,7 @@ class Project:
         return self.folder / "events"
 
     def first_healthy(self, service: str) -> datetime:
-        """When one of its containers first was."""
+        """Time at which a container of the service first was healthy."""
         events = [json.loads(line) for line in self.events.read_text().splitlines()]
         return min(
             datetime.fromtimestamp(event["timeNano"] / 1e9, UTC)
@@ -152,7 +152,7 @@ class Project:
         return self.folder / "runs" / "latest"
 
     def step(self) -> int:
-        """Steps written down so far."""
+        """Number of the last step in metrics.jsonl."""
         if not (self.latest / "metrics.jsonl").exists():
             return 0
         return max((line.step for line in read(self.latest / "metrics.jsonl") if line.kind == "step"), default=0)
@@ -198,7 +198,7 @@ def project(docker_environment: dict[str, str], tmp_path_factory: pytest.TempPat
 
 
 def _overrides(folder: Path) -> dict[str, Any]:
-    """Folders of ours instead of the checkout's, and packages mounted instead of installed."""
+    """Compose overrides: the test's folders instead of the checkout's, and packages mounted instead of installed."""
     packages = f"{sysconfig.get_paths()['purelib']}:/usr/local/lib/python3.11/site-packages:ro"
     mounted = {
         "setup": ("configs", "models", "runs"),
@@ -244,7 +244,7 @@ def test_a_plain_up_takes_the_cpu_and_the_gpu_profile_gpus_by_nccl(docker_enviro
 
 @contextmanager
 def _events(project: Project) -> Iterator[None]:
-    """What Docker finds out about healths, line by line in a file: it forgets all but the last five itself."""
+    """Record Docker's health events in a file: Docker itself keeps only the last five of a container."""
     command = ["docker", "events", "--filter", f"label=com.docker.compose.project={project.name}"]
     command += ["--filter", "event=health_status", "--format", "{{json .}}"]
     with project.events.open("w") as file:
@@ -270,7 +270,7 @@ def test_the_whole_stack_comes_up_in_order_and_trains(project: Project) -> None:
 
 
 def _time(text: str) -> datetime:
-    """Of Docker, which counts nanoseconds."""
+    """Parse a time of Docker, which has nanoseconds."""
     return datetime.fromisoformat(text[:26].rstrip("Z") + "+00:00")
 
 

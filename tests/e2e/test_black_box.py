@@ -50,7 +50,7 @@ def write_config(folder: Path, env: str, model: Path | str, **sections: Any) -> 
 
 @pytest.fixture
 def shared(vllm_server: VLLMServer, tiny_model_dir: Path) -> Iterator[VLLMServer]:
-    """The session's server; it holds its first weights again afterwards."""
+    """The session's server. It gets its first weights back after the test."""
     yield vllm_server
     with httpx.Client(base_url=vllm_server.url, timeout=60) as http:
         http.post("/pause", params={"mode": "keep", "clear_cache": True}).raise_for_status()

@@ -34,7 +34,7 @@ STEPS = 3
 
 @dataclass(kw_only=True)
 class SameWords(ScriptedEngine):
-    """Says the same for a request in every run, and reads the weights that it is given."""
+    """Answers a request with the same words in every run, and reads the weights that it receives."""
 
     checksums: list[str] = field(default_factory=list)
 
@@ -55,7 +55,7 @@ class SameWords(ScriptedEngine):
 
 @dataclass(frozen=True, kw_only=True)
 class Made:
-    """What a run left."""
+    """Results of a run."""
 
     checksums: list[str]
     steps: list[MetricsLine]
@@ -65,7 +65,7 @@ class Made:
 
 
 async def made(folder: Path, model: Path, tokenizer: TurnTokenizer, **learner: Any) -> Made:
-    """A whole run, synchronous, so that every run trains the same groups at the same versions."""
+    """Make a whole synchronous run, so that every run trains the same groups at the same versions."""
     config = settings(folder, model, **learner)
     engine = SameWords(tokenizer=tokenizer, script=[], logprob=-5.9)
     async with orchestrating(config, engine, tokenizer) as (orchestrator, url), asyncio.timeout(240):

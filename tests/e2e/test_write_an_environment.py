@@ -1,4 +1,4 @@
-"""docs/write-an-environment.md as a reader pastes it: its files, and every one of its commands, cut short."""
+"""Runs docs/write-an-environment.md as a reader does: its files and every one of its commands, with shorter runs."""
 
 from __future__ import annotations
 

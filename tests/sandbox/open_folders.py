@@ -14,7 +14,7 @@ from sandbox.backends import linux
 
 
 def main(uid: int, flags: list[str]) -> None:
-    """Open the folders, become `uid`, and go on as `python -m sandbox`."""
+    """Open the folders, change to user `uid`, and run `python -m sandbox`."""
     linux.unshare(linux.CLONE_NEWNS)
     linux.mount("none", "/", None, linux.MS_REC | linux.MS_PRIVATE)
     kept = {path: os.open(path, os.O_PATH) for path in (sys.base_prefix, sys.prefix, os.environ["PYTHONPATH"])}

@@ -1,4 +1,4 @@
-"""The docker backend beyond the attacks: what it says when it cannot start, and what it leaves when it is killed."""
+"""The docker backend beyond the attacks: its message when it cannot start, and its leftovers after a kill."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ async def test_what_a_killed_service_had_not_started_is_swept(
         monkeypatch.setenv(name, value)
     backend = docker_backend.DockerBackend(BackendSettings())
     await backend.start()
-    assert left[:12] in containers(docker_environment)  # it could be another service's, about to be started
+    assert left[:12] in containers(docker_environment)  # it might belong to another service that is about to start
     await backend.stop()
     time.sleep(3)
     await backend.start()
@@ -181,7 +181,7 @@ async def test_what_a_killed_service_had_not_started_is_swept(
 
 
 def refused(environment: Mapping[str, str], *flags: str) -> str:
-    """What a service says that does not start."""
+    """The message of a service that does not start."""
     done = subprocess.run(
         [sys.executable, "-m", "sandbox", "--port", "0", "--backend", "docker", *flags],
         env={**os.environ, **environment},

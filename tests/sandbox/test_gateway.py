@@ -134,7 +134,7 @@ async def test_a_lost_replica_loses_its_sessions_and_no_others() -> None:
         async with gateway_of(replicas) as url, SandboxClient(url) as client:
             sessions = [await client.open_session() for _ in range(12)]
             replicas.services[ADDRESSES[1]].process.send_signal(signal.SIGKILL)
-            for _ in range(4):  # openings pass over what does not answer
+            for _ in range(4):  # a new session goes to a replica that answers
                 assert (await (await client.open_session()).exec("2")).result == "2"
             replicas.known = ADDRESSES[:1]  # Docker's resolver forgets a container that is gone
             outcomes = await asyncio.gather(*(session.exec("1") for session in sessions), return_exceptions=True)

@@ -57,7 +57,7 @@ async def test_embedded_leaves_nothing_behind() -> None:
                 ["namespaces-plain", "landlock", "landlock-plain", "unsafe"], [signal.SIGKILL, signal.SIGTERM]
             )
         ),
-        ("namespaces", signal.SIGINT),  # the service, not its tier, takes it for SIGTERM
+        ("namespaces", signal.SIGINT),  # the service, not its tier, handles SIGINT like SIGTERM
     ],
 )
 async def test_no_orphan_survives_the_service(name: str, signum: int) -> None:

@@ -1,4 +1,4 @@
-"""Many at once, some hostile: nothing is lost, nothing runs twice; and a service killed in the middle is survived."""
+"""Many sessions at once, some hostile: no call is lost or runs twice, and clients survive a kill of the service."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ async def test_a_thousand_executions_on_eight_slots(tier: Tier, service: Service
 
 async def test_a_service_killed_under_load_is_survived(tier: Tier, service: Service) -> None:
     async def until_served(number: int) -> int:
-        """How often the service was gone before an episode came through."""
+        """Number of failed attempts before an episode succeeds."""
         for failures in range(100):
             try:
                 assert (await episode(client, number))[-1].stdout == f"{number}\n"

@@ -1,4 +1,4 @@
-"""What comes out of a container is untrusted: nothing but the other end's own frames counts, and no bytes do harm."""
+"""Output of a container is untrusted: only well-formed frames of the other end count, and no bytes do harm."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_what_is_slipped_in_ends_the_stream(wire: bytes) -> None:
 
 
 async def ending(said: bytes) -> Exit:
-    """How a child ends whose container says this over the engine's line and hangs up."""
+    """How a child ends if its container sends these bytes over the engine's connection and closes it."""
     ours, theirs = socket.socketpair()
     child = ContainedChild(cast(Any, None), *await asyncio.open_connection(sock=ours))
     reader, writer = await asyncio.open_connection(sock=theirs)

@@ -38,7 +38,7 @@ PROGRAMS = [
 
 
 def sample(pid: int) -> dict[str, int]:
-    """What the service and all below it hold now."""
+    """The resources that the service and its descendants hold now."""
     memory = Path(f"/proc/{pid}/statm").read_text().split()
     return {
         "processes": len(descendants(pid)),

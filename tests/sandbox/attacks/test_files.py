@@ -1,4 +1,4 @@
-"""Files of the host and of the system, and what one session leaves for the next."""
+"""Access to files of the host and of the system, and to files that an earlier session left."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ async def test_the_next_session_finds_nothing(isolated: Tier, client: SandboxCli
         await first.exec(LEAVE + "x = 1")
     async with client.session() as second:
         assert (await second.exec(look)).result == "([], False)"
-        # a Python that is installed below /tmp is linked there, for everybody alike
+        # a Python installed below /tmp is linked there in every session
         python = [Path(sys.prefix).parts[2]] if sys.prefix.startswith("/tmp/") else []
         if isolated.has_own_folders and isolated.backend != "docker":
             assert (await second.exec("sorted(os.listdir('/tmp'))")).result == str(python)

@@ -1,4 +1,4 @@
-"""Code no parser likes, and code that breaks the interpreter it runs in."""
+"""Code that parsers fail on, and code that breaks the interpreter that runs it."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ async def test_the_kernels_doors_are_shut(isolated: Tier, session: SandboxSessio
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="an interface of x86_64")
 async def test_the_old_system_call_gate_kills(isolated: Tier, session: SandboxSession) -> None:
-    """int 0x80 numbers calls otherwise than the filter does."""
+    """int 0x80 uses other system call numbers than the filter does."""
     code = (
         "import ctypes, mmap\npage = mmap.mmap(-1, 4096, prot=7)\n"
         "page.write(b'\\xb8\\x14\\x00\\x00\\x00\\xcd\\x80\\xc3')\n"

@@ -1,4 +1,4 @@
-"""Programs that want all memory or all disk."""
+"""Programs that fill memory or disk."""
 
 from __future__ import annotations
 

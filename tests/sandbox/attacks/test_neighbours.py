@@ -1,4 +1,4 @@
-"""Two sessions of one service at once, one hunting the other; and what of the service itself can be reached."""
+"""One session attacks another one of the same service, and the service itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""There is no network, and no socket of anybody else."""
+"""A session reaches no network and no socket of another process."""
 
 from __future__ import annotations
 

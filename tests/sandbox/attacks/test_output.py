@@ -1,4 +1,4 @@
-"""Programs that print too much, print oddly, or speak with the service's own voice."""
+"""Programs that print too much, print invalid text, or forge the service's own messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs that fork, kill, crash and start others."""
+"""Programs that fork, kill other processes, crash, or start other programs."""
 
 from __future__ import annotations
 

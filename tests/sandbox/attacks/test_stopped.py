@@ -1,4 +1,4 @@
-"""Between two calls a session is stopped: nothing of it computes, whatever it arranged before."""
+"""A session is stopped between two calls: none of its processes or threads runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs that would never end: each gives its time back."""
+"""Programs that never end are stopped, and the processor is free again."""
 
 from __future__ import annotations
 

@@ -74,6 +74,7 @@ async def test_a_run_starts_the_sandbox_with_the_backend_of_its_config(tmp_path:
         pytest.skip(str(error).splitlines()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.docker
 async def test_a_run_starts_the_docker_backend(
     tmp_path: Path, docker_environment: dict[str, str], monkeypatch: pytest.MonkeyPatch

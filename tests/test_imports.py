@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from graphlib import CycleError, TopologicalSorter
@@ -93,6 +94,12 @@ def test_modules_import_only_earlier_parts(package: str) -> None:
         if module.split(".")[0] == package and not is_allowed(module, imported)
     ]
     assert wrong == []
+
+
+def test_the_table_in_contributing_has_the_same_order() -> None:
+    rows = re.findall(r"^\| (`agentrl/.*?) \|", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    listed = [name for row in rows for name in re.findall(r"`agentrl/(\w+)", row)]
+    assert listed == [name for name in ORDER if name != "__main__"]
 
 
 def test_the_graph_of_modules_has_no_cycle() -> None:

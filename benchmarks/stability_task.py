@@ -85,7 +85,7 @@ class Stage:
 @asynccontextmanager
 async def staged(config: Config) -> AsyncIterator[Stage]:
     """Sandbox and engine started, and the small model made where it is missing. Raises AgentRLError."""
-    from agentrl.tokens.tokenizer import TurnTokenizer
+    from agentrl.tokens.tokenizer import load_tokenizer
 
     env_class = load_env_class(config.env.target, config.env.kwargs)
     with TemporaryDirectory(prefix="stability-") as logs, launch.weights_folder(Path(logs)) as folder:
@@ -103,7 +103,7 @@ async def staged(config: Config) -> AsyncIterator[Stage]:
                 launch_engines.engine_servers(config, model_path=config.model.path, logs=Path(logs)) as servers,
             ):
                 await launch_engines.engines_ready(servers, config.engine)
-                tokenizer = TurnTokenizer.load(config.model.path)
+                tokenizer = load_tokenizer(config.model)
                 async with launch_engines.engine_client(servers, config) as engine:
                     yield Stage(
                         config=config,

@@ -138,9 +138,9 @@ async def _by_tokens(
     request: Request, make_env: Callable[[], Env], logs: Path, console: EvalConsole
 ) -> AsyncIterator[MakeGroup]:
     """Play through an engine that exchanges token ids: the code path of training."""
-    from agentrl.tokens.tokenizer import TurnTokenizer
+    from agentrl.tokens.tokenizer import load_tokenizer
 
-    tokenizer = await asyncio.to_thread(TurnTokenizer.load, request.tokenizer)
+    tokenizer = await asyncio.to_thread(load_tokenizer, request.config.model, request.tokenizer)
     player = GroupPlayer(make_env, settings_of(request.config), TokenRunners(tokenizer))
     async with _engine(request, logs, console) as engine:
         yield lambda index, task: player.play_group(engine, index, task, kind="eval")

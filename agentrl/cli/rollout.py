@@ -61,7 +61,7 @@ async def sample_episodes(wanted: Sample) -> tuple[TrajectoryGroup, ...]:
             )
     if wanted.save is not None:
         _save(wanted.save, done.groups)
-    decode = await asyncio.to_thread(_decoder, request.tokenizer) if wanted.tokens else None
+    decode = await asyncio.to_thread(_decoder, request) if wanted.tokens else None
     _show(done.groups, whole=wanted.show, decode=decode)
     return done.groups
 
@@ -76,10 +76,10 @@ def _tasks(env_class: type[Env], request: Request, task_id: str | None) -> list[
     return [found]
 
 
-def _decoder(path: str) -> Callable[[Sequence[int]], str]:
-    from agentrl.tokens.tokenizer import TurnTokenizer
+def _decoder(request: Request) -> Callable[[Sequence[int]], str]:
+    from agentrl.tokens.tokenizer import load_tokenizer
 
-    return TurnTokenizer.load(path).decode
+    return load_tokenizer(request.config.model, request.tokenizer).decode
 
 
 def _show(groups: Sequence[TrajectoryGroup], *, whole: bool, decode: Callable[[Sequence[int]], str] | None) -> None:

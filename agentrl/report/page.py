@@ -13,6 +13,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
+from agentrl.config import ModelConfig
 from agentrl.report.episode_text import Token, tokens_of
 from agentrl.report.figures import figures
 from agentrl.report.metrics import MetricsLine, read
@@ -48,7 +49,7 @@ def write_report(run: RunFolder) -> Path:
     lines = read(run.metrics)
     config = json.loads(run.config.read_text())
     drawn = figures(lines)
-    decode = _decoder(config["model"]["path"])
+    decode = _decoder(config["model"])
     environment = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True)
     page = environment.get_template("report.html.j2").render(
         name=config["name"],
@@ -232,14 +233,15 @@ def _action_span(token: Token, *, is_new_version: bool) -> TokenSpan:
     )
 
 
-def _decoder(model_path: str) -> Decode | None:
+def _decoder(model: dict[str, Any]) -> Decode | None:
     """Decodes token ids; None where the model's tokenizer cannot be loaded: the page then has no token view."""
-    from agentrl.tokens.tokenizer import TurnTokenizer
+    from agentrl.tokens.tokenizer import load_tokenizer
 
-    if not Path(model_path, "tokenizer.json").is_file():
+    path = model["path"]
+    if not Path(path, "tokenizer.json").is_file():
         return None
     try:
-        return TurnTokenizer.load(model_path).decode
+        return load_tokenizer(ModelConfig.model_validate(model)).decode
     except Exception:
-        log.warning("no token view: cannot load the tokenizer of %s", model_path, exc_info=True)
+        log.warning("no token view: cannot load the tokenizer of %s", path, exc_info=True)
         return None

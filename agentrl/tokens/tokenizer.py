@@ -10,6 +10,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
+from agentrl.config import ModelConfig
 from agentrl.errors import ConfigError
 from agentrl.tokens import renderers_strategy as library_turns
 from agentrl.tokens.codec import Codec
@@ -157,6 +158,21 @@ class TurnTokenizer:
     def _without_stop_token(self, token_ids: Sequence[int]) -> Sequence[int]:
         ended = bool(token_ids) and token_ids[-1] in self.stop_token_ids
         return token_ids[:-1] if ended else token_ids
+
+
+def load_tokenizer(model: ModelConfig, path: str | None = None) -> TurnTokenizer:
+    """The tokenizer of a config's model, with its renderer and chat template variables.
+
+    Training, `agentrl eval`, `agentrl rollout` and the report all load it here, so that they write the same prompts.
+
+        tokenizer = load_tokenizer(config.model)
+
+    Args:
+        path: a folder or hub name to load instead of `model.path`, such as one that a warm start has just written.
+
+    Raises ConfigError as TurnTokenizer.load does.
+    """
+    return TurnTokenizer.load(path or model.path, renderer=model.renderer, template_args=model.chat_template_args)
 
 
 _USER = Message(role="user", content="x")

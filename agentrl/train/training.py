@@ -130,7 +130,7 @@ class Training:
         return model.path
 
     async def _with_engine(self, make_env: Callable[[], Env], model_path: str) -> Summary:
-        from agentrl.tokens.tokenizer import TurnTokenizer
+        from agentrl.tokens.tokenizer import load_tokenizer
 
         async with (
             launch_engines.engine_servers(
@@ -139,10 +139,7 @@ class Training:
             launch.watching(*launch_engines.parts_of(servers)),
         ):
             with self._phase("starting the engine (vLLM)"):
-                turns = self._config.model
-                tokenizer = await asyncio.to_thread(
-                    TurnTokenizer.load, model_path, renderer=turns.renderer, template_args=turns.chat_template_args
-                )
+                tokenizer = await asyncio.to_thread(load_tokenizer, self._config.model, model_path)
                 within_s = self._config.engine.start_timeout_s
                 with self._wait_graph.waiting("run", on="engine", what="its start", within_s=within_s):
                     await launch_engines.engines_ready(servers, self._config.engine)

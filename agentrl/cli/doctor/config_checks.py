@@ -205,16 +205,14 @@ def model(config: Config) -> Finding:
 
 def template(config: Config) -> Finding:
     """The test of turns and tool calls that a run makes at its start."""
-    from agentrl.tokens.tokenizer import TurnTokenizer
+    from agentrl.tokens.tokenizer import load_tokenizer
     from agentrl.train.training import is_model_folder
 
     settings = config.model
     if settings.warmstart is not None and not is_model_folder(Path(settings.path)):
         return ok("chat template", "made with the model by the warm start")
     try:
-        turns = TurnTokenizer.load(
-            settings.path, renderer=settings.renderer, template_args=settings.chat_template_args
-        ).with_tool_format(config.rollout.tool_format)
+        turns = load_tokenizer(settings).with_tool_format(config.rollout.tool_format)
     except ConfigError as error:
         fix = "set model.renderer or model.chat_template_args, or take another model: docs/tokens.md"
         return fail("chat template", shortened(str(error)), fix)

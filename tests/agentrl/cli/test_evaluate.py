@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fastapi import FastAPI
 
-from agentrl.cli.evaluate import Request, _engine
+from agentrl.cli.doctor.deep import CountAloud
+from agentrl.cli.evaluate import Request, _by_tokens, _engine
+from agentrl.cli.rollout import _decoder
 from agentrl.config import Config
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, EngineGone
 from agentrl.report.console import EvalConsole
 from agentrl.supervision.serving import serving
 
@@ -53,3 +57,18 @@ async def test_a_server_that_is_not_in_rl_mode_is_to_be_measured_through_its_cha
             async with _engine(request(model=url), tmp_path, EvalConsole()):
                 pass
     assert url in str(refused.value) and "agentrl engine" in str(refused.value)
+
+
+async def test_the_configs_renderer_writes_the_prompts(
+    tmp_path: Path, with_template: Callable[[str | None], str]
+) -> None:
+    folder = with_template("{{ raise_exception('this template cannot be trained with') }}")
+    by_template = request(model=URL, tokenizer=folder)
+    with pytest.raises(ConfigError, match="cannot be trained with"):
+        _decoder(by_template)
+    model = by_template.config.model.model_copy(update={"renderer": "raw"})
+    raw = replace(by_template, config=by_template.config.model_copy(update={"model": model}))
+    assert _decoder(raw)([]) == ""
+    with pytest.raises(EngineGone):  # the tokenizer was loaded; nothing listens at the address
+        async with _by_tokens(raw, CountAloud, tmp_path, EvalConsole()):
+            pass

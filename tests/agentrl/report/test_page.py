@@ -1,6 +1,6 @@
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
@@ -174,3 +174,10 @@ def test_a_second_report_replaces_the_first_and_leaves_no_litter(tmp_path: Path)
     folder.report.write_text("old")
     assert write_report(folder).read_text() != "old"
     assert not list(folder.path.glob(".*"))
+
+
+def test_the_token_view_uses_the_configs_renderer(with_template: Callable[[str | None], str]) -> None:
+    folder = with_template("{{ raise_exception('this template cannot be trained with') }}")
+    assert report._decoder({"path": folder}) is None
+    decode = report._decoder({"path": folder, "renderer": "raw"})
+    assert decode is not None and decode([]) == ""

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from agentrl.config import ModelConfig
 from agentrl.errors import ConfigError
-from agentrl.tokens.tokenizer import TurnTokenizer
+from agentrl.tokens.tokenizer import TurnTokenizer, load_tokenizer
 from agentrl.types import Message, ToolCall, system, user
 
 TOOLS = [{"type": "function", "function": {"name": "python", "description": "Run.", "parameters": {"type": "object"}}}]
@@ -160,6 +161,16 @@ def test_a_tokenizer_without_a_template_writes_raw_text(with_template: Callable[
 def test_thinking_opened_by_the_prompt_is_known(with_template: Callable[[str | None], str]) -> None:
     chat = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
     assert TurnTokenizer.load(with_template(chat + "{{ '<|im_start|>assistant\n<think>\n' }}")).opens_thought
+
+
+def test_a_configs_renderer_and_template_variables_shape_the_prompt(with_template: Callable[[str | None], str]) -> None:
+    chat = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    folder = with_template(chat + "{{ '<|im_start|>assistant\n' }}{% if mood %}{{ mood }}{% endif %}")
+    model = ModelConfig(path=folder, chat_template_args={"mood": "Calmly: "})
+    tokenizer = load_tokenizer(model)
+    assert tokenizer.decode(tokenizer.first_prompt([user("q")])).endswith("<|im_start|>assistant\nCalmly: ")
+    raw = load_tokenizer(ModelConfig(path="elsewhere", renderer="raw"), folder)
+    assert raw.decode(raw.first_prompt([user("q")])) == "q\n\n"
 
 
 def test_a_missing_folder_is_a_config_error(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Which rule survives stale data? A calculator toy under a fixed lag, trained with the project's own objective.
 
 Each step trains on 8 tasks x 8 episodes that the weights of `lag` steps ago sampled, with AdamW and gradient clip 1.
-The runs of one rule and lag (one a seed) are computed together.
+The runs of one rule and lag (one per seed) are computed together.
 
     python -m benchmarks.stability --out stability.jsonl             # the sweep: resumable, a line a run
     python -m benchmarks.stability --out stability.jsonl --report    # tables to the terminal, pictures to docs/

@@ -14,7 +14,7 @@ from benchmarks.stability_rules import RULES
 
 Run = dict[str, Any]
 WINDOW = 20
-SETTLED = 10  # after so many steps a run has learned what it can from the first weights' episodes
+SETTLED = 10  # steps after which a run has learned what it can from the first weights' episodes
 COLUMNS = (
     "rule",
     "runs",
@@ -121,7 +121,7 @@ def chosen(runs: Sequence[Run], rule: str, lr: float, lag: int) -> list[Run]:
 
 
 def tables(runs: Sequence[Run]) -> str:
-    """One table a setting; medians over seeds of what is one number a run, with the range in brackets."""
+    """One table per setting: medians over seeds of the numbers of each run, with the range in brackets."""
     parts = []
     for lr, lag in settings(runs):
         rows = [row(rule, found) for rule in RULES if (found := chosen(runs, rule, lr, lag))]

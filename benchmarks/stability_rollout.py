@@ -1,7 +1,7 @@
 """Episodes of the calculator task for S runs at once, sampled from their own weights and their own random numbers.
 
 Episodes of a group that have said the same so far are one row of the batch: the policy is asked once for all of them.
-A trained policy rarely differs from itself, so this is most of the gain over one row an episode. What a run samples
+A trained policy rarely differs from itself, so this is most of the gain over one row per episode. What a run samples
 does not depend on the runs beside it.
 
 Independent of training.

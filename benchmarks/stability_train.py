@@ -114,7 +114,10 @@ class Stack:
         return self._kept[0]
 
     def reward_by_version(self, every: int = 5) -> list[list[float]]:
-        """Training reward of the weights after 0, 1, 2... updates; the last `lag` ones, every so many, sampled anew."""
+        """Training reward of the weights after 0, 1, 2... updates.
+
+        No step was played with the last `lag` weights: every `every`-th of them samples fresh episodes.
+        """
         lag, num_steps = self.specs[0].lag, self.specs[0].num_steps
         rewards = [[step.reward for step in steps[min(lag, num_steps - 1) :]] for steps in self.steps]
         later = list(self._kept)[1:]

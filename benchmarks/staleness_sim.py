@@ -133,7 +133,7 @@ class _Fates(Journal):
 
 
 class _Tasks:
-    """New ones for ever, those given back first."""
+    """An endless stream of new tasks; returned ones come first."""
 
     def __init__(self) -> None:
         self.returned: deque[Task] = deque()

@@ -169,7 +169,7 @@ class TrajectoryBuffer:
 
         After a resume, the batches from before come first; their lag was checked when they were put together.
 
-        Raises NoLearningSignal when so many groups in a row had equal rewards that waiting longer is pointless.
+        Raises NoLearningSignal when the last 8 * num_slots finished groups all had equal rewards.
         """
         async with self._changed:
             while not self._again and not self._batch_is_ready():

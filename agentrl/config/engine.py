@@ -84,8 +84,8 @@ class EngineConfig(Section):
     kv_on_update: KvOnUpdate = "recompute"
     """What happens to the KV entries of running requests when the weights change."""
     max_restarts: Annotated[int, Field(ge=0)] = 3
-    """Times in a row that an engine which died is started again with the current weights; its requests continue. An
-    hour without a failure gives one back."""
+    """How often an engine that died is restarted with the current weights; its requests continue. Each hour without a
+    failure adds one restart, up to this number."""
     start_timeout_s: PositiveFloat = 180.0
     """Deadline for an engine to load the model and answer."""
     request_timeout_s: PositiveFloat = 120.0

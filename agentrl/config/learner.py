@@ -42,8 +42,8 @@ class LearnerConfig(Section):
     num_threads: PositiveInt = 1
     """CPU threads of one rank."""
     max_restarts: Annotated[int, Field(ge=0)] = 3
-    """Times in a row that a learner which died is started again from its newest checkpoint. An hour without a failure
-    gives one back. No finished episode is lost."""
+    """How often a learner that died is restarted from its newest checkpoint. Each hour without a failure adds one
+    restart, up to this number. No finished episode is lost."""
     start_timeout_s: PositiveFloat = 180.0
     """Deadline for the learner to load the model."""
     step_timeout_s: PositiveFloat = 600.0

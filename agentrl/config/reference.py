@@ -168,7 +168,7 @@ def _hints(section: type[Section]) -> dict[str, Any]:
 
 
 def _doc_of(section: type[Section]) -> str:
-    """What the class says of itself, without its example."""
+    """The class's docstring, without its example."""
     return (inspect.getdoc(section) or "").partition("\n\nExample:")[0]
 
 

@@ -184,8 +184,8 @@ class SandboxConfig(Section):
     memory_bytes: PositiveInt = 512 * 1024**2
     """Memory of one session."""
     max_restarts: Annotated[int, Field(ge=0)] = 3
-    """Times in a row that a service which died is started again. An hour without a failure gives one back. The
-    episodes that it held are played again."""
+    """How often a service that died is restarted. Each hour without a failure adds one restart, up to this number.
+    Its episodes are played again."""
     allow_unsafe: bool = False
     """Permit the backend `unsafe`, which isolates nothing: only for code that you trust."""
 
@@ -201,7 +201,7 @@ class EvalConfig(Section):
     every: Annotated[int, Field(ge=0)] = 0
     """Steps between evaluations during training. 0: only before and after."""
     num_tasks: PositiveInt = 64
-    """The first so many tasks of the test split."""
+    """How many tasks of the test split are evaluated, from its first."""
     samples_per_task: PositiveInt = 4
     """The n of avg@n."""
     temperature: PositiveFloat = 1.0

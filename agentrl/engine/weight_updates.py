@@ -259,7 +259,7 @@ class WeightUpdater:
             raise error from None
 
     async def _is_gone(self) -> bool:
-        """Whether nobody is there; a server that is merely slow is there."""
+        """Whether the server cannot be reached. A server that is only slow is not gone."""
         try:
             await self._control.health()
         except EngineGone:

@@ -40,7 +40,7 @@ class EnvRunner:
     """
 
     is_generating = True
-    """The environment answers within its own deadlines; without a turn, the model has not spoken."""
+    """The environment has deadlines of its own. An episode without a turn has no answer of the model."""
 
     def __init__(self, env: Env, task: Task, speaker: ModelSpeaker, *, max_turns: int, reset_timeout_s: float) -> None:
         self._dialogue = Dialogue(env=env, task=task, counts={"tool_calls": 0.0, "tool_errors": 0.0, "tool_s": 0.0})

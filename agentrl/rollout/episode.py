@@ -73,7 +73,7 @@ class EpisodeRunner(Protocol):
         ...
 
     def record(self) -> PlayedEpisode:
-        """What was said so far."""
+        """The messages so far."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""What a run has settled about its episodes, and which of them an attempt plays. Independent of models."""
+"""The settings of a run's episodes, and which episodes an attempt plays. Independent of models."""
 
 from __future__ import annotations
 

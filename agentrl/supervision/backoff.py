@@ -23,7 +23,7 @@ def backoff_s(attempt: int, *, base_s: float, max_s: float = MAX_BACKOFF_S) -> f
 
 
 class RestartBudget:
-    """The restarts a part may still use; each `refill_s` without a death gives one back.
+    """The restarts a part may still use; each `refill_s` without a death adds one, up to `number`.
 
     A part that dies once a day is restarted forever, and one that dies at every start is soon given up.
 

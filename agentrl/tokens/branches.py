@@ -2,7 +2,7 @@
 
 A call continues an earlier one if its messages are those of the earlier call, its answer, and new messages without an
 assistant's. Then only the new messages are encoded, and the answer stays as it was sampled. Any other call opens a new
-segment, whose prompt is rendered anew, or copied up to the answer where it branches off. The prompt contains no action
+segment. Its prompt is rendered in full, or copied up to the answer where it branches off. The prompt contains no action
 of the new segment, so every sampled token is an action exactly once over all segments. Independent of engines and HTTP.
 """
 

@@ -300,7 +300,7 @@ class RawStrategy:
         return ""
 
     def following(self, messages: Sequence[Message], *, completion_ids: Sequence[int]) -> list[int]:
-        """See Strategy. The model's turn is not closed: its text goes on after the messages."""
+        """See Strategy. The model's turn is not closed: the text continues with the messages."""
         return self._codec.encode("\n\n" + "".join(f"{message.content}\n\n" for message in messages))
 
     def can_append(self, roles: Sequence[Role]) -> bool:

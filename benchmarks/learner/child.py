@@ -124,7 +124,7 @@ def _reset_peak(device: torch.device) -> int:
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)
     ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew at what is held now
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak to what is held now
     return _peak(device)
 
 

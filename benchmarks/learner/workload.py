@@ -127,7 +127,7 @@ def make_batch(model: Any, lengths: Lengths) -> list[Sample]:
 
 
 def _acted(num_tokens: int) -> Tensor:
-    """An eighth is the prompt; the rest are turns whose last quarter is the tool's answer, but for the last turn."""
+    """An eighth is the prompt; the rest are turns. The last quarter of each, except the last, is the tool's answer."""
     acted_T = torch.ones(num_tokens, dtype=torch.bool)
     prompt = max(2, num_tokens // 8)
     acted_T[:prompt] = False

@@ -1,4 +1,4 @@
-"""The toy's arithmetic: episodes, verdicts, and that a run among others equals the run alone, done the plain way."""
+"""The toy's arithmetic: episodes and verdicts, and that a run computed among others equals the same run alone."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_a_run_among_others_equals_the_plain_way(rule: str) -> None:
         plain.step(of_episodes, torch.from_numpy(episodes.reward_SB[1]).double())
     moved = stack.weight_SP[1] - first[1]
     theirs = stacked([plain.policy.state_dict()])[0] - first[1]
-    # AdamW's first steps magnify the signs of gradients that are zero but for rounding.
+    # AdamW's first steps magnify the signs of gradients that are zero except for rounding.
     assert float((moved - theirs).norm() / theirs.norm()) < 2e-3
 
 

@@ -208,7 +208,7 @@ class BufferMachine(RuleBasedStateMachine):
 
     @invariant()
     def check(self) -> None:
-        """The model, the ledger and the journal tell the same; whoever waits has a reason."""
+        """The model, the ledger and the journal agree, and every wait has a reason."""
         if not hasattr(self, "buffer"):
             return
         self.check_ledger()

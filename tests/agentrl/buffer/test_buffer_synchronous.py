@@ -1,4 +1,4 @@
-"""Without lag the buffer is the synchronous loop: the same batches in the same order, whoever ends first."""
+"""Without lag the buffer is the synchronous loop: the same batches in the same order, whichever group ends first."""
 
 from __future__ import annotations
 

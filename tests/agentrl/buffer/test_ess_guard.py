@@ -1,4 +1,4 @@
-"""When admission gives up lag and when it gets it back."""
+"""When the ESS guard lowers the lag of admission, and when it raises it again."""
 
 from __future__ import annotations
 

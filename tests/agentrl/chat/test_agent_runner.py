@@ -1,4 +1,4 @@
-"""Episodes of somebody else's loop, whatever it does: what becomes a trajectory, and what is nobody's reward."""
+"""Episodes of an agent with its own loop: which of them become trajectories, and which get no reward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `agentrl eval` is asked to do."""
+"""The arguments of `agentrl eval`, and what it measures with them."""
 
 from __future__ import annotations
 

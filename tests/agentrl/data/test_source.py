@@ -1,4 +1,4 @@
-"""Training tasks: every row once an epoch, whoever makes the epochs; rows that fail are attributed."""
+"""Training tasks: every row once an epoch, however the epochs are made; rows that fail are attributed."""
 
 from __future__ import annotations
 
@@ -124,13 +124,13 @@ def test_a_source_made_anew_goes_on_like_the_one_that_was_lost(choice: TaskChoic
         else:
             finished.append((TASKS[3].id, [1.0, 1.0 if move == "good" else 0.0]))
             lost.observe(*finished[-1])
-    anew = source()
-    anew.skip(lost.cursor)
+    restored = source()
+    restored.skip(lost.cursor)
     for task_id, rewards in finished:
-        anew.observe(task_id, rewards)
+        restored.observe(task_id, rewards)
     for task in given_back:
-        anew.give_back(task)
-    assert [anew.next() for _ in range(50)] == [lost.next() for _ in range(50)]
+        restored.give_back(task)
+    assert [restored.next() for _ in range(50)] == [lost.next() for _ in range(50)]
 
 
 def test_rows_passed_over_and_tasks_given_back_are_what_the_cursor_says() -> None:

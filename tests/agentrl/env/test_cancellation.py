@@ -1,4 +1,4 @@
-"""A run that is told to end does end: no wait swallows the cancellation that tells it."""
+"""A cancelled run ends: no wait swallows the cancellation."""
 
 from __future__ import annotations
 

@@ -306,6 +306,6 @@ async def test_a_failure_that_nobody_waits_for_any_more_is_not_printed() -> None
     with pytest.raises(asyncio.CancelledError):
         await outer
     del outer
-    await asyncio.sleep(0)  # the loop lets go of it
+    await asyncio.sleep(0)  # the loop drops its reference
     gc.collect()
     assert printed == []

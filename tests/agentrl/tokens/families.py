@@ -105,7 +105,7 @@ QWEN3 = Family(
 {%- endif %}""",
 )
 
-# A header a turn; contents are trimmed; tool output is a JSON value under the role ipython; one call a turn.
+# One header per turn; contents are trimmed; tool output is a JSON value under the role ipython; one call per turn.
 LLAMA3 = Family(
     name="llama-3",
     special=tuple(

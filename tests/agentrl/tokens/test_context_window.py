@@ -45,7 +45,7 @@ def read(page: int) -> Message:
 
 
 def reader(num_pages: int) -> Callable[[str], Message | str]:
-    """Reads so many pages and answers; writes a note whenever it is asked to."""
+    """Reads a number of pages and answers; writes a note whenever it is asked to."""
     pages = iter(range(num_pages))
 
     def say(prompt: str) -> Message | str:

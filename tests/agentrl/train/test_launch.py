@@ -1,4 +1,4 @@
-"""Ports and folders that a run claims and gives back; the sandbox that its config asks for."""
+"""Ports and folders that a run claims and releases; the sandbox that its config asks for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole runs in which somebody never answers: they end by name, and say whom everybody waited for."""
+"""Whole runs in which one part never answers: they end with a message that names the part all others waited for."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def test_a_disk_that_fills_up_ends_the_run_by_name_and_with_room_it_goes_on(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:
     if not can_mount(tmp_path):
-        pytest.skip("this machine lets nobody mount a file system")
+        pytest.skip("mounting a file system is not permitted here")
     command = ["unshare", "-rm", *ALONE, str(tmp_path), str(tokenizer_dir), "--tmpfs", "4000000"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=ENVIRONMENT, cwd=ROOT)
     assert done.returncode == 0, done.stderr
@@ -119,7 +119,7 @@ def test_a_log_on_a_full_disk_is_given_up_once(
 async def test_a_clock_that_jumps_moves_no_deadline(
     tmp_path: Path, tokenizer: TurnTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A day forth at one step, two days back at the next, and so on; deadlines are of seconds."""
+    """Moves the clock a day forward at one step and two days back at the next. Deadlines are in seconds."""
     real, jumps = time.time, iter([86_400.0, -86_400.0] * 100)
     offset = [0.0]
 
@@ -156,7 +156,7 @@ def test_nobody_measures_time_by_the_clock_on_the_wall() -> None:
 
 
 def memory_group() -> Path | None:
-    """A cgroup of our own that holds 64 MB; None where nobody may make one."""
+    """A cgroup of our own that holds 64 MB; None where none can be made."""
     limits = {"memory.limit_in_bytes": Path("/sys/fs/cgroup/memory"), "memory.max": Path("/sys/fs/cgroup")}
     for name, parent in limits.items():
         group = parent / f"agentrl-test-{os.getpid()}"
@@ -172,7 +172,7 @@ def memory_group() -> Path | None:
 
 async def test_a_part_that_the_kernel_ends_for_want_of_memory_is_said_to_be_one(tmp_path: Path) -> None:
     if (group := memory_group()) is None:
-        pytest.skip("this machine lets nobody limit memory")
+        pytest.skip("limiting memory is not permitted here")
     try:
         eats = f"open({str(group / 'cgroup.procs')!r}, 'w').write('0'); kept = [bytearray(2**20) for _ in range(400)]"
         async with child("learner", [sys.executable, "-c", eats], log_path=tmp_path / "log") as part:

@@ -2,7 +2,7 @@
 
     python -m tests.agentrl.train.whole_run_alone FOLDER TOKENIZER [--tmpfs BYTES] [--steps N]
 
-With `--tmpfs`, a file system of that size is mounted on FOLDER (in the mount namespace of whoever calls: `unshare -rm`)
+With `--tmpfs`, a file system of that size is mounted on FOLDER (in the caller's mount namespace: `unshare -rm`)
 and filled up after the first step; once the run has ended, room is made and the run goes on to its end.
 """
 

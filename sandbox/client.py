@@ -329,7 +329,8 @@ async def _local_service(
     token = secrets.token_urlsafe(24)
     ready_read, ready_write = os.pipe()
     alive_read, alive_write = os.pipe()  # only this process holds it open; the service stops when it closes
-    command = [sys.executable, "-m", "sandbox", "--port", "0", "--backend", backend, "--slots", str(slots)]
+    # -P: not the `sandbox` folder of the working directory, but the one of PYTHONPATH, below.
+    command = [sys.executable, "-P", "-m", "sandbox", "--port", "0", "--backend", backend, "--slots", str(slots)]
     command += ["--token-env", "SANDBOX_TOKEN", "--ready-fd", str(ready_write), "--alive-fd", str(alive_read)]
     for name, value in options.items():
         flag = f"--{name.replace('_', '-')}"

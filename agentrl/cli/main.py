@@ -166,15 +166,17 @@ def rollout(
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
 def warmstart(context: typer.Context) -> None:
     """Make a small model from demonstrations (`agentrl warmstart --help` lists its options)."""
-    # The working directory is searched for modules only if it is now: the console script does not search it.
-    path = [] if os.getcwd() in sys.path else ["-P"]
-    os.execv(sys.executable, [sys.executable, *path, "-m", "trainer.warmstart", *context.args])
+    from agentrl.supervision.child import module_command
+
+    os.execv(sys.executable, [*module_command("trainer.warmstart"), *context.args])
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
 def sandbox(context: typer.Context) -> None:
     """Serve the sandbox that runs model-written code (`agentrl sandbox --help` lists its options)."""
-    os.execv(sys.executable, [sys.executable, "-m", "sandbox", *context.args])
+    from agentrl.supervision.child import module_command
+
+    os.execv(sys.executable, [*module_command("sandbox"), *context.args])
 
 
 @app.command()

@@ -34,6 +34,16 @@ class ChildDied(InfraError):
     end."""
 
 
+def module_command(module: str) -> list[str]:
+    """The command that runs a module with this Python: `[python, "-m", "sandbox"]`.
+
+    `-m` alone searches the working directory first, where a user's folder named `sandbox` would run instead. The
+    command does so only where this process does: the console script does not.
+    """
+    searches_cwd = not {"", os.getcwd()}.isdisjoint(sys.path)
+    return [sys.executable, *([] if searches_cwd else ["-P"]), "-m", module]
+
+
 def never() -> bool:
     """For `may_end` of a service: it must not end on its own."""
     return False

@@ -9,7 +9,6 @@ import asyncio
 import json
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, nullcontext
@@ -22,7 +21,7 @@ from agentrl.config import Config
 from agentrl.engine import vllm_server
 from agentrl.errors import SandboxError, raise_first
 from agentrl.run_folder import RunFolder
-from agentrl.supervision.child import Child, child, never
+from agentrl.supervision.child import Child, child, module_command, never
 from agentrl.supervision.serving import configured_port
 from agentrl.train import launch_ranks
 
@@ -62,7 +61,7 @@ async def sandbox_service(
         return
     port = configured_port(settings.host, settings.port, key="sandbox.port")
     command = [
-        *(sys.executable, "-m", "sandbox", "--host", settings.host, "--port", str(port)),
+        *(*module_command("sandbox"), "--host", settings.host, "--port", str(port)),
         *("--backend", settings.backend, "--slots", str(settings.slots), "--token-env", TOKEN_VARIABLE),
         *("--memory-bytes", str(settings.memory_bytes), *(["--allow-unsafe"] if settings.allow_unsafe else [])),
     ]
@@ -157,7 +156,7 @@ async def warmstart_process(
 ) -> AsyncIterator[Child]:
     """Makes the small model in a process of its own: agentrl does not import torch, and its memory is freed."""
     log_path = logs / "warmstart.log"
-    command = [sys.executable, "-m", "trainer.warmstart", str(config_path), "--out", str(out)]
+    command = [*module_command("trainer.warmstart"), str(config_path), "--out", str(out)]
     command += ["--sandbox-url", sandbox_url, "--progress-json"]
     env = {TOKEN_VARIABLE: token}
     on_line = _progress_or_log(on_progress, log_path)

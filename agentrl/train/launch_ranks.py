@@ -17,6 +17,7 @@ from pathlib import Path
 from agentrl.config import LearnerConfig
 from agentrl.errors import ConfigError, MissingDependencyError
 from agentrl.supervision import secrets
+from agentrl.supervision.child import module_command
 from agentrl.supervision.serving import free_port
 
 TOKEN_FILE = "learner.token"
@@ -52,7 +53,7 @@ def launcher(learner: LearnerConfig, *, token_file: Path | None) -> list[str]:
         start = [*_deepspeed(learner.hostfile, hosts), "trainer"]
         return start if token_file is None else [*start, "--token-file", str(token_file)]
     if learner.num_ranks == 1:
-        return [sys.executable, "-m", "trainer"]
+        return module_command("trainer")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     return [*torchrun, f"--nproc-per-node={learner.num_ranks}", "--module", "trainer"]
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
+import sys
+from asyncio.subprocess import PIPE
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ from agentrl.errors import ConfigError
 from agentrl.supervision.child import ChildDied
 from agentrl.supervision.serving import configured_port
 from agentrl.train.launch import WEIGHTS_PREFIX, _progress_or_log, sandbox_ready, sandbox_service, weights_folder
+from sandbox.client import SandboxClient
 from tests.agentrl.train.troubles import Trouble
 
 TAKEN = Trouble("...: cannot listen on ...: Address already in use. Choose another, or 0 for any free port")
@@ -88,3 +92,19 @@ async def test_a_run_does_not_start_the_unsafe_backend_unless_that_is_permitted(
     with pytest.raises(ChildDied, match="starts only with --allow-unsafe"):
         await served_by(tmp_path, backend="unsafe")
     assert await served_by(tmp_path, backend="unsafe", allow_unsafe=True) == "unsafe"
+
+
+async def test_a_sandbox_folder_in_the_working_directory_is_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sandbox").mkdir()
+    for name in ("__init__.py", "__main__.py"):
+        (tmp_path / "sandbox" / name).write_text("raise SystemExit('ran from the working directory')")
+    monkeypatch.chdir(tmp_path)
+    assert await served_by(tmp_path, backend="unsafe", allow_unsafe=True) == "unsafe"
+    async with SandboxClient.embedded("unsafe", slots=1, allow_unsafe=True) as client:
+        assert (await client.health()).backend == "unsafe"
+    command = [sys.executable, "-P", "-m", "agentrl", "sandbox", "--help"]  # as the console script: -P
+    done = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE)
+    shown, errors = await done.communicate()
+    assert done.returncode == 0 and b"--allow-unsafe" in shown, errors

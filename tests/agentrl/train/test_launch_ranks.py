@@ -29,6 +29,15 @@ def test_one_rank_is_a_plain_process() -> None:
     assert launcher(LearnerConfig(), token_file=None) == [sys.executable, "-m", "trainer"]
 
 
+def test_a_trainer_folder_in_the_working_directory_is_not_the_learner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert launcher(LearnerConfig(), token_file=None) == [sys.executable, "-P", "-m", "trainer"]
+    monkeypatch.syspath_prepend(tmp_path)
+    assert launcher(LearnerConfig(), token_file=None) == [sys.executable, "-m", "trainer"]
+
+
 def test_several_on_this_machine_are_torchruns() -> None:
     command = launcher(LearnerConfig(num_ranks=3), token_file=None)
     assert command[1:] == [

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from agentrl.config import Config
+from agentrl.config.engine import Transfer
 from agentrl.errors import WeightsWanted
 from agentrl.run_folder import RunFolder
 from agentrl.types import Batch, Probe
@@ -24,7 +25,7 @@ from trainer import checkpoint, ranks
 from trainer.learner import Learner
 from trainer.orchestrator_client import NoBatch, OrchestratorClient
 from trainer.weights import folder
-from trainer.weights.publisher import Publisher, Transfer
+from trainer.weights.publisher import Publisher, TransferSettings
 from trainer.weights.source import WeightSource
 from trainer.weights.transfer import publisher
 
@@ -41,13 +42,13 @@ def run(
     token: str,
     weights_dir: Path,
     run_dir: Path,
-    weight_transfer: str,
+    weight_transfer: Transfer,
     resume: Path | None = None,
 ) -> None:
     """Train until the orchestrator says that the run is over, then export to `run_dir/checkpoints/final`.
 
     Args:
-        weight_transfer: how weights reach the engines: one of `agentrl.engine.vllm_server.Transfer`.
+        weight_transfer: how weights reach the engines: `engine.weight_transfer`, resolved.
         resume: a checkpoint, or a folder of them, to continue from; the orchestrator must be at its version.
 
     Raises LearnerError, StaleTrajectoryError or ConfigError; the calling process should then end with an error.
@@ -60,7 +61,9 @@ def run(
     # An engine may have to be restarted within one publication, and to receive the weights twice.
     timeout_s = config.engine.start_timeout_s + 2 * config.engine.update_timeout_s + config.engine.request_timeout_s
     orchestrator = OrchestratorClient(orchestrator_url, token=token, publish_timeout_s=timeout_s)
-    transfer = Transfer(backend=weight_transfer, rank=ranks.index(), weights_dir=weights_dir, timeout_s=timeout_s)
+    transfer = TransferSettings(
+        backend=weight_transfer, rank=ranks.index(), weights_dir=weights_dir, timeout_s=timeout_s
+    )
     try:
         with closing(publisher(transfer, config.engine, source=source, link=orchestrator)) as sender:
             _LearnerLoop(learner, orchestrator, source=source, sender=sender, run_dir=run_dir).run()

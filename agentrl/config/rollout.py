@@ -5,7 +5,6 @@ Does not depend on any other section.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
@@ -38,13 +37,17 @@ ToolOutputKeep = Annotated[
     Literal["both", "head", "tail"],
     Choices({"both": "its beginning and its end", "head": "its beginning", "tail": "its end"}),
 ]
-TOOL_FORMATS: Mapping[str, str] = {
-    "auto": "hermes where the model has a chat template, else fences",
-    "hermes": "`<tool_call>` JSON, answered in tool messages of the chat template",
-    "fences": "a ```python block, answered as raw text in the same assistant turn (SimpleTIR)",
-    "retool": "`<code>` tags, answered as raw text in the same assistant turn (ReTool)",
-}
-ToolFormatName = Annotated[Literal["auto", "hermes", "fences", "retool"], Choices(TOOL_FORMATS)]
+ToolFormatName = Annotated[
+    Literal["auto", "hermes", "fences", "retool"],
+    Choices(
+        {
+            "auto": "hermes where the model has a chat template, else fences",
+            "hermes": "`<tool_call>` JSON, answered in tool messages of the chat template",
+            "fences": "a ```python block, answered as raw text in the same assistant turn (SimpleTIR)",
+            "retool": "`<code>` tags, answered as raw text in the same assistant turn (ReTool)",
+        }
+    ),
+]
 Overlong = Annotated[
     Literal["penalize", "mask", "keep"],
     Choices(

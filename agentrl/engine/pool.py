@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal, Protocol, Self
+from typing import Protocol, Self
 
+from agentrl.config.engine import UpdateOrder
 from agentrl.engine.base import TrainableEngine, WeightUpdate
 from agentrl.errors import EngineError, EngineGone, WeightSyncError
 from agentrl.supervision.backoff import backoff_s
@@ -24,7 +25,6 @@ from agentrl.types import Completion, Sampling, TransferInit, WeightsRef
 
 log = logging.getLogger(__name__)
 
-Order = Literal["simultaneous", "rolling"]
 MAX_SESSIONS = 100_000
 MAX_FAILURES = 3
 """Failures in a row after which an engine is taken out even if it answers."""
@@ -86,7 +86,7 @@ class EnginePool:
     """
 
     def __init__(
-        self, engines: Sequence[Replica], *, order: Order = "simultaneous", return_timeout_s: float = 180.0
+        self, engines: Sequence[Replica], *, order: UpdateOrder = "simultaneous", return_timeout_s: float = 180.0
     ) -> None:
         self._engines = [_PooledEngine(client=engine) for engine in engines]
         self._order = order

@@ -28,7 +28,7 @@ POLL_S = 0.1
 TOKENS_PER_STEP = 2048  # of all prompts together, where none is split
 
 Device = Literal["cpu", "cuda"]
-BACKENDS: dict[Transfer, str] = {
+TRANSFER_BACKENDS: dict[Transfer, str] = {
     "safetensors": "safetensors",
     "reload": "safetensors",  # not used, but harmless
     "gloo": "gloo",
@@ -169,7 +169,7 @@ def command(
         *("--generation-config", "vllm"),  # the model folder must not change how we sample
         *("--logprobs-mode", "processed_logprobs"),  # those of the distribution sampled from
         *("--stream-interval", str(config.stream_interval)),
-        *("--weight-transfer-config", json.dumps({"backend": BACKENDS[transfer]})),
+        *("--weight-transfer-config", json.dumps({"backend": TRANSFER_BACKENDS[transfer]})),
         *("--worker-extension-cls", WORKER_EXTENSION),
         *("--enable-scale-out", "--disable-log-stats", "--disable-uvicorn-access-log"),
         *("--uvicorn-log-level", "warning"),

@@ -8,13 +8,12 @@ assistant turn, with its output appended as raw text and no template between (Si
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 import msgspec
 
-from agentrl.config.rollout import TOOL_FORMATS
 from agentrl.errors import ConfigError
 from agentrl.tokens.codec import Codec
 from agentrl.tokens.strategies import RawStrategy, Strategy
@@ -172,19 +171,31 @@ class CodeFormat:
         return "".join(self._answer.format(text=message.content) for message in messages)
 
 
+def _fences(codec: Codec, strategy: Strategy, *, thinking: bool) -> ToolFormat:
+    answer = "\nCode execution result: {text}\n"
+    return CodeFormat("fences", codec, block=FENCE, prompt=_FENCES_PROMPT, answer=answer)
+
+
+def _retool(codec: Codec, strategy: Strategy, *, thinking: bool) -> ToolFormat:
+    answer = "\n<interpreter>\n{text}\n</interpreter>\n"
+    return CodeFormat("retool", codec, block=RETOOL, prompt=_RETOOL_PROMPT, answer=answer)
+
+
+class _MakeFormat(Protocol):
+    def __call__(self, codec: Codec, strategy: Strategy, *, thinking: bool) -> ToolFormat: ...
+
+
+TOOL_FORMATS: Mapping[str, _MakeFormat] = {"hermes": HermesFormat, "fences": _fences, "retool": _retool}
+"""The formats by their names in `rollout.tool_format`."""
+
+
 def make_format(name: str, codec: Codec, strategy: Strategy, *, thinking: bool) -> ToolFormat:
     """The format with this name. auto: fences without a chat template, else hermes. Raises ConfigError if unknown."""
     if name == "auto":
         name = "fences" if isinstance(strategy, RawStrategy) else "hermes"
-    if name == "hermes":
-        return HermesFormat(codec, strategy, thinking=thinking)
-    if name == "fences":
-        answer = "\nCode execution result: {text}\n"
-        return CodeFormat(name, codec, block=FENCE, prompt=_FENCES_PROMPT, answer=answer)
-    if name == "retool":
-        answer = "\n<interpreter>\n{text}\n</interpreter>\n"
-        return CodeFormat(name, codec, block=RETOOL, prompt=_RETOOL_PROMPT, answer=answer)
-    raise ConfigError(f"there is no tool format {name!r}; known: {', '.join(TOOL_FORMATS)}")
+    if name not in TOOL_FORMATS:
+        raise ConfigError(f"there is no tool format {name!r}; known: auto, {', '.join(TOOL_FORMATS)}")
+    return TOOL_FORMATS[name](codec, strategy, thinking=thinking)
 
 
 def with_instructions(messages: Sequence[Message], text: str) -> list[Message]:

@@ -20,7 +20,7 @@ from agentrl.config import EngineConfig
 from agentrl.config.engine import KvOnUpdate
 from agentrl.engine.vllm_client import VLLMServer
 from agentrl.engine.vllm_engine import VLLMEngine, sampling_body
-from agentrl.engine.vllm_server import BACKENDS
+from agentrl.engine.vllm_server import TRANSFER_BACKENDS
 from agentrl.engine.weight_updates import UpdateSettings
 from agentrl.types import Probe, Sampling
 from benchmarks import reporting
@@ -107,7 +107,7 @@ async def _rows(config: EngineConfig, size: str, *, repeats: int) -> list[Row]:
         folder = Path(temporary)
         path = models.save(model, folder / "model")
         async with AsyncExitStack() as stack, asyncio.TaskGroup() as starting:
-            by_backend = {BACKENDS[mode]: mode for mode in modes(config)}
+            by_backend = {TRANSFER_BACKENDS[mode]: mode for mode in modes(config)}
             started = {
                 backend: starting.create_task(stack.enter_async_context(_server(path, config, mode, folder)))
                 for backend, mode in by_backend.items()
@@ -115,7 +115,9 @@ async def _rows(config: EngineConfig, size: str, *, repeats: int) -> list[Row]:
             servers = {backend: await task for backend, task in started.items()}
             for mode in modes(config):
                 settings = config.model_copy(update={"weight_transfer": mode})
-                rows += await _mode_rows(model, size, settings, servers[BACKENDS[mode]], folder / mode, repeats=repeats)
+                rows += await _mode_rows(
+                    model, size, settings, servers[TRANSFER_BACKENDS[mode]], folder / mode, repeats=repeats
+                )
     return rows
 
 

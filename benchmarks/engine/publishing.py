@@ -14,7 +14,7 @@ from agentrl.engine import vllm_server
 from agentrl.engine.base import WeightUpdate
 from agentrl.engine.vllm_engine import VLLMEngine
 from agentrl.types import Probe, TransferInit, WeightsRef
-from trainer.weights.publisher import Transfer
+from trainer.weights.publisher import TransferSettings
 from trainer.weights.source import WeightSource
 from trainer.weights.transfer import publisher
 
@@ -65,7 +65,7 @@ class Sender:
     def __init__(self, model: Any, *, mode: str, config: EngineConfig, folder: Path) -> None:
         self._link = _Link()
         self._publisher = publisher(
-            Transfer(backend=mode, rank=0, weights_dir=folder, timeout_s=DEADLINE_S),
+            TransferSettings(backend=mode, rank=0, weights_dir=folder, timeout_s=DEADLINE_S),
             config.model_copy(update={"weight_transfer": mode}),
             source=WeightSource(model, dtype=model.dtype),
             link=self._link,

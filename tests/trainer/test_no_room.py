@@ -17,7 +17,7 @@ from tests.agentrl.train.troubles import Trouble
 from tests.trainer.trainer_builders import config
 from trainer import checkpoint
 from trainer.learner import Learner
-from trainer.weights.publisher import Transfer
+from trainer.weights.publisher import TransferSettings
 from trainer.weights.source import WeightSource
 from trainer.weights.transfer import FolderPublisher
 
@@ -66,7 +66,7 @@ class Nobody:
 
 
 def test_weights_without_room_are_told_to_nobody(learner: Learner, tmp_path: Path) -> None:
-    transfer = Transfer(backend="safetensors", rank=0, weights_dir=tmp_path, timeout_s=1.0)
+    transfer = TransferSettings(backend="safetensors", rank=0, weights_dir=tmp_path, timeout_s=1.0)
     publisher = FolderPublisher(transfer, source=WeightSource(learner.model, dtype=torch.float32), link=Nobody())
     with no_room(), pytest.raises(LearnerError) as found:
         publisher.publish(policy_version=1, probe=Probe(token_ids=(1, 2), logprobs=(-1.0,)))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import assert_never
 
 import torch
 from torch import Tensor
@@ -193,8 +194,10 @@ class Objective:
                 return ratios.clipped_objective(log_weight_N, advantage, self._bounds)
             case "clip_weight":
                 return ratios.clipped_weight(log_weight_N, self._bounds)
-            case _:
+            case "none" | "second_moment" | "adaptive_clip":  # _treated_together does the last two
                 return log_weight_N
+            case _:
+                assert_never(algorithm.treatment)
 
     def _member(self, log_ratio_N: Tensor, log_weight_N: Tensor, log_used_N: Tensor) -> MemberWeights:
         if self._algorithm.ratio != "token":  # one weight, repeated at every token

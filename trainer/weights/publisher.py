@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from agentrl.config.engine import Transfer
 from agentrl.errors import ConfigError
 from agentrl.types import Probe, TransferInit, WeightsRef
 
@@ -49,10 +50,10 @@ class Publisher(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Transfer:
-    """How and where to publish: `Transfer(backend="nccl", rank=0, weights_dir=path, timeout_s=300.0)`."""
+class TransferSettings:
+    """How and where to publish: `TransferSettings(backend="nccl", rank=0, weights_dir=path, timeout_s=300.0)`."""
 
-    backend: str  # engine.weight_transfer, never auto
+    backend: Transfer
     rank: int
     weights_dir: Path  # for the folder backends
     timeout_s: float  # of one whole publication, restarts of an engine included

@@ -22,7 +22,7 @@ from agentrl.engine.checksum import Checksum
 from agentrl.errors import LearnerError, MissingDependencyError, boundary
 from agentrl.supervision.serving import free_port
 from agentrl.types import Probe, TransferInit, WeightsRef
-from trainer.weights.publisher import Link, Transfer
+from trainer.weights.publisher import Link, TransferSettings
 from trainer.weights.source import WeightSource
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class StreamedPublisher:
     Iterates over the source twice: the checksum must be known before the tensors are sent.
     """
 
-    def __init__(self, transfer: Transfer, engine: EngineConfig, *, source: WeightSource, link: Link) -> None:
+    def __init__(self, transfer: TransferSettings, engine: EngineConfig, *, source: WeightSource, link: Link) -> None:
         self._transfer = transfer
         self._config = engine
         self._source = source
@@ -170,7 +170,7 @@ def within(action: Callable[[], T], timeout_s: float, *, over: threading.Event) 
     return results[0]
 
 
-def _init_info(transfer: Transfer, engine: EngineConfig) -> Any:
+def _init_info(transfer: TransferSettings, engine: EngineConfig) -> Any:
     """vLLM's init info for this rank. Rank 0 of the group is the sender; the engine's workers follow."""
     from agentrl.engine.vllm.gloo_group import own_address
     from trainer.weights import gloo

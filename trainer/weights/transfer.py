@@ -13,12 +13,12 @@ from agentrl.engine.vllm_server import LOOPBACK
 from agentrl.errors import ConfigError, LearnerError, boundary
 from agentrl.types import Probe
 from trainer.weights import folder
-from trainer.weights.publisher import FOLDER, Link, Publisher, Transfer
+from trainer.weights.publisher import FOLDER, Link, Publisher, TransferSettings
 from trainer.weights.source import WeightSource
 from trainer.weights.streamed import StreamedPublisher, engine_host
 
 
-def publisher(transfer: Transfer, engine: EngineConfig, *, source: WeightSource, link: Link) -> Publisher:
+def publisher(transfer: TransferSettings, engine: EngineConfig, *, source: WeightSource, link: Link) -> Publisher:
     """The publisher of `transfer.backend`. Raises ConfigError for a combination that cannot work."""
     if transfer.backend in FOLDER:
         return FolderPublisher(transfer, source=source, link=link)
@@ -43,7 +43,7 @@ def _check_ipc(engine: EngineConfig, source: WeightSource) -> None:
 class FolderPublisher:
     """`safetensors` and `reload`: a new folder for each version, which the engines read."""
 
-    def __init__(self, transfer: Transfer, *, source: WeightSource, link: Link) -> None:
+    def __init__(self, transfer: TransferSettings, *, source: WeightSource, link: Link) -> None:
         self._transfer = transfer
         self._source = source
         self._link = link

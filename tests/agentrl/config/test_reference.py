@@ -15,10 +15,12 @@ from agentrl.config import Section
 from agentrl.config.presets import PRESETS
 from agentrl.config.reference import NAMES, find, sections
 from agentrl.config.section import Choices
-from agentrl.engine.vllm_server import BACKENDS as TRANSFERS
+from agentrl.engine.vllm_server import TRANSFER_BACKENDS
 from agentrl.env import specs
 from agentrl.errors import ConfigError
+from agentrl.tokens.tool_formats import TOOL_FORMATS
 from sandbox.backends.probe import STRONGEST_FIRST
+from trainer.weights.publisher import FOLDER, STREAMED
 
 DOCS = Path(__file__).parents[3] / "docs"
 TYPES = {*NAMES.values(), "section", "mapping"}
@@ -48,7 +50,9 @@ def test_choices_that_do_not_match_their_type_are_refused_at_once() -> None:
 
 def test_the_parts_that_carry_a_choice_out_have_the_names_of_the_config() -> None:
     assert choices("algorithm.preset") == list(PRESETS)
-    assert choices("engine.weight_transfer") == ["auto", *TRANSFERS]
+    assert choices("engine.weight_transfer") == ["auto", *TRANSFER_BACKENDS]
+    assert sorted(choices("engine.weight_transfer")) == sorted(["auto", *FOLDER, *STREAMED])
+    assert choices("rollout.tool_format") == ["auto", *TOOL_FORMATS]
     assert choices("sandbox.backend") == ["auto", *STRONGEST_FIRST]
 
 

@@ -10,9 +10,10 @@ from typing import Any, Self
 
 import pytest
 
+from agentrl.config.engine import UpdateOrder
 from agentrl.engine import pool as engine_pool
 from agentrl.engine.base import Parity, WeightUpdate
-from agentrl.engine.pool import EnginePool, Order
+from agentrl.engine.pool import EnginePool
 from agentrl.errors import EngineError, EngineGone, WeightSyncError
 from agentrl.types import Completion, FinishReason, Probe, Sampling, TransferInit, VersionSpan, WeightsRef
 
@@ -98,7 +99,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @asynccontextmanager
 async def pool_of(
-    *engines: Breakable, order: Order = "simultaneous", return_timeout_s: float = 5.0
+    *engines: Breakable, order: UpdateOrder = "simultaneous", return_timeout_s: float = 5.0
 ) -> AsyncIterator[EnginePool]:
     async with EnginePool(engines, order=order, return_timeout_s=return_timeout_s) as pool:
         yield pool
@@ -217,7 +218,7 @@ async def test_without_any_engine_a_request_waits_and_then_says_so() -> None:
 
 
 @pytest.mark.parametrize("order", ["simultaneous", "rolling"])
-async def test_updates_reach_all_at_once_or_one_after_the_other(order: Order) -> None:
+async def test_updates_reach_all_at_once_or_one_after_the_other(order: UpdateOrder) -> None:
     events: list[tuple[str, int]] = []
     engines = [Breakable("a", updates=events), Breakable("bbb", updates=events)]
     async with pool_of(*engines, order=order) as pool:

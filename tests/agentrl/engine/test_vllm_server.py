@@ -129,7 +129,7 @@ def test_the_way_of_the_weights_fits_the_device(
     pretend_installed(monkeypatch, **{vllm: "0.32.0"})
     monkeypatch.setattr(Path, "exists", lambda path: str(path) == "/dev/nvidiactl")
     config = EngineConfig(**settings)
-    if chosen not in engine_server.BACKENDS:
+    if chosen not in engine_server.TRANSFER_BACKENDS:
         with pytest.raises(ConfigError, match=chosen):
             engine_server.transfer_of(config)
         return
@@ -137,7 +137,7 @@ def test_the_way_of_the_weights_fits_the_device(
     if config.url is None:
         argv, env = command(config=config)
         backend = dict(itertools.pairwise(argv))["--weight-transfer-config"]
-        assert backend == json.dumps({"backend": engine_server.BACKENDS[engine_server.transfer_of(config)]})
+        assert backend == json.dumps({"backend": engine_server.TRANSFER_BACKENDS[engine_server.transfer_of(config)]})
         assert ("VLLM_ALLOW_INSECURE_SERIALIZATION" in env) == (chosen == "ipc")
 
 

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from agentrl.config.algorithm import AlgorithmConfig
-from agentrl.config.presets import PRESETS
+from agentrl.config.presets import OPTIMAL, PRESETS
+from agentrl.config.reference import find
 from tests.trainer.softmax_policy import Episode, Groups, float64, groups, logprobs, objective_gradient, policy, score
+from trainer.objective.policy_gradient import Member, Objective
 
 References = dict[str, Callable[[Tensor, Groups], Tensor]]
 
@@ -248,3 +250,23 @@ def test_a_preset_has_the_gradient_of_its_papers_objective(preset: str, off_poli
     ours = objective_gradient(theta, batch, AlgorithmConfig(preset=preset))
     assert theirs.norm() > 1e-3
     torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("treatment", find("algorithm.treatment")[0].choices)
+def test_every_treatment_of_the_config_but_none_cuts_a_large_weight(treatment: str) -> None:
+    algorithm = AlgorithmConfig.model_validate({"ratio": "token", "treatment": treatment, "baseline": "mean"})
+    member = Member(log_ratio_N=torch.tensor([4.0, 0.0]), advantage=0.5, reward=1.0, group=0)
+    (weights,) = Objective(algorithm).batch_weights([member])
+    assert (weights.num_clipped > 0) == (treatment != "none")
+
+
+@pytest.mark.parametrize("baseline", find("algorithm.baseline")[0].choices)
+def test_every_baseline_of_the_config_gives_the_better_member_the_larger_advantage(baseline: str) -> None:
+    ratio = "sequence" if baseline in OPTIMAL else "token"
+    algorithm = AlgorithmConfig.model_validate({"ratio": ratio, "treatment": "none", "baseline": baseline})
+    if baseline == "otb":  # R - b_t is part of its weights
+        assert Objective(algorithm).needs_logits
+        return
+    advantage_G = Objective(algorithm).advantages(torch.tensor([1.0, 0.0]), torch.tensor([5, 7]))
+    assert advantage_G is not None and advantage_G[0] > advantage_G[1]
+    assert Objective(algorithm).needs_norms == (baseline in OPTIMAL)

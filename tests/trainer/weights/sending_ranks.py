@@ -25,7 +25,7 @@ from agentrl.errors import AgentRLError, WeightsWanted
 from agentrl.types import Probe
 from trainer import ranks
 from trainer.orchestrator_client import OrchestratorClient
-from trainer.weights.publisher import Publisher, Transfer
+from trainer.weights.publisher import Publisher, TransferSettings
 from trainer.weights.source import WeightSource
 from trainer.weights.transfer import publisher
 
@@ -69,7 +69,7 @@ def main(task: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     ranks.join(timeout_s=60)
     link = OrchestratorClient(task["url"], token="secret", publish_timeout_s=150, gone_after_s=2)
-    transfer = Transfer(
+    transfer = TransferSettings(
         backend=task["backend"],
         rank=distributed.get_rank(),
         weights_dir=Path(task["weights_dir"]),

@@ -35,7 +35,7 @@ from tests.conftest import VLLMServer
 from tests.one_session import OneSession
 from tests.trainer.trainer_builders import plain_logprobs
 from trainer.weights import folder as weights
-from trainer.weights.publisher import Transfer
+from trainer.weights.publisher import TransferSettings
 from trainer.weights.source import WeightSource
 from trainer.weights.streamed import _init_info, json_safe, within
 from trainer.weights.transfer import publisher
@@ -388,8 +388,8 @@ class Silent:
         time.sleep(30)
 
 
-def transfer(backend: str, *, timeout_s: float = 1.0) -> Transfer:
-    return Transfer(backend=backend, rank=0, weights_dir=Path("/nowhere"), timeout_s=timeout_s)
+def transfer(backend: str, *, timeout_s: float = 1.0) -> TransferSettings:
+    return TransferSettings(backend=backend, rank=0, weights_dir=Path("/nowhere"), timeout_s=timeout_s)
 
 
 @pytest.fixture(scope="module")

@@ -40,8 +40,16 @@ def register_installed() -> tuple[str, ...]:
 
 @functools.cache
 def adapters() -> Mapping[str, EntryPoint]:
-    """Scheme -> the entry point of its factory."""
-    return {point.name: point for point in entry_points(group=ADAPTERS)}
+    """Scheme -> the entry point of its factory. Raises ConfigError when two packages register the same scheme."""
+    found: dict[str, EntryPoint] = {}
+    for point in entry_points(group=ADAPTERS):
+        other = found.setdefault(point.name, point)
+        if other.value != point.value:
+            raise ConfigError(
+                f"two packages register the adapter {point.name!r}: {_package(other)} ({other.value}) and "
+                f"{_package(point)} ({point.value}). Uninstall one of them"
+            )
+    return found
 
 
 def load_adapted(target: str, kwargs: Mapping[str, Any]) -> type[Env] | None:
@@ -50,7 +58,8 @@ def load_adapted(target: str, kwargs: Mapping[str, Any]) -> type[Env] | None:
     Args:
         kwargs: options of the adapter (`env.kwargs` in a config).
 
-    Raises ConfigError for what cannot be adapted, an unknown option, or an adapter that cannot be imported.
+    Raises ConfigError for what cannot be adapted, an unknown option, an adapter that cannot be imported, or two that
+    have the same scheme.
     """
     scheme, colon, rest = target.partition(":")
     point = adapters().get(scheme) if colon else None
@@ -67,6 +76,17 @@ def load_adapted(target: str, kwargs: Mapping[str, Any]) -> type[Env] | None:
     return found
 
 
+def known_schemes() -> str:
+    """For messages: the schemes of the installed adapters, and how to get agentrl's own where there are none."""
+    if schemes := sorted(adapters()):
+        return f"installed adapters: {', '.join(f'{scheme}:' for scheme in schemes)}"
+    return "no adapter is installed; agentrl registers its own when it is installed itself (pip install -e .)"
+
+
 def _failure(point: EntryPoint, error: Exception) -> str:
-    package = point.dist.name if point.dist is not None else "an unknown package"
-    return f"{point.value}, an entry point of {package}, cannot be loaded: {type(error).__name__}: {error}"
+    problem = f"{type(error).__name__}: {error}"
+    return f"{point.value}, an entry point of {_package(point)}, cannot be loaded: {problem}"
+
+
+def _package(point: EntryPoint) -> str:
+    return point.dist.name if point.dist is not None else "an unknown package"

@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from agentrl.env.base import Env
-from agentrl.env.entry_points import load_adapted, register_installed
+from agentrl.env.entry_points import known_schemes, load_adapted, register_installed
 from agentrl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -169,14 +169,26 @@ def load_env_class(target: str, kwargs: Mapping[str, Any] | None = None) -> type
         return adapted
     if ":" not in target:
         return spec(target).load(kwargs)
-    found = load_object(target)
+    try:
+        found = load_object(target)
+    except ObjectNotFound as error:
+        if target.partition(":")[0].endswith(".py"):
+            raise
+        raise ConfigError(f"{error}\n{known_schemes()}") from error
     if not (isinstance(found, type) and issubclass(found, Env)):
         raise ConfigError(f"{target}: {target.rpartition(':')[2]!r} is not an Env class")
     return _checked(found, kwargs or {})
 
 
+class ObjectNotFound(ConfigError):
+    """There is no such module, or the module has no such name. Example: `load_object("os:Nothing")`."""
+
+
 def load_object(target: str) -> Any:
-    """The object called `module:name` or `path/to/file.py:name`. Raises ConfigError, which says how to fix it."""
+    """The object called `module:name` or `path/to/file.py:name`.
+
+    Raises ObjectNotFound or another ConfigError, which say how to fix it.
+    """
     place, _, name = target.rpartition(":")
     module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
     found: Any = module
@@ -184,7 +196,7 @@ def load_object(target: str) -> Any:
         found = getattr(found, part, None)
     if found is None:
         classes = [k for k, v in vars(module).items() if isinstance(v, type) and v.__module__ == module.__name__]
-        raise ConfigError(f"{target}: {name!r} does not exist{_suggest(name, classes)}")
+        raise ObjectNotFound(f"{target}: {name!r} does not exist{_suggest(name, classes)}")
     return found
 
 
@@ -208,7 +220,7 @@ def _load_module(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
-            raise ConfigError(
+            raise ObjectNotFound(
                 f"there is no module {name!r} on the import path; a file is given as path/to/file.py:Class"
             ) from error
         raise ConfigError(f"cannot import {name}: {error}") from error

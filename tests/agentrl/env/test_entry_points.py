@@ -84,6 +84,34 @@ def test_an_option_that_the_adapter_does_not_know_is_a_config_error(packages: Pa
         load_env_class("chess:opening", {"speed": 2})
 
 
+def test_two_packages_cannot_have_the_same_scheme(packages: Path) -> None:
+    install(packages, "draughts", "[agentrl.adapters]\nchess = draughts_envs:from_draughts\n")
+    entry_points.adapters.cache_clear()
+    with pytest.raises(ConfigError, match=r"(?s)the adapter 'chess'.*(chess_envs|draughts_envs).*Uninstall one"):
+        load_env_class("chess:opening")
+
+
+@pytest.mark.parametrize("target", ["gymnasium:FrozenLake-v1", "mcp:https://host:80/path", "envs.modmath:Nothing"])
+def test_a_target_of_an_adapter_that_is_not_installed_is_refused_with_the_installed_ones(
+    packages: Path, monkeypatch: pytest.MonkeyPatch, target: str
+) -> None:
+    installed = entry_points.adapters()
+    with monkeypatch.context() as patch:
+        patch.setattr(entry_points, "adapters", lambda: {"chess": installed["chess"]})
+        with pytest.raises(ConfigError, match=r"(does not exist|there is no module)(?s:.*)installed adapters: chess:"):
+            load_env_class(target)
+        patch.setattr(entry_points, "adapters", lambda: {})
+        with pytest.raises(ConfigError, match=r"no adapter is installed(?s:.*)pip install -e \."):
+            load_env_class(target)
+
+
+def test_a_missing_name_of_a_file_is_no_question_of_adapters(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("class Installed: ...")
+    with pytest.raises(ConfigError, match="does not exist; did you mean 'Installed'") as found:
+        load_env_class(f"{tmp_path / 'mine.py'}:Instaled")
+    assert "adapter" not in str(found.value)
+
+
 def test_agentrl_does_not_import_the_environments_that_come_with_it() -> None:
     code = "import sys, agentrl.cli.main, agentrl.train.training; assert 'envs' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

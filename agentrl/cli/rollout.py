@@ -85,13 +85,13 @@ def _decoder(request: Request) -> Callable[[Sequence[int]], str]:
 def _show(groups: Sequence[TrajectoryGroup], *, whole: bool, decode: Callable[[Sequence[int]], str] | None) -> None:
     console = Console(highlight=False)
     for group in groups:
-        for trajectory in group.trajectories:
+        for episode in group.episodes:
             if whole:
-                show_episode(console, group.task, trajectory)
+                show_episode(console, group.task, episode)
             if decode is not None:
-                show_tokens(console, trajectory, decode)
+                show_tokens(console, episode, decode)
             if not whole and decode is None:
-                console.print(summary(trajectory, answer=group.task.answer))
+                console.print(summary(episode, answer=group.task.answer))
 
 
 def _save(path: Path, groups: Sequence[TrajectoryGroup]) -> None:

@@ -16,7 +16,8 @@ from rich.rule import Rule
 from rich.style import Style
 from rich.text import Text
 
-from agentrl.types import Message, StopReason, Task, ToolCall, Trajectory
+from agentrl.report.statistics import num_response_tokens, num_turns
+from agentrl.types import EpisodeRecord, Message, StopReason, Task, ToolCall, Trajectory
 
 ROLE_STYLES = {"system": "magenta", "user": "cyan", "assistant": "bold green", "tool": "yellow"}
 _LOGPROB_COLOURS = ((-0.1, "green"), (-0.7, "default"), (-2.3, "yellow"), (-float("inf"), "red"))
@@ -24,12 +25,21 @@ _LOGPROB_COLOURS = ((-0.1, "green"), (-0.7, "default"), (-2.3, "yellow"), (-floa
 _VERSION_SHADES = ("grey15", "grey30", "navy_blue", "dark_green", "purple4")
 
 
-def show_episode(console: Console, task: Task, trajectory: Trajectory) -> None:
-    """Print its messages, then how it ended."""
-    console.print(Rule(Text(f"{trajectory.id}  task {task.id}")))
-    for message in trajectory.messages:
-        show_message(console, message)
-    console.print(summary(trajectory, answer=task.answer))
+def show_episode(console: Console, task: Task, episode: EpisodeRecord) -> None:
+    """Print the messages of its segments, then how it ended."""
+    console.print(Rule(Text(f"{episode.id}  task {task.id}")))
+    for segment in _headed(console, episode):
+        for message in segment.messages:
+            show_message(console, message)
+    console.print(summary(episode, answer=task.answer))
+
+
+def _headed(console: Console, episode: EpisodeRecord) -> Iterator[Trajectory]:
+    """The segments of an episode; where there are several, prints a heading before each."""
+    for number, segment in enumerate(episode.segments, start=1):
+        if len(episode.segments) > 1:
+            console.print(Text(f"segment {number} of {len(episode.segments)}", style="dim"))
+        yield segment
 
 
 def show_message(console: Console, message: Message) -> None:
@@ -61,21 +71,21 @@ def call_text(call: ToolCall) -> Text:
     return text
 
 
-def summary(trajectory: Trajectory, *, answer: str | None = None) -> Text:
-    """One line: reward and its parts, stop reason, turns, tools, tokens."""
+def summary(episode: EpisodeRecord, *, answer: str | None = None) -> Text:
+    """One line on the whole episode: reward and its parts, stop reason, turns, tools, tokens."""
+    trajectory = episode.segments[0]
     colour = "green" if trajectory.reward > 0 else "red"
     parts = ", ".join(f"{name} {value:g}" for name, value in trajectory.rewards.items())
     text = Text.assemble((f"reward {trajectory.reward:g}", f"bold {colour}"), f" ({parts})" if parts else "")
     ended = "" if trajectory.stop_reason is StopReason.COMPLETED else "bold yellow"
     text.append("  ended: ").append(str(trajectory.stop_reason), style=ended)
     info = trajectory.info
-    text.append(f"  {info.get('turns', len(trajectory.turns)):.0f} turns")
+    text.append(f"  {info.get('turns', num_turns(episode.segments)):.0f} turns")
     if calls := info.get("tool_calls"):
         text.append(f", {calls:.0f} tool calls ({info.get('tool_errors', 0):.0f} errors)")
-    num_tokens = trajectory.num_action_tokens or info.get("completion_tokens", 0)
-    text.append(f", {num_tokens:.0f} tokens")
-    if trajectory.turns:
-        text.append(f", version {trajectory.policy_version}")
+    text.append(f", {num_response_tokens(episode.segments):.0f} tokens")
+    if versions := [segment.policy_version for segment in episode.segments if segment.turns]:
+        text.append(f", version {min(versions)}")
     if answer is not None:
         text.append(f"  gold answer: {answer}", style="dim")
     return text
@@ -107,11 +117,17 @@ def tokens_of(trajectory: Trajectory, decode: Callable[[Sequence[int]], str]) ->
         yield Token(text=decode([token_id]), is_action=bool(mask), logprob=logprob, version=version)
 
 
-def show_tokens(console: Console, trajectory: Trajectory, decode: Callable[[Sequence[int]], str]) -> None:
+def show_tokens(console: Console, episode: EpisodeRecord, decode: Callable[[Sequence[int]], str]) -> None:
     """Print token by token: the model's tokens coloured by logprob and shaded by policy version, the others dim.
 
-    Without colours (a pipe, a file), one line for each token.
+    Without colours (a pipe, a file), one line for each token. Positions count from the start of each segment.
     """
+    for segment in _headed(console, episode):
+        _show_segment_tokens(console, segment, decode)
+    console.print(summary(episode))
+
+
+def _show_segment_tokens(console: Console, trajectory: Trajectory, decode: Callable[[Sequence[int]], str]) -> None:
     tokens = list(tokens_of(trajectory, decode))
     if console.color_system is None or console.no_color:
         for position, token in enumerate(tokens):
@@ -120,7 +136,6 @@ def show_tokens(console: Console, trajectory: Trajectory, decode: Callable[[Sequ
         console.print(_legend(tokens))
         for _, run in groupby(tokens, key=lambda token: token.is_action):
             console.print(Text.assemble(*((_visible(token.text), _style(token)) for token in run)))
-    console.print(summary(trajectory))
 
 
 def _token_line(position: int, token: Token) -> Text:

@@ -19,7 +19,7 @@ from agentrl.report.figures import figures
 from agentrl.report.metrics import MetricsLine, read
 from agentrl.report.statistics import is_correct
 from agentrl.run_folder import EpisodeKind, RunFolder, write_atomically
-from agentrl.types import Message, ToolCall, Trajectory, TrajectoryGroup
+from agentrl.types import EpisodeRecord, Message, ToolCall, Trajectory, TrajectoryGroup
 
 log = logging.getLogger(__name__)
 
@@ -143,9 +143,9 @@ def _ledger(lines: Sequence[MetricsLine]) -> list[tuple[str, str]]:
     ]
 
 
-def _choose(run: RunFolder) -> list[tuple[str, TrajectoryGroup, Trajectory]]:
+def _choose(run: RunFolder) -> list[tuple[str, TrajectoryGroup, EpisodeRecord]]:
     """Ten episodes from the first and the last files that were kept, right and wrong ones alternating."""
-    chosen: list[tuple[str, TrajectoryGroup, Trajectory]] = []
+    chosen: list[tuple[str, TrajectoryGroup, EpisodeRecord]] = []
     kinds: tuple[EpisodeKind, ...] = ("eval", "train")
     kind = next((kind for kind in kinds if run.trajectory_steps(kind=kind)), None)
     if kind is None:
@@ -153,18 +153,18 @@ def _choose(run: RunFolder) -> list[tuple[str, TrajectoryGroup, Trajectory]]:
     steps = run.trajectory_steps(kind=kind)
     for step in sorted({steps[0], steps[-1]}):
         episodes = _one_of_each_first(run.read_trajectories(step, kind=kind))
-        right = [pair for pair in episodes if is_correct(pair[1])]
-        wrong = [pair for pair in episodes if not is_correct(pair[1])]
+        right = [pair for pair in episodes if is_correct(pair[1].segments[0])]
+        wrong = [pair for pair in episodes if not is_correct(pair[1].segments[0])]
         half = NUM_EPISODES if steps[0] == steps[-1] else NUM_EPISODES // 2
         label = f"{'held out' if kind == 'eval' else 'training'}, step {step}"
         chosen.extend((label, *pair) for pair in _alternate(right, wrong)[:half])
     return chosen
 
 
-def _one_of_each_first(groups: Sequence[TrajectoryGroup]) -> list[tuple[TrajectoryGroup, Trajectory]]:
+def _one_of_each_first(groups: Sequence[TrajectoryGroup]) -> list[tuple[TrajectoryGroup, EpisodeRecord]]:
     """Every episode: the first of each task, then the second of each, and so on, so that tasks repeat late."""
-    ranked = [(rank, group, t) for group in groups for rank, t in enumerate(group.trajectories)]
-    return [(group, t) for _, group, t in sorted(ranked, key=lambda item: item[0])]
+    ranked = [(rank, group, episode) for group in groups for rank, episode in enumerate(group.episodes)]
+    return [(group, episode) for _, group, episode in sorted(ranked, key=lambda item: item[0])]
 
 
 def _alternate(first: list[Any], second: list[Any]) -> list[Any]:
@@ -173,18 +173,26 @@ def _alternate(first: list[Any], second: list[Any]) -> list[Any]:
     return mixed + first[shorter:] + second[shorter:]
 
 
-def _episode(when: str, group: TrajectoryGroup, trajectory: Trajectory, decode: Decode | None) -> dict[str, Any]:
-    versions = sorted({span.version for turn in trajectory.turns for span in turn.completion.version_spans})
+def _episode(when: str, group: TrajectoryGroup, episode: EpisodeRecord, decode: Decode | None) -> dict[str, Any]:
+    turns = [turn for segment in episode.segments for turn in segment.turns]
+    versions = sorted({span.version for turn in turns for span in turn.completion.version_spans})
+    first = episode.segments[0]
     return {
         "when": when,
-        "correct": is_correct(trajectory),
-        "reward": trajectory.reward,
-        "parts": ", ".join(f"{name} {value:g}" for name, value in trajectory.rewards.items()),
-        "stop_reason": str(trajectory.stop_reason),
-        "num_turns": len(trajectory.turns),
-        "num_action_tokens": trajectory.num_action_tokens,
+        "correct": is_correct(first),
+        "reward": episode.reward,
+        "parts": ", ".join(f"{name} {value:g}" for name, value in first.rewards.items()),
+        "stop_reason": str(first.stop_reason),
+        "num_turns": len(turns),
+        "num_action_tokens": sum(segment.num_action_tokens for segment in episode.segments),
         "versions": " to ".join(str(v) for v in dict.fromkeys((versions[0], versions[-1]))),
         "gold": group.task.answer,
+        "segments": [_segment(segment, decode) for segment in episode.segments],
+    }
+
+
+def _segment(trajectory: Trajectory, decode: Decode | None) -> dict[str, Any]:
+    return {
         "messages": [_message(message) for message in trajectory.messages],
         "tokens": _spans(trajectory, decode) if decode else [],
     }
@@ -205,7 +213,7 @@ def _call_text(call: ToolCall) -> str:
 
 
 def _spans(trajectory: Trajectory, decode: Decode) -> list[TokenSpan]:
-    """The tokens of an episode; the middle of a long one is left out."""
+    """The tokens of a segment; the middle of a long one is left out."""
     tokens = list(tokens_of(trajectory, decode))
     num_hidden = max(0, len(tokens) - NUM_TOKENS_HEAD - NUM_TOKENS_TAIL)
     spans: list[TokenSpan] = []

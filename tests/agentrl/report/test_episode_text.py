@@ -2,11 +2,13 @@
 
 import io
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
 from agentrl.report.episode_text import show_episode, show_tokens, tokens_of
+from agentrl.testing import episode_of
 from agentrl.types import (
     Completion,
     FinishReason,
@@ -62,7 +64,7 @@ def decode(token_ids: Sequence[int]) -> str:
 
 def test_an_episode_reads_from_top_to_bottom() -> None:
     screen, out = console()
-    show_episode(screen, Task(id="t", prompt="", answer="7"), EPISODE)
+    show_episode(screen, Task(id="t", prompt="", answer="7"), episode_of(EPISODE))
     lines = [line.rstrip() for line in out.getvalue().splitlines()]
     assert lines[1:-1] == [
         "system",
@@ -84,6 +86,19 @@ def test_an_episode_reads_from_top_to_bottom() -> None:
     assert lines[-1] == "version 3  gold answer: 7"
 
 
+def test_segments_are_shown_within_one_episode_with_one_summary() -> None:
+    forked = episode_of(EPISODE, replace(EPISODE, id="eval-0-1.1", messages=(user("Your notes."),), info={}))
+    screen, out = console()
+    show_episode(screen, Task(id="t", prompt=""), forked)
+    show_tokens(screen, forked, decode)
+    lines = [line.rstrip() for line in out.getvalue().splitlines()]
+    for heading in ("segment 1 of 2", "segment 2 of 2"):
+        assert lines.count(heading) == 2
+    assert lines.index("segment 2 of 2") < lines.index("  Your notes.")
+    assert sum(line.startswith("reward") for line in lines) == 2
+    assert out.getvalue().count("6 tokens") == 2
+
+
 def test_tokens_know_their_logprob_version_and_mask() -> None:
     tokens = list(tokens_of(EPISODE, decode))
     assert [token.text for token in tokens] == ["A", "B", "a", "b", "\n"]
@@ -93,7 +108,7 @@ def test_tokens_know_their_logprob_version_and_mask() -> None:
 
 def test_in_a_terminal_tokens_are_coloured() -> None:
     screen, out = console(colours=True)
-    show_tokens(screen, EPISODE, decode)
+    show_tokens(screen, episode_of(EPISODE), decode)
     text = out.getvalue()
     dim, green, red = "\x1b[2mA", "\x1b[32;48", "\x1b[31;48"
     assert dim in text
@@ -107,5 +122,5 @@ def test_in_a_terminal_tokens_are_coloured() -> None:
 )
 def test_without_colours_there_is_a_line_a_token(line: str) -> None:
     screen, out = console()
-    show_tokens(screen, EPISODE, decode)
+    show_tokens(screen, episode_of(EPISODE), decode)
     assert line in out.getvalue().splitlines()

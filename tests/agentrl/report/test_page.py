@@ -12,7 +12,7 @@ from agentrl.report import page as report
 from agentrl.report.metrics import MetricsLog
 from agentrl.report.page import write_report
 from agentrl.run_folder import RunFolder
-from agentrl.testing import with_members
+from agentrl.testing import episode_of, with_members
 from agentrl.types import Message, ToolCall, Trajectory
 from tests.agentrl.report.synthetic_run import Words, make_config, make_group, make_run
 
@@ -99,6 +99,17 @@ def test_one_task_with_many_samples_still_fills_ten_episodes(tmp_path: Path) -> 
     folder = RunFolder.create(tmp_path, "run", config=make_config())
     folder.write_trajectories(1, [make_group(Words(), 0, version=1, skill=0.5, rng=random.Random(0), size=16)])
     assert page_of(folder).text.count("policy version") == 10
+
+
+def test_the_segments_of_an_episode_are_shown_as_one_episode(tmp_path: Path) -> None:
+    episode = an_episode()
+    folder = RunFolder.create(tmp_path, "run", config=make_config())
+    group = make_group(Words(), 0, version=1, skill=1.0, rng=random.Random(0), size=1)
+    folder.write_trajectories(1, [with_members(group, [episode_of(episode, replace(episode, id="second"))])])
+    page = page_of(folder)
+    assert sum(tag == "details" and at.get("class") == "episode" for tag, at in page.elements) == 1
+    assert "segment 1 of 2" in page.text and "segment 2 of 2" in page.text
+    assert f"{2 * episode.num_action_tokens} tokens" in page.text
 
 
 def test_the_page_loads_nothing_from_anywhere(tmp_path: Path) -> None:

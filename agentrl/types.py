@@ -339,6 +339,9 @@ class StepOutput:
     ess_ratio: float | None = None  # of the batch; None if it was not measured
     resumable_from: int | None = None  # oldest version with a checkpoint; None without any
     wait_batch_s: float = 0.0  # time the learner waited for the batch of this step
+    skipped: bool = False  # the step was refused: the new version has the weights of the one before
+    parity_max_abs: float | None = None  # |engine - learner| logprobs of fresh sampled tokens, nats; None without any
+    parity_mean_abs: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -379,15 +382,13 @@ class TransferInit:
 
 
 ROUNDING = 1e-9
-"""Rewards are weighted sums of floats, so equal ones may differ in their last bits. Divided by a standard deviation of
-that size, the difference would become a full advantage."""
+"""Equal sums may differ in their last bits; divided by a standard deviation of that size, that is a full advantage."""
 
 
 def has_spread(rewards_G: Sequence[float]) -> bool:
     """Whether max R - min R > 1e-9 max(1, max |R|). If not, no action is known to be better than another.
 
-    False for fewer than two members. NaN and infinities count as spread, so that the check that refuses the step
-    receives them.
+    False for fewer than two members; true with a NaN or an infinity, so that the check that refuses the step sees it.
 
     >>> has_spread([0.0, 1.0]), has_spread([0.1 + 0.2, 0.3])
     (True, False)

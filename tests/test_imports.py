@@ -43,14 +43,11 @@ MODULES = _modules()
 
 
 def imports_of(path: Path) -> set[str]:
-    """Modules of the product that a file imports, at its top or in a function, except for the type checker."""
+    """Modules of the product that a file imports: at its top, in a function, or for the type checker only."""
     found: set[str] = set()
     todo: list[ast.AST] = [ast.parse(path.read_text())]
     while todo:
         node = todo.pop()
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            todo += node.orelse
-            continue
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from agentrl.config.algorithm import AlgorithmConfig
+from agentrl.engine.base import Parity
 from trainer.objective import baselines, vcpo
 from trainer.objective.ratios import LARGEST_LOG_WEIGHT
 from trainer.step_stats import GroupStats, TrajectoryStats
@@ -61,11 +62,24 @@ def policy(groups: Sequence[GroupStats]) -> dict[str, float]:
     if num_actions := sum(trajectory.num_action_tokens for trajectory in finite):
         metrics["learner/kl"] = sum(trajectory.kl_sum for trajectory in finite) / num_actions
         metrics["learner/entropy"] = sum(trajectory.entropy_sum for trajectory in finite) / num_actions
-    if num_parity := sum(trajectory.num_parity_tokens for trajectory in finite):
-        metrics["learner/parity_mean_abs"] = sum(trajectory.parity_sum for trajectory in finite) / num_parity
-        metrics["learner/parity_kl"] = sum(trajectory.parity_kl_sum for trajectory in finite) / num_parity
-        metrics["learner/parity_max_abs"] = max(trajectory.parity_max for trajectory in finite)
+    if (difference := parity(groups)) is not None:
+        metrics["learner/parity_mean_abs"] = difference.mean_abs
+        metrics["learner/parity_kl"] = difference.kl
+        metrics["learner/parity_max_abs"] = difference.max_abs
     return metrics
+
+
+def parity(groups: Sequence[GroupStats]) -> Parity | None:
+    """The difference to the engine over the tokens that it sampled with the learner's weights; None without any."""
+    finite = _finite(groups)
+    num_tokens = sum(trajectory.num_parity_tokens for trajectory in finite)
+    if not num_tokens:
+        return None
+    return Parity(
+        max_abs=max(trajectory.parity_max for trajectory in finite),
+        mean_abs=sum(trajectory.parity_sum for trajectory in finite) / num_tokens,
+        kl=sum(trajectory.parity_kl_sum for trajectory in finite) / num_tokens,
+    )
 
 
 def weights(groups: Sequence[GroupStats], *, max_weight: float | None) -> dict[str, float]:

@@ -131,7 +131,15 @@ class Learner:
             "learner/tokens_per_s": sum(one.num_tokens for one in diagnostics.members(groups)) / step_s,
         }
         self._log_step(groups, rho, update, step_s)
-        return StepOutput(policy_version=self.policy_version, metrics=metrics, ess_ratio=rho)
+        parity = diagnostics.parity(groups)
+        return StepOutput(
+            policy_version=self.policy_version,
+            metrics=metrics,
+            ess_ratio=rho,
+            skipped=update is None,
+            parity_max_abs=None if parity is None else parity.max_abs,
+            parity_mean_abs=None if parity is None else parity.mean_abs,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """The learner's state besides weights and optimizer, as plain numbers; trainer/checkpoint.py saves the rest."""

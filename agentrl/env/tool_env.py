@@ -5,16 +5,13 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from agentrl.env.base import Action, Env, StepResult
 from agentrl.env.driver import attributed
 from agentrl.errors import ConfigError, EnvError
 from agentrl.tools import ToolError, ToolSpec, collect_tools
 from agentrl.types import Message, Task, ToolCall
-
-if TYPE_CHECKING:
-    pass
 
 
 class ToolEnv(Env):

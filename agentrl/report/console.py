@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import IO, TYPE_CHECKING, Any, Self
+from typing import IO, Any, Self
 
 from rich.console import Console
 from rich.live import Live
@@ -22,10 +22,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from agentrl.report.observer import StepReport, Summary
 from agentrl.report.statistics import EvalResult
-
-if TYPE_CHECKING:
-    from agentrl.train.orchestrator import Summary
 
 log = logging.getLogger(__name__)
 
@@ -152,7 +150,7 @@ class TrainConsole(Terminal):
 
     Example:
         with TrainConsole(total_steps=100) as console:
-            console.step(1, {"rollout/reward_mean": 0.5})
+            console.step(report)
     """
 
     def __init__(self, *, total_steps: int, console: Console | None = None) -> None:
@@ -169,26 +167,26 @@ class TrainConsole(Terminal):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._live.stop()
 
-    def step(self, step: int, values: Mapping[str, float]) -> None:
-        """See orchestrator.Observer."""
+    def step(self, report: StepReport) -> None:
+        """See Observer."""
         if self._num_lines % 20 == 0:
             titles = " ".join(title.rjust(width) for title, _, _, width in _COLUMNS)
             self.line(Text(titles + "  what waits", style="bold"))
         self._num_lines += 1
-        shown = {"run/step": float(step), **values}
+        shown = {"run/step": float(report.step), **report.metrics}
         cells = (
             (_number(form, shown[key], width) if key in shown else "-").rjust(width) for _, key, form, width in _COLUMNS
         )
-        self.line(" ".join(cells) + "  " + _waits(values))
-        self._bar.update(self._job, completed=step, visible=True)
+        self.line(" ".join(cells) + "  " + _waits(report.metrics))
+        self._bar.update(self._job, completed=report.step, visible=True)
 
     def evaluating(self, done: int, total: int) -> None:
-        """See orchestrator.Observer."""
+        """See Observer."""
         self._start_live()
         self._bar.update(self._measuring, completed=done, total=total, visible=done < total)
 
     def evaluated(self, result: EvalResult) -> None:
-        """See orchestrator.Observer."""
+        """See Observer."""
         self._bar.update(self._measuring, visible=False)
         self.line(Text(f"held out, version {result.policy_version}: {_quality(result)}", style="bold green"))
         self._bar.update(self._job, visible=True)

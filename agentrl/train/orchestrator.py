@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from agentrl.buffer.ess_guard import EssGuard
 from agentrl.buffer.journal import Journal, Resumption
@@ -29,7 +28,7 @@ from agentrl.env.canary import Canaries
 from agentrl.errors import LearnerReplaced, raise_first
 from agentrl.report.evaluation import evaluate
 from agentrl.report.metrics import MetricsLog, rollout_metrics
-from agentrl.report.statistics import EvalResult
+from agentrl.report.observer import Observer, StepReport, Summary
 from agentrl.run_folder import RunFolder
 from agentrl.supervision.wait_graph import Gauges, WaitGraph
 from agentrl.train.learner_api import LearnerSession, LearnerSessions
@@ -41,31 +40,6 @@ log = logging.getLogger(__name__)
 
 # The final export of a large model takes a while; the run itself is over and only waits for it.
 EXPORT_TIMEOUT_S = 600.0
-
-
-class Observer(Protocol):
-    """Shows the run to a person. Example: `agentrl.report.console.TrainConsole`."""
-
-    def step(self, step: int, values: Mapping[str, float]) -> None:
-        """A step was made and its weights are in the engines."""
-
-    def evaluated(self, result: EvalResult) -> None:
-        """A held-out measurement is finished."""
-
-    def evaluating(self, done: int, total: int) -> None:
-        """A held-out measurement is under way."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Summary:
-    """The result of a run. Example: `summary.after.avg - summary.before.avg` is the improvement."""
-
-    num_steps: int
-    before: EvalResult
-    after: EvalResult
-    train_s: float
-    overlap: float  # share of the learner's working time during which the engine generated, since its last start
-    note: str = ""  # why it ended early; empty if it did not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,11 +228,12 @@ class Orchestrator:
         if resumed.state is not None:
             self._journal.step_made(resumed.version, resumed.state, resumable_from=None)
 
-    async def _record(self, step: int, batch: Batch, values: Mapping[str, float]) -> None:
-        self._observer.step(step, values)
+    async def _record(self, report: StepReport, batch: Batch) -> None:
+        self._observer.step(report)
+        step = report.step
         if step <= self._recorded:
             return  # made again from the journal; only the first record counts the groups that were dropped for it
-        self._metrics.log("step", step, values)
+        self._metrics.log("step", step, report.metrics)
         with self._wait_graph.waiting("training loop", on="disk", what="a step's episodes"):
             await asyncio.to_thread(self._run.write_trajectories, step, batch.groups)
 

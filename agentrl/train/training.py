@@ -22,6 +22,7 @@ from agentrl.env.canary import Canaries
 from agentrl.errors import ConfigError, DiskError
 from agentrl.report.console import TrainConsole
 from agentrl.report.metrics import MetricsLog
+from agentrl.report.observer import Summary
 from agentrl.rollout.group import GroupPlayer
 from agentrl.rollout.monitored_env import monitored
 from agentrl.rollout.settings import settings_of
@@ -31,7 +32,7 @@ from agentrl.supervision.serving import serving
 from agentrl.supervision.watchdog import supervised
 from agentrl.train import launch, launch_ranks
 from agentrl.train.learner_api import create_app
-from agentrl.train.orchestrator import Orchestrator, RolloutParts, Summary
+from agentrl.train.orchestrator import Orchestrator, RolloutParts
 from agentrl.wrappers import load_wrappers
 
 if TYPE_CHECKING:

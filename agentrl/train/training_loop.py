@@ -18,6 +18,7 @@ from agentrl.engine.metered import MeteredEngine
 from agentrl.env.canary import Canaries
 from agentrl.errors import NoLearningSignal
 from agentrl.report.metrics import rollout_metrics
+from agentrl.report.observer import StepReport
 from agentrl.supervision.wait_graph import Gauges, WaitGraph
 from agentrl.train.learner_api import LearnerSession
 from agentrl.train.rollout_loop import RolloutLoop, VersionedTaskSource
@@ -47,7 +48,7 @@ class TrainingLoop:
     """Makes the steps of a run, from the buffer's version to the last.
 
     Args:
-        record: stores a step's metrics and its batch.
+        record: stores the report on a step and its batch.
         evaluate: measures the version that the engines hold.
         trained_s: seconds spent training before this attempt, in a run that was resumed.
         wait_graph: records the waits. The watchdog that reads it ends waits without a deadline of their own.
@@ -62,7 +63,7 @@ class TrainingLoop:
         config: Config,
         parts: LoopParts,
         *,
-        record: Callable[[int, Batch, Mapping[str, float]], Awaitable[None]],
+        record: Callable[[StepReport, Batch], Awaitable[None]],
         evaluate: Callable[[int], Awaitable[None]],
         trained_s: float,
         wait_graph: WaitGraph,
@@ -137,7 +138,9 @@ class TrainingLoop:
             "run/step_s": seconds,
             "run/overlap": parts.session.overlap,
         }
-        await self._record(step, batch, self._metrics(batch, output, timing))
+        metrics = self._metrics(batch, output, timing)
+        report = StepReport(step=step, output=output, update=parts.session.last_update, metrics=metrics)
+        await self._record(report, batch)
         # Last: a step that a crash leaves without this mark is recorded again.
         state = StepState(ess_guard=parts.ess_guard.state_dict(), train_s=self.train_s)
         parts.journal.step_made(step, state, resumable_from=output.resumable_from)

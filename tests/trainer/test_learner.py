@@ -178,8 +178,13 @@ def test_a_step_reports_every_metric_finite_and_advances_the_version(learner: Le
 
 
 def test_parity_on_fresh_data_is_rounding(learner: Learner, tiny_model: Any) -> None:
-    metrics = learner.step(batch(mixed_groups(tiny_model, off_policy=0.0))).metrics
+    output = learner.step(batch(mixed_groups(tiny_model, off_policy=0.0)))
+    metrics = output.metrics
     assert metrics["learner/parity_max_abs"] < 1e-4
+    assert (output.parity_max_abs, output.parity_mean_abs) == (
+        metrics["learner/parity_max_abs"],
+        metrics["learner/parity_mean_abs"],
+    )
     assert metrics["learner/ess_ratio"] == pytest.approx(1.0, abs=1e-6)
     assert metrics["learner/kl"] < 1e-6
 
@@ -230,10 +235,11 @@ def test_a_nan_refuses_the_step_keeps_the_weights_and_names_the_trajectory(
     with caplog.at_level(logging.WARNING):
         output = learner.step(batch([broken, groups[1]]))
     assert torch.equal(before, weights_of(learner.model))
-    assert output.policy_version == 1 and output.metrics["learner/skipped_steps"] == 1.0
+    assert output.policy_version == 1 and output.skipped and output.metrics["learner/skipped_steps"] == 1.0
     assert "poisoned: reward not finite" in caplog.text
     assert all(math.isfinite(value) for value in output.metrics.values())
-    assert learner.step(batch(groups, version=1)).metrics["learner/skipped_steps"] == 1.0
+    again = learner.step(batch(groups, version=1))
+    assert not again.skipped and again.metrics["learner/skipped_steps"] == 1.0
     assert not torch.equal(before, weights_of(learner.model))
 
 

@@ -11,7 +11,7 @@ import math
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count, islice
 from pathlib import Path
@@ -23,15 +23,17 @@ from rich.console import Console
 from agentrl.cli.doctor.findings import Finding, crashed, fail, ok, warn
 from agentrl.config import Config
 from agentrl.engine import vllm_server
+from agentrl.engine.base import WeightUpdate
 from agentrl.engine.launch import PARITY_BOUNDS
 from agentrl.env import Action, Env, Split, StepResult
 from agentrl.errors import AgentRLError, ConfigError, WeightSyncError
 from agentrl.report.console import TrainConsole
+from agentrl.report.observer import StepReport
 from agentrl.run_folder import RunFolder
 from agentrl.supervision.secrets import Secrets
 from agentrl.supervision.status import read_status
 from agentrl.train.training import Training, is_model_folder
-from agentrl.types import Message, Task, user
+from agentrl.types import Message, StepOutput, Task, user
 
 STEP, SYNC, PARITY = "one-step train", "weight sync", "logprob parity"
 WARMSTART = {"demonstrations": 32, "steps": 1}
@@ -90,8 +92,8 @@ async def one_step_train(
     try:
         async with asyncio.timeout(deadline_s) as deadline:
             await Training(trial, console, secrets=secrets).run(run)
-    except _StepMade:
-        findings = judged(console.values, trial, seconds=time.monotonic() - started)
+    except _StepMade as made:
+        findings = judged(made.report, trial, seconds=time.monotonic() - started)
     except Exception as error:  # whatever it is: a finding, and the logs stay
         late = isinstance(error, TimeoutError) and deadline.expired()
         return [_failed(run, AgentRLError(f"not done within {deadline_s:g} s") if late else error)]
@@ -102,9 +104,9 @@ async def one_step_train(
     return findings
 
 
-def judged(values: Mapping[str, float], config: Config, *, seconds: float) -> list[Finding]:
-    """The findings from the metrics of the step."""
-    return [_step(values, seconds), _sync(values, config), parity(values, bound=bound_of(config))]
+def judged(report: StepReport, config: Config, *, seconds: float) -> list[Finding]:
+    """The findings from the report on the step."""
+    return [_step(report.output, seconds), _sync(report.update, config), parity(report, bound=bound_of(config))]
 
 
 def bound_of(config: Config) -> float:
@@ -113,12 +115,14 @@ def bound_of(config: Config) -> float:
     return PARITY_BOUNDS[config.model.dtype] if bound == "auto" else bound
 
 
-def parity(values: Mapping[str, float], *, bound: float) -> Finding:
+def parity(report: StepReport, *, bound: float) -> Finding:
     """Compares the logprobs of the probe text under the new weights, and those of the tokens that the engine
     sampled."""
-    if (probe := values.get("engine/parity_max_abs")) is None:
+    if report.update is None or report.update.parity is None:
         return fail(PARITY, "the engine's update was not probed", PARITY_FIX)
-    sampled, mean = values.get("learner/parity_max_abs", math.inf), values.get("learner/parity_mean_abs", math.inf)
+    probe, output = report.update.parity.max_abs, report.output
+    sampled = math.inf if output.parity_max_abs is None else output.parity_max_abs
+    mean = math.inf if output.parity_mean_abs is None else output.parity_mean_abs
     found = (
         f"|engine - learner| at most {probe:.1e} nats on the probe, {sampled:.1e} on sampled tokens ({mean:.1e} on "
         f"average); {bound:g} is allowed"
@@ -128,17 +132,19 @@ def parity(values: Mapping[str, float], *, bound: float) -> Finding:
     return ok(PARITY, found) if sampled <= bound else warn(PARITY, found, PARITY_FIX)
 
 
-def _step(values: Mapping[str, float], seconds: float) -> Finding:
-    if values.get("learner/skipped_steps"):
+def _step(output: StepOutput, seconds: float) -> Finding:
+    if output.skipped:
         return warn(STEP, "the step was refused, and the weights kept", STEP_FIX)
     return ok(STEP, f"sandbox, engine and learner started, and a step made, in {seconds:.0f} s")
 
 
-def _sync(values: Mapping[str, float], config: Config) -> Finding:
+def _sync(update: WeightUpdate | None, config: Config) -> Finding:
     """The engine has proven both updates: the version, and the checksum where there is one."""
-    way, gap_s = vllm_server.transfer_of(config.engine), values["engine/update_gap_s"]
-    num_bytes = values["engine/update_bytes_per_s"] * gap_s
-    found = f"versions 0 and 1 taken by {way}, {num_bytes / 1e6:.4g} MB, generation paused for {gap_s:.2f} s"
+    way = vllm_server.transfer_of(config.engine)
+    if update is None:
+        return fail(SYNC, f"no update by {way} was measured", SYNC_FIX)
+    size, gap = f"{update.num_bytes / 1e6:.4g} MB", f"{update.gap_s:.2f} s"
+    found = f"versions 0 and 1 taken by {way}, {size}, generation paused for {gap}"
     if way == "reload":
         return warn(SYNC, f"{found}; {way} has no checksum", "engine.weight_transfer=safetensors has one")
     return ok(SYNC, f"{found}; one checksum on both sides")
@@ -146,24 +152,28 @@ def _sync(values: Mapping[str, float], config: Config) -> Finding:
 
 def _failed(run: RunFolder, error: Exception) -> Finding:
     """The finding of the error that ended the trial."""
-    name = SYNC if isinstance(error, WeightSyncError) else STEP
+    is_sync = isinstance(error, WeightSyncError)
+    name, hint = (SYNC, f"; {SYNC_FIX}") if is_sync else (STEP, "")
     try:
         phase = f"{read_status(run.path).progress.phase}: "
     except ConfigError:  # it failed before the run began
         phase = ""
-    return fail(name, phase + crashed(name, error).found, f"do what the reason says; the logs are in {run.logs}")
+    return fail(name, phase + crashed(name, error).found, f"do what the reason says{hint}; the logs are in {run.logs}")
 
 
 class _StepMade(Exception):
-    """The trial has its numbers: the run ends here, without the last evaluation and the export."""
+    """The trial's step is made: the run ends here, without the last evaluation and the export."""
+
+    def __init__(self, report: StepReport) -> None:
+        super().__init__("the step was made")
+        self.report = report
 
 
 class _TrialConsole(TrainConsole):
-    """Prints nothing; keeps the metrics of the first step and ends the run."""
+    """Prints nothing; ends the run with the report on the first step."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         super().__init__(total_steps=1, console=Console(quiet=True))
-        self.values: dict[str, float] = {}
         self._say = say
 
     @contextmanager
@@ -173,13 +183,12 @@ class _TrialConsole(TrainConsole):
         yield
 
     def evaluating(self, done: int, total: int) -> None:
-        """See orchestrator.Observer."""
+        """See Observer."""
         self._say("training one step")
 
-    def step(self, step: int, values: Mapping[str, float]) -> None:
-        """See orchestrator.Observer."""
-        self.values = dict(values)
-        raise _StepMade
+    def step(self, report: StepReport) -> None:
+        """See Observer."""
+        raise _StepMade(report)
 
 
 def _trial_config(config: Config, folder: Path) -> Config:

@@ -9,8 +9,9 @@ from rich.console import Console
 from agentrl.errors import ConfigError, SandboxError
 from agentrl.report.console import EvalConsole, Terminal, TrainConsole, show_error
 from agentrl.report.metrics import rollout_metrics
+from agentrl.report.observer import StepReport, Summary
 from agentrl.report.statistics import EvalResult, summarize
-from agentrl.train.orchestrator import Summary
+from agentrl.types import StepOutput
 from tests.agentrl.report.synthetic_run import Words, learner_metrics, make_group
 
 
@@ -20,6 +21,11 @@ def screen(*, width: int = 80, terminal: bool = False) -> Console:
 
 def shown(console: Console) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def report(step: int, metrics: dict[str, float]) -> StepReport:
+    output = StepOutput(policy_version=step, metrics={})
+    return StepReport(step=step, output=output, update=None, metrics=metrics)
 
 
 def step_metrics(step: int) -> dict[str, float]:
@@ -43,7 +49,7 @@ def test_a_whole_run_is_shown(terminal: bool) -> None:
         view.evaluating(3, 12)
         view.evaluated(before)
         for step in (1, 2, 3):
-            view.step(step, step_metrics(step))
+            view.step(report(step, step_metrics(step)))
     summary = Summary(num_steps=3, before=before, after=after, train_s=60.0, overlap=0.88, note="cut [red]short[/red]")
     view.summary(summary, Path("runs/[q]"), Path("runs/[q]/report.html"))
     text = shown(console)
@@ -56,10 +62,10 @@ def test_a_whole_run_is_shown(terminal: bool) -> None:
 def test_step_lines_fit_80_columns_and_are_aligned() -> None:
     console = screen()
     with TrainConsole(total_steps=9_999, console=console) as view:
-        view.step(7, step_metrics(7))
+        view.step(report(7, step_metrics(7)))
         huge = {"learner/grad_norm": 1234567.8, "engine/tokens_per_s": 123_456.0, "engine/busy_share": 0.0}
-        view.step(9_999, {**step_metrics(9), **huge, "wait/learner_for_batch_s": 12.3})
-        view.step(3, {"rollout/reward_mean": 0.5})
+        view.step(report(9_999, {**step_metrics(9), **huge, "wait/learner_for_batch_s": 12.3}))
+        view.step(report(3, {"rollout/reward_mean": 0.5}))
     header, *lines = shown(console).splitlines()
     assert max(map(len, (header, *lines))) <= 80
     assert {line.index("learner") for line in lines} == {header.index("what waits")}
@@ -68,7 +74,7 @@ def test_step_lines_fit_80_columns_and_are_aligned() -> None:
 def test_who_waits_is_read_from_one_line() -> None:
     console = screen()
     with TrainConsole(total_steps=1, console=console) as view:
-        view.step(1, {"wait/learner_for_batch_s": 1.25, "engine/busy_share": 0.9})
+        view.step(report(1, {"wait/learner_for_batch_s": 1.25, "engine/busy_share": 0.9}))
     assert "learner 1.2s, engine idle 10%" in shown(console)
 
 

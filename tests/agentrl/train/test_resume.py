@@ -17,11 +17,12 @@ from agentrl.config import Config
 from agentrl.engine.base import WeightUpdate
 from agentrl.errors import ConfigError, WeightSyncError
 from agentrl.report.metrics import read
+from agentrl.report.observer import Summary
 from agentrl.run_folder import RunFolder
 from agentrl.testing import one_token_group
 from agentrl.tokens.tokenizer import TurnTokenizer
 from agentrl.train import learner_api as api
-from agentrl.train.orchestrator import Orchestrator, Summary
+from agentrl.train.orchestrator import Orchestrator
 from agentrl.train.resume import reopen
 from agentrl.types import Batch, WeightsRef
 from tests.agentrl.train.whole_run import TOKEN, YesAndNo, make_config, obedient_learner, orchestrating

@@ -17,6 +17,7 @@ from agentrl.engine.base import TrainableEngine
 from agentrl.env import Action, Env, Episode, StepResult
 from agentrl.env.canary import Canaries
 from agentrl.report.metrics import MetricsLog
+from agentrl.report.observer import StepReport, Summary
 from agentrl.report.statistics import EvalResult
 from agentrl.rollout.group import GroupPlayer
 from agentrl.rollout.settings import settings_of
@@ -27,7 +28,7 @@ from agentrl.testing import ScriptedEngine
 from agentrl.tokens.tokenizer import TurnTokenizer
 from agentrl.train import learner_api as api
 from agentrl.train.learner_api import create_app
-from agentrl.train.orchestrator import Orchestrator, RolloutParts, Summary
+from agentrl.train.orchestrator import Orchestrator, RolloutParts
 from agentrl.types import Batch, Message, Probe, StepOutput, Task, TransferInit, WeightsRef, user
 
 TOKEN = "secret"
@@ -56,8 +57,8 @@ class Quiet:
     def __init__(self) -> None:
         self.steps: list[int] = []
 
-    def step(self, step: int, values: Mapping[str, float]) -> None:
-        self.steps.append(step)
+    def step(self, report: StepReport) -> None:
+        self.steps.append(report.step)
 
     def evaluated(self, result: EvalResult) -> None:
         pass

@@ -15,13 +15,13 @@ import sys
 from collections import Counter
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any
 
 from agentrl.buffer.journal import Journal
 from agentrl.cli.options import run as run_command
 from agentrl.config import Config
 from agentrl.report.console import TrainConsole
 from agentrl.report.metrics import read
+from agentrl.report.observer import StepReport
 from agentrl.run_folder import RunFolder
 from agentrl.tokens.tokenizer import TurnTokenizer
 from agentrl.train.resume import reopen
@@ -36,8 +36,8 @@ class Filling(TrainConsole):
 
     folder: Path
 
-    def step(self, step: int, values: Any) -> None:
-        super().step(step, values)
+    def step(self, report: StepReport) -> None:
+        super().step(report)
         fill(self.folder)
 
 

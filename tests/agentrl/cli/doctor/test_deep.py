@@ -6,19 +6,32 @@ import math
 import re
 import socket
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from agentrl.cli.doctor import plan
-from agentrl.cli.doctor.deep import judged, one_step_train, parity
+from agentrl.cli.doctor.deep import SYNC_FIX, _failed, judged, one_step_train, parity
 from agentrl.cli.doctor.findings import FindingStatus
 from agentrl.cli.main import app
 from agentrl.config import Config, parse
+from agentrl.engine.base import Parity, WeightUpdate
+from agentrl.errors import SandboxError, WeightSyncError
+from agentrl.report.observer import StepReport
+from agentrl.run_folder import RunFolder
+from agentrl.types import StepOutput
 
 QUICKSTART = Path(__file__).parents[4] / "configs" / "quickstart.yaml"
-METRICS = {"learner/parity_max_abs": 2e-6, "learner/parity_mean_abs": 1e-6}
+OUTPUT = StepOutput(policy_version=1, metrics={}, parity_max_abs=2e-6, parity_mean_abs=1e-6)
+
+
+def report(output: StepOutput, *, probe: float | None) -> StepReport:
+    """Of a step whose update was measured; `probe`: difference of the probe's logprobs."""
+    measured = None if probe is None else Parity(max_abs=probe, mean_abs=probe, kl=0.0)
+    update = WeightUpdate(gap_s=0.5, num_bytes=10**6, parity=measured)
+    return StepReport(step=1, output=output, update=update, metrics={})
 
 
 def config(model: Path, **engine: object) -> Config:
@@ -27,28 +40,35 @@ def config(model: Path, **engine: object) -> Config:
 
 
 @pytest.mark.parametrize(
-    ("probe", "metrics", "status"),
+    ("probe", "output", "status"),
     [
-        (1e-6, METRICS, "OK"),
-        (1e-3, METRICS, "FAIL"),
-        (math.inf, METRICS, "FAIL"),
-        (1e-6, METRICS | {"learner/parity_max_abs": 0.1}, "WARN"),
-        (1e-6, {}, "WARN"),
+        (1e-6, OUTPUT, "OK"),
+        (1e-3, OUTPUT, "FAIL"),
+        (math.inf, OUTPUT, "FAIL"),
+        (1e-6, replace(OUTPUT, parity_max_abs=0.1), "WARN"),
+        (1e-6, StepOutput(policy_version=1, metrics={}), "WARN"),
     ],
 )
-def test_logprobs_that_differ_too_much_are_a_fail(probe: float, metrics: dict[str, float], status: str) -> None:
-    assert parity(metrics | {"engine/parity_max_abs": probe}, bound=1e-4).status == status
+def test_logprobs_that_differ_too_much_are_a_fail(probe: float, output: StepOutput, status: str) -> None:
+    assert parity(report(output, probe=probe), bound=1e-4).status == status
 
 
 def test_an_update_without_a_probe_proves_nothing() -> None:
-    assert parity(METRICS, bound=1e-4).status is FindingStatus.FAIL
+    assert parity(report(OUTPUT, probe=None), bound=1e-4).status is FindingStatus.FAIL
 
 
 def test_a_step_that_is_refused_and_an_update_without_checksum_are_warnings(tmp_path: Path) -> None:
-    numbers = METRICS | {"engine/update_gap_s": 0.5, "engine/update_bytes_per_s": 2e6, "engine/parity_max_abs": 0.0}
-    numbers["learner/skipped_steps"] = 1.0
+    refused = report(replace(OUTPUT, skipped=True), probe=0.0)
     reload = config(tmp_path, device="cpu", weight_transfer="reload")
-    assert [one.status for one in judged(numbers, reload, seconds=9.0)] == ["WARN", "WARN", "OK"]
+    assert [one.status for one in judged(refused, reload, seconds=9.0)] == ["WARN", "WARN", "OK"]
+
+
+def test_a_failed_weight_sync_says_how_to_fix_the_transfer(tmp_path: Path) -> None:
+    run = RunFolder(path=tmp_path)
+    failed = _failed(run, WeightSyncError("the engine has another checksum"))
+    assert failed.name == "weight sync" and SYNC_FIX in failed.fix and str(run.logs) in failed.fix
+    other = _failed(run, SandboxError("it did not start"))
+    assert other.name == "one-step train" and SYNC_FIX not in other.fix
 
 
 async def test_servers_that_others_may_use_are_left_alone(tmp_path: Path) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import ast
 import doctest
 import importlib
+import re
 from pathlib import Path
 
 import pytest
 
-from tests.test_imports import MODULES, ROOT
+from tests.test_imports import GRAPH, MODULES, ROOT
 
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
@@ -39,18 +40,59 @@ SMALL_FILES = {
     "trainer/gradient/handoff.py": "the only code that feeds DeepSpeed's backward",
     "trainer/step_stats.py": "records that estimator, learner and diagnostics share",
 }
+PACKAGE_NAMES = [name for name, path in MODULES.items() if path.name == "__init__.py"]
 
 
 def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
-@pytest.mark.parametrize("package", [name for name, path in MODULES.items() if path.name == "__init__.py"])
+@pytest.mark.parametrize("package", PACKAGE_NAMES)
 def test_a_package_says_what_it_is_for_what_it_may_import_and_where_to_start(package: str) -> None:
     said = ast.get_docstring(parse(MODULES[package])) or ""
     text = " ".join(said.split())
     purpose, *_ = said.split("\n\n")
     assert purpose and "May import: " in text and "Start reading in " in text
+
+
+def package_imports(package: str) -> set[str]:
+    """Modules that a package, with its inner ones, imports from outside itself."""
+    inside = {name for name in MODULES if name == package or name.startswith(f"{package}.")}
+    return set().union(*(GRAPH[name] for name in inside)) - inside
+
+
+def may_import(package: str) -> str:
+    """The sentence of the docstring, up to a semicolon, after which come remarks."""
+    text = " ".join((ast.get_docstring(parse(MODULES[package])) or "").split())
+    sentence = re.split(r"\.(?: |$)", text.partition("May import: ")[2], maxsplit=1)[0]
+    return sentence.partition(";")[0]
+
+
+@pytest.mark.parametrize("package", PACKAGE_NAMES)
+def test_a_package_imports_exactly_what_it_says(package: str) -> None:
+    said = may_import(package)
+    if re.fullmatch(r"everything before (it|`agentrl\.cli`) in the order of imports", said):
+        return  # which tests/test_imports.py holds
+    named = set(re.findall(r"`([\w.]+)`", said))
+    covered = {name: {got for got in package_imports(package) if f"{got}.".startswith(f"{name}.")} for name in named}
+    assert package_imports(package) == set().union(*covered.values()), "more is imported"
+    assert all(covered.values()), "not all of them are imported"
+
+
+def test_the_modules_of_the_trainer_import_in_the_order_of_its_docstring() -> None:
+    text = " ".join((ast.get_docstring(parse(MODULES["trainer"])) or "").split())
+    (chain,) = re.findall(r"imports earlier ones only: (.*?)\.", text)
+    order = re.split(r", | -> ", chain)
+    parts = {name.split(".")[1] for name in MODULES if name.startswith("trainer.")}
+    assert sorted([*order, "warmstart"]) == sorted(parts)
+    wrong = [
+        f"{module} imports {imported}"
+        for module, part in ((name, name.split(".")[1]) for name in MODULES if name.startswith("trainer."))
+        for imported in GRAPH[module]
+        if part != "warmstart" and imported.startswith("trainer.")
+        if part != (other := imported.split(".")[1]) and other not in order[: order.index(part)]
+    ]
+    assert wrong == []
 
 
 def test_no_file_and_no_function_is_too_long() -> None:

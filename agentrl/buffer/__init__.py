@@ -1,4 +1,5 @@
 """The bounded store between rollout and learner: slots, the staleness rule, the journal, the ESS guard.
 
-May import: `agentrl.types`, `agentrl.errors`, `agentrl.report.statistics`. Start reading in `trajectory_buffer.py`.
+May import: `agentrl.types`, `agentrl.errors`, `agentrl.config`, `agentrl.run_folder`, `agentrl.report.statistics`.
+Start reading in `trajectory_buffer.py`.
 """

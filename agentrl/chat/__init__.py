@@ -5,5 +5,5 @@
     session.py           answers the agent's calls: token_session.py by token ids, forward_session.py by messages
     endpoint_speaker.py  a model behind an endpoint speaks in an environment's episode, through chat_model.py
 
-May import: everything up to `agentrl.rollout`. Start reading in `runners.py`.
+May import: everything before it in the order of imports. Start reading in `runners.py`.
 """

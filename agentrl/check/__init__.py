@@ -1,6 +1,6 @@
 """Checks an environment before anyone trains on it.
 
-May import: everything up to `agentrl.rollout`, and `agentrl.testing`. Start reading in `check_env.py`.
+May import: everything before it in the order of imports. Start reading in `check_env.py`.
 """
 
 from agentrl.check.check_env import Check, CheckReport, check_env, wrong_answer

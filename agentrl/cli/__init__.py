@@ -1,4 +1,4 @@
 """The `agentrl` command: one module for each subcommand.
 
-May import: everything. Start reading in `main.py`.
+May import: everything before it in the order of imports. Start reading in `main.py`.
 """

@@ -7,5 +7,5 @@
     generation.py     one request to the engine: id, seed, checks
     outcome.py        the episode's weight in the loss
 
-May import: everything up to `agentrl.engine`. Start reading in `group.py`.
+May import: everything before it in the order of imports. Start reading in `group.py`.
 """

@@ -7,5 +7,5 @@
     context_window.py  the token record of an episode that our loop plays
     branches.py        the token record of an agent's calls, which may branch
 
-May import: types, errors, config. Start reading in `tokenizer.py`.
+May import: `agentrl.types`, `agentrl.errors`, `agentrl.config`. Start reading in `tokenizer.py`.
 """

@@ -1,4 +1,5 @@
 """The weight update: how weights leave the learner, into folders or directly to engines.
 
-May import: `trainer.lora`, `trainer.ranks`, `trainer.whole_folder`, `agentrl.engine`. Start reading in `transfer.py`.
+May import: `agentrl.types`, `agentrl.errors`, `agentrl.config`, `agentrl.supervision`, `agentrl.engine`,
+`trainer.lora`, `trainer.ranks`, `trainer.whole_folder`. Start reading in `transfer.py`.
 """

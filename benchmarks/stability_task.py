@@ -29,7 +29,7 @@ from agentrl import config as config_module
 from agentrl.chat.runners import TokenRunners
 from agentrl.config import Config
 from agentrl.data.source import TaskSource, held_out_tasks
-from agentrl.engine import launch as launch_engines
+from agentrl.engine import launch_servers
 from agentrl.env import Env, load_env_class, opened
 from agentrl.report.evaluation import evaluate
 from agentrl.rollout.group import GroupPlayer
@@ -100,11 +100,11 @@ async def staged(config: Config) -> AsyncIterator[Stage]:
                 print((await warmstart(config, out=Path(config.model.path), sandbox=sandbox)).describe(), flush=True)
             async with (
                 opened(env_class, sandbox=sandbox) as make_env,
-                launch_engines.engine_servers(config, model_path=config.model.path, logs=Path(logs)) as servers,
+                launch_servers.engine_servers(config, model_path=config.model.path, logs=Path(logs)) as servers,
             ):
-                await launch_engines.engines_ready(servers, config.engine)
+                await launch_servers.engines_ready(servers, config.engine)
                 tokenizer = load_tokenizer(config.model)
-                async with launch_engines.engine_client(servers, config) as engine:
+                async with launch_servers.engine_client(servers, config) as engine:
                     yield Stage(
                         config=config,
                         env_class=env_class,

@@ -9,7 +9,7 @@ from random import Random
 from agentrl.env import Split, register
 from agentrl.types import Message, Task, ToolCall
 from envs.aime import AimePython
-from envs.modmath_templates import TEMPLATES, attempt
+from envs.modmath_templates import TEMPLATES, script_for
 from envs.splits import NUM_TEST_TASKS, split_of
 
 _TEMPLATE_BY_NAME = {template.name: template for template in TEMPLATES}
@@ -46,7 +46,7 @@ class ModMath(AimePython):
         if template is None:
             return None
         rng = Random(f"{seed}/{task.id}")
-        script = attempt(template, task.metadata["numbers"], skill=skill, rng=rng)
+        script = script_for(template, task.metadata["numbers"], skill=skill, rng=rng)
         calls = [
             ToolCall(id=f"call_{turn}", name="python", arguments={"code": cell})
             for turn, cell in enumerate(script.program)

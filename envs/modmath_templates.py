@@ -144,7 +144,7 @@ TEMPLATES: tuple[Template, ...] = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
+class Script:
     """A demonstrator's whole episode: the cells that it runs, one per turn, and its last sentence."""
 
     program: Program
@@ -157,23 +157,23 @@ BAD_HABITS: Mapping[str, float] = {"guess": 0.3, "wrong_method": 0.35, "no_print
 SHARE_IN_STEPS = 0.2
 
 
-def attempt(template: Template, numbers: Numbers, *, skill: float, rng: Random) -> Attempt:
-    """A demonstrator's attempt: right with probability `skill`, else with one of `BAD_HABITS`."""
+def script_for(template: Template, numbers: Numbers, *, skill: float, rng: Random) -> Script:
+    """A demonstrator's script: right with probability `skill`, else with one of `BAD_HABITS`."""
     in_steps = rng.random() < SHARE_IN_STEPS
     program = fill(template.right_in_steps if in_steps else template.right, numbers)
     if rng.random() < skill:
-        return Attempt(program=program, closing=_answer_is(outputs(program)[-1]))
+        return Script(program=program, closing=_answer_is(outputs(program)[-1]))
     habit = rng.choices(list(BAD_HABITS), weights=list(BAD_HABITS.values()))[0]
     guess = str(rng.randint(0, MAX_ANSWER))
     if habit == "guess":
-        return Attempt(program=(), closing=f"I guess \\boxed{{{guess}}}.")
+        return Script(program=(), closing=f"I guess \\boxed{{{guess}}}.")
     if habit == "wrong_method":
         program = fill(rng.choice(template.wrong), numbers)
-        return Attempt(program=program, closing=_answer_is(outputs(program)[-1]))
+        return Script(program=program, closing=_answer_is(outputs(program)[-1]))
     if habit == "no_print":
-        return Attempt(program=(*program[:-1], _silenced(program[-1])), closing=_answer_is(guess))
+        return Script(program=(*program[:-1], _silenced(program[-1])), closing=_answer_is(guess))
     result = outputs(program)[-1]
-    return Attempt(program=program, closing=f"Rounded, it is \\boxed{{{result[:-1]}0}}.")
+    return Script(program=program, closing=f"Rounded, it is \\boxed{{{result[:-1]}0}}.")
 
 
 def _silenced(cell: str) -> str:

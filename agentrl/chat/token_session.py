@@ -63,21 +63,21 @@ class TokenSession(ChatSession):
 
     async def _play(self, request: ChatRequest) -> ChatAnswer:
         try:
-            place = self.store.place(request.messages, request.tools)
+            point = self.store.branch_point(request.messages, request.tools)
         except ConfigError as error:
             raise ApiError(400, str(error), param="messages") from error
         try:
-            prompt, number = place.prompt_ids, self._generator.num_requests
+            prompt, number = point.prompt_ids, self._generator.num_requests
             completion = await self._generator.generate(prompt, self._fitted(request, len(prompt)))
             self.generate_s = self._generator.generate_s
             said, answer = self._read(completion, request, number=number, num_prompt_tokens=len(prompt))
         except EngineError as error:
-            self.store.release(place)
+            self.store.release(point)
             raise self._fail(error) from error
         except BaseException:
-            self.store.release(place)
+            self.store.release(point)
             raise
-        self.store.commit(place, completion, said=said, shown=answer.message)
+        self.store.commit(point, completion, said=said, shown=answer.message)
         return answer
 
     def _fitted(self, request: ChatRequest, num_prompt_tokens: int) -> Sampling:

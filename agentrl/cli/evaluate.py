@@ -13,7 +13,7 @@ from agentrl.chat.chat_model import ChatModel
 from agentrl.chat.runners import EndpointRunners, TokenRunners
 from agentrl.config import Config, parse
 from agentrl.data.source import held_out_tasks
-from agentrl.engine import launch as launch_engines
+from agentrl.engine import launch_servers
 from agentrl.engine.base import Engine
 from agentrl.engine.vllm_engine import VLLMEngine
 from agentrl.env import Env, load_env_class, opened
@@ -172,14 +172,14 @@ async def _engine(request: Request, logs: Path, console: EvalConsole) -> AsyncIt
         async with AsyncExitStack() as stack:
             yield await _running_engine(request.url, request, stack)
         return
-    async with launch_engines.engine_servers(
+    async with launch_servers.engine_servers(
         config, model_path=config.model.path, logs=logs, token=request.secrets.engine
     ) as servers:
         with console.phase("starting the engine (vLLM)"):
-            await launch_engines.engines_ready(servers, config.engine)
+            await launch_servers.engines_ready(servers, config.engine)
         async with (
-            launch.watching(*launch_engines.parts_of(servers)),
-            launch_engines.engine_client(servers, config, token=request.secrets.engine) as engine,
+            launch.watching(*launch_servers.parts_of(servers)),
+            launch_servers.engine_client(servers, config, token=request.secrets.engine) as engine,
         ):
             yield engine
 

@@ -183,7 +183,7 @@ def sandbox(context: typer.Context) -> None:
 def engine(config_path: ConfigPath, overrides: Overrides = None, debug: Debug = False) -> None:
     """Serve the config's model with vLLM, with the flags that in-flight weight updates need."""
     from agentrl import config as configs
-    from agentrl.engine.launch import replace_by_engine
+    from agentrl.engine.launch_servers import replace_by_engine
     from agentrl.supervision import secrets
     from agentrl.train.training import check_model, is_model_folder
 

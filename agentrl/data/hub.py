@@ -28,7 +28,7 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class DataFiles:
     """The files to read, in order, and the options that were given with the name.
 
     Example:
@@ -41,7 +41,7 @@ class Place:
     options: Mapping[str, str] = field(default_factory=dict)
 
 
-def locate(data: str | Path, *, split: str) -> Place:
+def locate(data: str | Path, *, split: str) -> DataFiles:
     """Find the files of `data`. Downloads files of the hub that are not in its cache.
 
     `path/to/rows.jsonl`, `path/to/rows.parquet`, `path/to/folder`, `hf:owner/name` (or `owner/name` where no such path
@@ -56,23 +56,24 @@ def locate(data: str | Path, *, split: str) -> Place:
     """
     name = str(data)
     if Path(name).is_file():
-        return Place(name=name, files=(Path(name),))
+        return DataFiles(name=name, files=(Path(name),))
     base, _, query = name.partition("?")
     options = _options(query, name)
     path = Path(base)
     if path.is_dir():
         inside = [str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()]
         chosen = choose(inside, options, split=split, name=name)
-        return Place(name=name, files=tuple(path / file for file in chosen), options=options)
+        return DataFiles(name=name, files=tuple(path / file for file in chosen), options=options)
     is_hub = base.startswith("hf:") or (
         not path.exists() and path.suffix not in SUFFIXES and _HUB_NAME.fullmatch(base) is not None
     )
     if not is_hub:
-        return Place(name=name, files=(path,), options=options)
+        return DataFiles(name=name, files=(path,), options=options)
     repo = base.removeprefix("hf:").strip("/")
     if not _HUB_NAME.fullmatch(repo):
         raise ConfigError(f"{name!r} is not the name of a data set: write hf:owner/name, with options after a '?'")
-    return Place(name=name, files=_download(repo, options, split, name), hub_name=repo.split("/")[1], options=options)
+    files = _download(repo, options, split, name)
+    return DataFiles(name=name, files=files, hub_name=repo.split("/")[1], options=options)
 
 
 def choose(files: Sequence[str], options: Mapping[str, str], *, split: str, name: str) -> list[str]:

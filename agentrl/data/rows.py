@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from agentrl.data.hub import Place, locate
+from agentrl.data.hub import DataFiles, locate
 from agentrl.errors import ConfigError, DataError, MissingDependencyError
 from agentrl.types import Task
 
@@ -73,12 +73,12 @@ def read_tasks(
     Example:
         tasks = read_tasks("rows.jsonl?answer=solution", need_answers=True)
     """
-    place = locate(data, split=split)
-    columns = _named_in(place, columns or Columns())
+    source = locate(data, split=split)
+    columns = _named_in(source, columns or Columns())
     tasks: list[Task] = []
     blank: list[str] = []
     where_of: dict[str, str] = {}
-    for row in _rows(place):
+    for row in _rows(source):
         task = _task(row, columns, need_answer=need_answers, read_answer=read_answer)
         if task.id in where_of:
             raise DataError(f"{row.where}: id {task.id!r} was used in {where_of[task.id]}; make ids unique")
@@ -88,9 +88,9 @@ def read_tasks(
         else:
             tasks.append(task)
     if not tasks:
-        raise ConfigError(f"data file {place.name} holds no rows{' with an answer' if blank else ''}")
+        raise ConfigError(f"data file {source.name} holds no rows{' with an answer' if blank else ''}")
     if blank:
-        log.warning("%s: %d rows have a blank answer and are left out: %s", place.name, len(blank), _listed(blank))
+        log.warning("%s: %d rows have a blank answer and are left out: %s", source.name, len(blank), _listed(blank))
     return tasks
 
 
@@ -101,14 +101,14 @@ def endless(tasks: list[Task], *, seed: int) -> Iterator[Task]:
         yield from rng.sample(tasks, len(tasks))
 
 
-def _named_in(place: Place, columns: Columns) -> Columns:
-    named: dict[str, Any] = {key: place.options[key] for key in ("problem", "answer", "id") if key in place.options}
+def _named_in(source: DataFiles, columns: Columns) -> Columns:
+    named: dict[str, Any] = {key: source.options[key] for key in ("problem", "answer", "id") if key in source.options}
     return replace(columns, **named, is_solution=columns.is_solution and "answer" not in named)
 
 
-def _rows(place: Place) -> Iterator[_Row]:
-    for path in place.files:
-        stem = path.stem if place.hub_name is None else f"{place.hub_name}-{path.stem}"
+def _rows(source: DataFiles) -> Iterator[_Row]:
+    for path in source.files:
+        stem = path.stem if source.hub_name is None else f"{source.hub_name}-{path.stem}"
         yield from _parquet(path, stem) if path.suffix == ".parquet" else _jsonl(path, stem)
 
 

@@ -36,14 +36,14 @@ FIXES = {
 }
 
 
-class VLLMServer:
-    """One server. Cancelling a call closes its connection, which makes vLLM abort the request.
+class VLLMHttpClient:
+    """The HTTP connection to one server. Cancelling a call closes its connection, which makes vLLM abort the request.
 
     Uses aiohttp instead of httpx: a streamed answer of 64 tokens takes a third of the processor time
     (benchmarks/engine.md).
 
     Example:
-        models = await VLLMServer("http://127.0.0.1:8000", timeout_s=10).get("/v1/models", Models)
+        models = await VLLMHttpClient("http://127.0.0.1:8000", timeout_s=10).get("/v1/models", Models)
     """
 
     def __init__(self, url: str, *, timeout_s: float, token: str | None = None) -> None:

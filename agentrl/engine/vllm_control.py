@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from agentrl.engine.generation_stream import version_of
-from agentrl.engine.vllm_client import VLLMServer
+from agentrl.engine.vllm_client import VLLMHttpClient
 from agentrl.engine.vllm_schema import Anything, Models, Paused, Results, Scored, WeightInfo
 from agentrl.errors import EngineError, EngineGone, boundary
 
@@ -22,12 +22,12 @@ class VLLMControl:
     """One server's control routes. Every method raises EngineError, and EngineGone where the server cannot be reached.
 
     Example:
-        control = VLLMControl(VLLMServer(url, timeout_s=10))
+        control = VLLMControl(VLLMHttpClient(url, timeout_s=10))
         await control.pause(clear_cache=False)
         await control.resume()
     """
 
-    def __init__(self, server: VLLMServer) -> None:
+    def __init__(self, server: VLLMHttpClient) -> None:
         self._server = server
 
     async def only_model(self) -> str:

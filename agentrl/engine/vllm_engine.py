@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from agentrl.engine.base import WeightUpdate
 from agentrl.engine.generation_stream import GenerationStream, UnlabelledWeights, joined
-from agentrl.engine.vllm_client import VLLMServer
+from agentrl.engine.vllm_client import VLLMHttpClient
 from agentrl.engine.vllm_control import VLLMControl
 from agentrl.engine.vllm_schema import Chunk
 from agentrl.engine.weight_updates import UpdateSettings, WeightUpdater
@@ -67,7 +67,7 @@ class VLLMEngine:
         on_tokens: Callable[[], None] = lambda: None,
         token: str | None = None,
     ) -> None:
-        self._server = VLLMServer(url, timeout_s=request_timeout_s, token=token)
+        self._server = VLLMHttpClient(url, timeout_s=request_timeout_s, token=token)
         self._model = model or ""
         self._streams: set[GenerationStream] = set()
         self._checking = asyncio.Lock()

@@ -34,11 +34,11 @@ class BranchSegment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class BranchPoint:
     """Where the answer to a call will be recorded.
 
-    place = store.place(messages, tools)
-    completion = await generate(place.prompt_ids)
+    point = store.branch_point(messages, tools)
+    completion = await generate(point.prompt_ids)
     """
 
     segment: BranchSegment
@@ -72,11 +72,11 @@ class _Answer:
 
 
 class SegmentStore:
-    """All segments of one episode. Calls may overlap: `place` each, then `commit` or `release` it.
+    """All segments of one episode. Calls may overlap: take a `branch_point` for each, then `commit` or `release` it.
 
-    place = store.place(messages, tools)
-    completion = await generate(place.prompt_ids)
-    store.commit(place, completion, said=said, shown=shown)
+    point = store.branch_point(messages, tools)
+    completion = await generate(point.prompt_ids)
+    store.commit(point, completion, said=said, shown=shown)
     """
 
     def __init__(self, tokenizer: TurnTokenizer) -> None:
@@ -88,7 +88,7 @@ class SegmentStore:
         self.latest: BranchSegment | None = None
         """The segment with the last answer."""
 
-    def place(self, messages: Sequence[Message], tools: _Tools) -> Place:
+    def branch_point(self, messages: Sequence[Message], tools: _Tools) -> BranchPoint:
         """Find what the call continues. Raises ConfigError when the chat template refuses the messages."""
         num_known = max((i + 1 for i, message in enumerate(messages) if message.role == "assistant"), default=0)
         known, new = messages[:num_known], messages[num_known:]
@@ -103,7 +103,7 @@ class SegmentStore:
                 ids = [*segment.token_ids[: answer.num_tokens], *ids]
                 segment = BranchSegment()
         segment.is_busy = True
-        return Place(
+        return BranchPoint(
             segment=segment,
             num_tokens=len(segment.token_ids),
             observation_ids=tuple(ids),
@@ -112,16 +112,16 @@ class SegmentStore:
             tools=tuple(tools),
         )
 
-    def commit(self, place: Place, completion: Completion, *, said: Message, shown: Message) -> None:
+    def commit(self, point: BranchPoint, completion: Completion, *, said: Message, shown: Message) -> None:
         """Record a completion. `said`: the message it contains; `shown`: what the agent received and will send back."""
-        segment = place.segment
-        if len(segment.token_ids) != place.num_tokens:
+        segment = point.segment
+        if len(segment.token_ids) != point.num_tokens:
             raise AssertionError("a segment grew while a call that continues it was under way")
         if not segment.turns:
             self.segments.append(segment)
-        segment.turns.append(Turn(observation_ids=place.observation_ids, completion=completion))
-        segment.token_ids += [*place.observation_ids, *completion.token_ids]
-        segment.messages = [*place.messages, said]
+        segment.turns.append(Turn(observation_ids=point.observation_ids, completion=completion))
+        segment.token_ids += [*point.observation_ids, *completion.token_ids]
+        segment.messages = [*point.messages, said]
         segment.is_busy = False
         self.latest = segment
         answer = _Answer(
@@ -132,11 +132,11 @@ class SegmentStore:
             shown=shown,
             completion=completion,
         )
-        self._answers.setdefault(_key([*place.history, shown], place.tools), []).append(answer)
+        self._answers.setdefault(_key([*point.history, shown], point.tools), []).append(answer)
 
-    def release(self, place: Place) -> None:
-        """Give up a place whose call was not answered."""
-        place.segment.is_busy = False
+    def release(self, point: BranchPoint) -> None:
+        """Give up a branch point whose call was not answered."""
+        point.segment.is_busy = False
 
     def _find(self, known: Sequence[Message], tools: _Tools) -> _Answer | None:
         """The answer that ends `known`. If the model gave it twice, the calls' ids decide, then which one is open."""

@@ -1,6 +1,6 @@
 """Starts the sandbox, the learner and the warm start as processes, or connects to a sandbox that a URL names.
 
-Engines are started by agentrl/engine/launch.py. Independent of the training loop.
+Engines are started by agentrl/engine/launch_servers.py. Independent of the training loop.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from agentrl.chat.runners import TokenRunners
 from agentrl.config import Config
 from agentrl.data.duplicates import refuse_overlap
 from agentrl.data.source import TaskSource, held_out_tasks
-from agentrl.engine import launch as launch_engines
+from agentrl.engine import launch_servers
 from agentrl.env import Env, load_env_class, opened
 from agentrl.env.canary import Canaries
 from agentrl.errors import ConfigError, DiskError
@@ -134,20 +134,20 @@ class Training:
         from agentrl.tokens.tokenizer import load_tokenizer
 
         async with (
-            launch_engines.engine_servers(
+            launch_servers.engine_servers(
                 self._config, model_path=model_path, logs=self._run.logs, token=self._secrets.engine
             ) as servers,
-            launch.watching(*launch_engines.parts_of(servers)),
+            launch.watching(*launch_servers.parts_of(servers)),
         ):
             with self._phase("starting the engine (vLLM)"):
                 tokenizer = await asyncio.to_thread(load_tokenizer, self._config.model, model_path)
                 within_s = self._config.engine.start_timeout_s
                 with self._wait_graph.waiting("run", on="engine", what="its start", within_s=within_s):
-                    await launch_engines.engines_ready(servers, self._config.engine)
+                    await launch_servers.engines_ready(servers, self._config.engine)
             make_env = monitored(make_env, self._wait_graph)
             player = GroupPlayer(make_env, settings_of(self._config), TokenRunners(tokenizer))
             on_tokens = partial(self._wait_graph.beat, "engine")
-            async with launch_engines.engine_client(
+            async with launch_servers.engine_client(
                 servers, self._config, token=self._secrets.engine, on_tokens=on_tokens
             ) as engine:
                 return await self._with_learner(engine, player)

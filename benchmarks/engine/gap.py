@@ -18,7 +18,7 @@ import torch
 
 from agentrl.config import EngineConfig
 from agentrl.config.engine import KvOnUpdate
-from agentrl.engine.vllm_client import VLLMServer
+from agentrl.engine.vllm_client import VLLMHttpClient
 from agentrl.engine.vllm_engine import VLLMEngine, sampling_body
 from agentrl.engine.vllm_server import TRANSFER_BACKENDS
 from agentrl.engine.weight_updates import UpdateSettings
@@ -260,7 +260,7 @@ async def _watched(
         "sampling_params": sampling_body(sampling) | {"logprobs": 0},
         "stream": True,
     }
-    http = VLLMServer(engine.url, timeout_s=DEADLINE_S)
+    http = VLLMHttpClient(engine.url, timeout_s=DEADLINE_S)
     try:
         async for _ in http.stream("/inference/v1/generate", body):
             await arrivals.add()

@@ -142,12 +142,12 @@ def learner_settings(settings: LearnerConfig) -> Finding:
 
 async def engine_urls(settings: EngineConfig, *, token: str | None = None) -> list[Finding]:
     """Whether each server of `engine.url` answers and is in RL mode. Read-only."""
-    from agentrl.engine.vllm_client import VLLMServer
+    from agentrl.engine.vllm_client import VLLMHttpClient
     from agentrl.engine.vllm_control import VLLMControl
 
     findings = []
     for url in settings.urls:
-        name, server = f"engine at {url}", VLLMServer(url, timeout_s=5.0, token=token)
+        name, server = f"engine at {url}", VLLMHttpClient(url, timeout_s=5.0, token=token)
         try:
             control = VLLMControl(server)
             await control.health()

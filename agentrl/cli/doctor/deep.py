@@ -24,7 +24,7 @@ from agentrl.cli.doctor.findings import Finding, crashed, fail, ok, warn
 from agentrl.config import Config
 from agentrl.engine import vllm_server
 from agentrl.engine.base import WeightUpdate
-from agentrl.engine.launch import PARITY_BOUNDS
+from agentrl.engine.launch_servers import PARITY_BOUNDS
 from agentrl.env import Action, Env, Split, StepResult
 from agentrl.errors import AgentRLError, ConfigError, WeightSyncError
 from agentrl.report.console import TrainConsole

@@ -17,7 +17,7 @@ import pytest
 
 from agentrl import config as configs
 from agentrl.config import Config
-from agentrl.engine import launch as launch_engines
+from agentrl.engine import launch_servers
 from agentrl.engine.vllm_engine import VLLMEngine
 from agentrl.errors import EngineError, EngineGone
 from agentrl.supervision.child import Child, ChildDied
@@ -46,13 +46,13 @@ def config_for(model: Path, **engine: Any) -> Config:
 async def serving(config: Config, logs: Path) -> AsyncIterator[tuple[VLLMEngine, Child]]:
     """The engine as a run starts and watches it."""
     async with (
-        launch_engines.engine_servers(config, model_path=config.model.path, logs=logs) as servers,
-        launch.watching(*launch_engines.parts_of(servers)),
+        launch_servers.engine_servers(config, model_path=config.model.path, logs=logs) as servers,
+        launch.watching(*launch_servers.parts_of(servers)),
     ):
-        await launch_engines.engines_ready(servers, config.engine)
-        async with launch_engines.engine_client(servers, config) as engine:
+        await launch_servers.engines_ready(servers, config.engine)
+        async with launch_servers.engine_client(servers, config) as engine:
             assert isinstance(engine, VLLMEngine)
-            yield engine, launch_engines.parts_of(servers)[0]
+            yield engine, launch_servers.parts_of(servers)[0]
 
 
 def server_of(part: Child) -> int:
@@ -168,8 +168,8 @@ def dying_before(engine: VLLMEngine, verb: str, kill: Callable[[], None]) -> Ite
 
 async def cannot_start(config: Config, logs: Path) -> str:
     with pytest.raises(EngineError) as caught:
-        async with launch_engines.engine_servers(config, model_path=config.model.path, logs=logs) as servers:
-            await launch_engines.engines_ready(servers, config.engine)
+        async with launch_servers.engine_servers(config, model_path=config.model.path, logs=logs) as servers:
+            await launch_servers.engines_ready(servers, config.engine)
     return str(caught.value)
 
 

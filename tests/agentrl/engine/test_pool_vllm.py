@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.engine import launch as launch_engines
+from agentrl.engine import launch_servers
 from agentrl.engine.pool import EnginePool
 from agentrl.train import launch
 from agentrl.types import Completion, Sampling
@@ -36,11 +36,11 @@ async def test_one_of_two_engines_is_killed_and_nothing_is_lost(
 ) -> None:
     config = config_for(tiny_model_dir, replicas=2, update_order="rolling", max_restarts=1)
     async with (
-        launch_engines.engine_servers(config, model_path=config.model.path, logs=tmp_path) as servers,
-        launch.watching(*(parts := launch_engines.parts_of(servers))),
+        launch_servers.engine_servers(config, model_path=config.model.path, logs=tmp_path) as servers,
+        launch.watching(*(parts := launch_servers.parts_of(servers))),
     ):
-        await launch_engines.engines_ready(servers, config.engine)
-        async with launch_engines.engine_client(servers, config) as pool:
+        await launch_servers.engines_ready(servers, config.engine)
+        async with launch_servers.engine_client(servers, config) as pool:
             assert isinstance(pool, EnginePool)
             update = await pool.update_weights(judge.ref(1, 1))
             assert update.parity is not None and update.parity.max_abs < BOUND

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from agentrl.tokens.branches import Place, SegmentStore
+from agentrl.tokens.branches import BranchPoint, SegmentStore
 from agentrl.tokens.tokenizer import TurnTokenizer
 from agentrl.types import Completion, FinishReason, Message, ToolCall, VersionSpan, system, user
 
@@ -36,13 +36,13 @@ class Recorder:
     asked: list[tuple[list[int], Completion]] = field(default_factory=list)
 
     def call(self, *history: Message, text: str = "yes", tools: tuple[dict[str, Any], ...] = ()) -> Message:
-        return self.finish(self.store.place(history, tools), text)
+        return self.finish(self.store.branch_point(history, tools), text)
 
-    def finish(self, place: Place, text: str, *, closed: bool = True) -> Message:
+    def finish(self, point: BranchPoint, text: str, *, closed: bool = True) -> Message:
         completion = said(self.tokenizer, text, closed=closed)
-        self.asked.append((place.prompt_ids, completion))
+        self.asked.append((point.prompt_ids, completion))
         answer = Message(role="assistant", content=text)
-        self.store.commit(place, completion, said=answer, shown=answer)
+        self.store.commit(point, completion, said=answer, shown=answer)
         return answer
 
     def check(self) -> None:
@@ -77,8 +77,8 @@ def test_what_was_said_is_never_encoded_again(recorder: Recorder, tokenizer: Tur
     # Spelled letter by letter, as no tokenizer would: what is recorded is what was sampled.
     letters = [i for letter in "print" for i in tokenizer.encode_assistant(letter)]
     assert letters != tokenizer.encode_assistant("print")
-    place = recorder.store.place([user("a")], ())
-    prompt = place.prompt_ids
+    point = recorder.store.branch_point([user("a")], ())
+    prompt = point.prompt_ids
     completion = Completion(
         token_ids=(*letters, tokenizer.close_id),
         behavior_logprobs=(-1.0,) * (len(letters) + 1),
@@ -86,13 +86,13 @@ def test_what_was_said_is_never_encoded_again(recorder: Recorder, tokenizer: Tur
         finish_reason=FinishReason.STOP,
     )
     word = Message(role="assistant", content="print")
-    recorder.store.commit(place, completion, said=word, shown=word)
-    second = recorder.store.place([user("a"), word, user("b")], ())
+    recorder.store.commit(point, completion, said=word, shown=word)
+    second = recorder.store.branch_point([user("a"), word, user("b")], ())
     assert second.prompt_ids[: len(prompt) + len(letters)] == prompt + letters
 
 
 def test_a_turn_cut_short_is_closed_before_the_next(recorder: Recorder, tokenizer: TurnTokenizer) -> None:
-    cut = recorder.finish(recorder.store.place([user("a")], ()), "half a", closed=False)
+    cut = recorder.finish(recorder.store.branch_point([user("a")], ()), "half a", closed=False)
     recorder.call(user("a"), cut, user("go on"))
     recorder.check()
     assert recorder.store.segments[0].turns[1].observation_ids[0] == tokenizer.close_id
@@ -113,9 +113,9 @@ def test_a_history_that_was_rewritten_opens_a_segment(
 ) -> None:
     answer = recorder.call(system("s"), user("a"), text="answer")
     history = [answer if isinstance(part, str) else part for part in rewritten]
-    place = recorder.store.place(history, ())
-    assert place.prompt_ids == tokenizer.first_prompt(history)
-    recorder.finish(place, "second")
+    point = recorder.store.branch_point(history, ())
+    assert point.prompt_ids == tokenizer.first_prompt(history)
+    recorder.finish(point, "second")
     recorder.check()
     assert [len(segment.turns) for segment in recorder.store.segments] == [1, 1]
 
@@ -142,10 +142,10 @@ def test_a_branch_copies_the_tokens_it_branches_from(recorder: Recorder) -> None
 def test_calls_under_way_at_once_get_places_of_their_own(recorder: Recorder) -> None:
     answer = recorder.call(user("a"))
     history = (user("a"), answer, user("b"))
-    places = [recorder.store.place(history, ()) for _ in range(3)]
-    assert len({id(place.segment) for place in places}) == 3
-    for n, place in enumerate(reversed(places)):
-        recorder.finish(place, f"{n}")
+    points = [recorder.store.branch_point(history, ()) for _ in range(3)]
+    assert len({id(point.segment) for point in points}) == 3
+    for n, point in enumerate(reversed(points)):
+        recorder.finish(point, f"{n}")
     recorder.check()
     assert sorted(len(segment.turns) for segment in recorder.store.segments) == [1, 1, 2]
 
@@ -153,32 +153,32 @@ def test_calls_under_way_at_once_get_places_of_their_own(recorder: Recorder) -> 
 def test_a_call_that_came_to_nothing_leaves_its_place_free(recorder: Recorder) -> None:
     answer = recorder.call(user("a"))
     history = (user("a"), answer, user("b"))
-    recorder.store.release(recorder.store.place(history, ()))
+    recorder.store.release(recorder.store.branch_point(history, ()))
     recorder.call(*history)
     recorder.check()
     assert [len(segment.turns) for segment in recorder.store.segments] == [2]
 
 
 def test_of_two_equal_answers_the_calls_ids_tell_which_is_meant(recorder: Recorder, tokenizer: TurnTokenizer) -> None:
-    places = [recorder.store.place([user("a")], ()) for _ in range(2)]
+    points = [recorder.store.branch_point([user("a")], ()) for _ in range(2)]
     answers = []
-    for n, place in enumerate(places):
+    for n, point in enumerate(points):
         call = ToolCall(id=f"call_{n}", name="look", arguments={"at": [1, {"x": 2}]})
         answers.append(Message(role="assistant", content="", tool_calls=(call,)))
-        recorder.store.commit(place, said(tokenizer, f"sampled {n}"), said=answers[n], shown=answers[n])
+        recorder.store.commit(point, said(tokenizer, f"sampled {n}"), said=answers[n], shown=answers[n])
     for n, answer in enumerate(answers):
-        place = recorder.store.place([user("a"), answer, Message(role="tool", content="seen")], ())
-        assert place.segment is recorder.store.segments[n]
+        point = recorder.store.branch_point([user("a"), answer, Message(role="tool", content="seen")], ())
+        assert point.segment is recorder.store.segments[n]
 
 
 def test_ids_of_calls_and_space_around_an_answer_do_not_matter(recorder: Recorder, tokenizer: TurnTokenizer) -> None:
     call = ToolCall(id="call_0", name="look", arguments={"a": 1, "b": 2})
-    place = recorder.store.place([user("a")], (TOOL,))
+    point = recorder.store.branch_point([user("a")], (TOOL,))
     answer = Message(role="assistant", content=" I see\n", tool_calls=(call,))
-    recorder.store.commit(place, said(tokenizer, "x"), said=answer, shown=answer)
+    recorder.store.commit(point, said(tokenizer, "x"), said=answer, shown=answer)
     again = ToolCall(id="renamed", name="look", arguments={"b": 2, "a": 1})
     history = [user("a"), Message(role="assistant", content="I see", tool_calls=(again,)), user("b")]
-    assert recorder.store.place(history, (TOOL,)).segment is recorder.store.segments[0]
+    assert recorder.store.branch_point(history, (TOOL,)).segment is recorder.store.segments[0]
 
 
 CONTENTS = st.sampled_from(["a", "b", "", "<|im_end|>", "é ∑"])
@@ -190,7 +190,7 @@ NEW = st.lists(st.builds(Message, role=st.sampled_from(["user", "tool", "system"
 def test_any_agent_has_every_sampled_token_recorded_once(tokenizer: TurnTokenizer, data: st.DataObject) -> None:
     recorder = Recorder(tokenizer=tokenizer, store=SegmentStore(tokenizer))
     histories: list[list[Message]] = [[user("a")]]
-    running: list[tuple[Place, list[Message]]] = []
+    running: list[tuple[BranchPoint, list[Message]]] = []
     names = (f"{word} {n}" for n in itertools.count() for word in ("yes", "no <|im_end|>", ""))
     for _ in range(data.draw(st.integers(1, 12))):
         history = list(data.draw(st.sampled_from(histories)))
@@ -200,13 +200,13 @@ def test_any_agent_has_every_sampled_token_recorded_once(tokenizer: TurnTokenize
         elif trouble == "rewrite":
             history[data.draw(st.integers(0, len(history) - 1))] = user("rewritten")
         history += data.draw(NEW)
-        running.append((recorder.store.place(history, data.draw(st.sampled_from([(), (TOOL,)]))), history))
+        running.append((recorder.store.branch_point(history, data.draw(st.sampled_from([(), (TOOL,)]))), history))
         while running and data.draw(st.booleans()):
-            place, asked = running.pop(data.draw(st.integers(0, len(running) - 1)))
+            point, asked = running.pop(data.draw(st.integers(0, len(running) - 1)))
             if data.draw(st.integers(0, 4)) == 0:
-                recorder.store.release(place)
+                recorder.store.release(point)
             else:
-                histories.append([*asked, recorder.finish(place, next(names), closed=data.draw(st.booleans()))])
-    for place, _ in running:
-        recorder.finish(place, next(names))
+                histories.append([*asked, recorder.finish(point, next(names), closed=data.draw(st.booleans()))])
+    for point, _ in running:
+        recorder.finish(point, next(names))
     recorder.check()

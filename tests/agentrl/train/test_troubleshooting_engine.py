@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from agentrl.config import Config, EngineConfig
-from agentrl.engine import launch as launch_engines
+from agentrl.engine import launch_servers
 from agentrl.engine import pool as engine_pool
 from agentrl.engine.base import WeightUpdate
 from agentrl.engine.pool import EnginePool
@@ -170,9 +170,9 @@ async def test_an_engine_that_is_slow_for_a_while_costs_time_alone(tmp_path: Pat
 
 
 async def test_an_engine_that_is_not_there_is_named_with_its_setting() -> None:
-    server = launch_engines.EngineServer(url=f"http://127.0.0.1:{free_port()}")
+    server = launch_servers.EngineServer(url=f"http://127.0.0.1:{free_port()}")
     with pytest.raises(EngineError) as found:
-        await launch_engines.engines_ready([server], EngineConfig(start_timeout_s=0.3))
+        await launch_servers.engines_ready([server], EngineConfig(start_timeout_s=0.3))
     assert NOT_READY.is_in(found.value)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from agentrl.config import EngineConfig
-from agentrl.engine import launch as launch_engines
+from agentrl.engine import launch_servers
 from agentrl.engine import vllm_server as engine_server
 from agentrl.errors import ConfigError
 
@@ -15,19 +15,19 @@ from agentrl.errors import ConfigError
 def test_each_replica_has_its_port_and_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_server, "device_of", lambda settings: "cuda")
     settings = EngineConfig(replicas=2, port=8000, tensor_parallel=2, gpus=(0, 1, 4, 5))
-    replicas = [launch_engines._of_replica(settings, index) for index in range(2)]
+    replicas = [launch_servers._of_replica(settings, index) for index in range(2)]
     assert [(one.port, one.gpus) for one in replicas] == [(8000, (0, 1)), (8001, (4, 5))]
 
 
 def test_gpus_that_are_to_be_divided_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_server, "device_of", lambda settings: "cuda")
     with pytest.raises(ConfigError, match=r"name the GPUs to divide, e\.g\. engine\.gpus=\[0,1\]"):
-        launch_engines._of_replica(EngineConfig(replicas=2), 0)
+        launch_servers._of_replica(EngineConfig(replicas=2), 0)
 
 
 def test_free_ports_stay_free_for_all() -> None:
     settings = EngineConfig(replicas=2, device="cpu")
-    assert [launch_engines._of_replica(settings, index).port for index in range(2)] == [0, 0]
+    assert [launch_servers._of_replica(settings, index).port for index in range(2)] == [0, 0]
 
 
 @pytest.mark.parametrize(

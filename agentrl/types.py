@@ -379,22 +379,3 @@ class TransferInit:
     """How engines join the learner's group: the body of vLLM's /init_weight_transfer_engine."""
 
     init_info: dict[str, Any]
-
-
-ROUNDING = 1e-9
-"""Equal sums may differ in their last bits; divided by a standard deviation of that size, that is a full advantage."""
-
-
-def has_spread(rewards_G: Sequence[float]) -> bool:
-    """Whether max R - min R > 1e-9 max(1, max |R|). If not, no action is known to be better than another.
-
-    False for fewer than two members; true with a NaN or an infinity, so that the check that refuses the step sees it.
-
-    >>> has_spread([0.0, 1.0]), has_spread([0.1 + 0.2, 0.3])
-    (True, False)
-    """
-    if len(rewards_G) < 2:
-        return False
-    if not all(map(math.isfinite, rewards_G)):
-        return True
-    return max(rewards_G) - min(rewards_G) > ROUNDING * max(1.0, *map(abs, rewards_G))

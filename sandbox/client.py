@@ -9,14 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import random
-import secrets
-import sys
 import time
 import uuid
 from collections.abc import AsyncIterator, Coroutine, Generator
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 from urllib.parse import quote
@@ -24,6 +20,7 @@ from urllib.parse import quote
 import aiohttp
 from yarl import URL
 
+from sandbox.embedded import local_service
 from sandbox.protocol import (
     DEFAULT_MAX_OUTPUT_BYTES,
     DEFAULT_MAX_QUEUE_S,
@@ -33,9 +30,14 @@ from sandbox.protocol import (
     ExecResult,
     Health,
     Limits,
+    SandboxGone,
+    SandboxUnavailable,
+    SessionLost,
     SessionReply,
     SessionRequest,
 )
+
+__all__ = ["SandboxClient", "SandboxGone", "SandboxSession", "SandboxUnavailable", "SessionLost"]
 
 MAX_ATTEMPTS = 6
 BACKOFF_S = 0.1  # doubles, with jitter, up to BACKOFF_MAX_S
@@ -45,20 +47,6 @@ CONNECT_TIMEOUT_S = 5.0
 KEEPALIVE_S = 2.0  # shorter than the service's 5 s, so that this side closes idle connections first
 CLOSE_ATTEMPTS = 3  # a service that is gone has lost the session anyway
 REPLY_GRACE_S = 30.0  # for the answer to arrive, beyond queueing and running
-START_DEADLINE_S = 90.0
-STOP_DEADLINE_S = 15.0
-
-
-class SandboxUnavailable(RuntimeError):
-    """The service failed, is gone, or has no room, after the retries. Never the program's fault."""
-
-
-class SandboxGone(SandboxUnavailable):
-    """Nothing listens at the service's address: it died, and may be restarted."""
-
-
-class SessionLost(SandboxUnavailable):
-    """The service no longer knows this session: it restarted, or the session expired."""
 
 
 class SandboxClient:
@@ -101,7 +89,7 @@ class SandboxClient:
         `options` are the flags of `python -m sandbox`: `memory_bytes=2**28, allow_unsafe=True`.
         Raises SandboxUnavailable when no backend works on this machine.
         """
-        async with _local_service(backend, slots, options) as (url, token), cls(url, token) as client:
+        async with local_service(backend, slots, options) as (url, token), cls(url, token) as client:
             yield client
 
     def session(self, *, seed: int | None = None, limits: Limits | None = None, ttl_s: float | None = None) -> _Lease:
@@ -319,82 +307,3 @@ class _Lease:
 async def _give_back(opening: asyncio.Future[SandboxSession]) -> None:
     with contextlib.suppress(SandboxUnavailable, ValueError):  # then no session was opened
         await (await opening).close()
-
-
-@contextlib.asynccontextmanager
-async def _local_service(
-    backend: str, slots: int, options: dict[str, int | str | bool]
-) -> AsyncIterator[tuple[str, str]]:
-    """(url, token) of a service in a child process, which ends with this block or with this process."""
-    token = secrets.token_urlsafe(24)
-    ready_read, ready_write = os.pipe()
-    alive_read, alive_write = os.pipe()  # only this process holds it open; the service stops when it closes
-    # -P: not the `sandbox` folder of the working directory, but the one of PYTHONPATH, below.
-    command = [sys.executable, "-P", "-m", "sandbox", "--port", "0", "--backend", backend, "--slots", str(slots)]
-    command += ["--token-env", "SANDBOX_TOKEN", "--ready-fd", str(ready_write), "--alive-fd", str(alive_read)]
-    for name, value in options.items():
-        flag = f"--{name.replace('_', '-')}"
-        command += [flag] if value is True else [] if value is False else [flag, str(value)]
-    path = os.pathsep.join([_package_root(), *filter(None, [os.environ.get("PYTHONPATH")])])
-    try:
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            env={**os.environ, "PYTHONPATH": path, "SANDBOX_TOKEN": token},
-            pass_fds=[ready_write, alive_read],
-            stdin=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C reaches only this process, which then stops the service
-        )
-    finally:
-        os.close(ready_write)
-        os.close(alive_read)
-    errors: list[str] = []
-    reader = asyncio.create_task(_collect_errors(process, errors))
-    try:
-        port = await _read_ready(ready_read, errors, reader)
-        yield f"http://127.0.0.1:{port}", token
-    finally:
-        os.close(alive_write)
-        await asyncio.shield(_stop(process, reader))
-
-
-def _package_root() -> str:
-    return str(Path(__file__).resolve().parents[1])
-
-
-async def _collect_errors(process: asyncio.subprocess.Process, errors: list[str]) -> None:
-    """Read the service's stderr, so that its pipe never fills, and keep the last lines."""
-    assert process.stderr is not None
-    while line := await process.stderr.readline():
-        errors.append(line.decode("utf-8", "replace").rstrip())
-        del errors[:-20]
-
-
-async def _read_ready(fd: int, errors: list[str], reader: asyncio.Task[None]) -> int:
-    loop = asyncio.get_running_loop()
-    readable = asyncio.Event()
-    loop.add_reader(fd, readable.set)
-    try:
-        async with asyncio.timeout(START_DEADLINE_S):
-            await readable.wait()
-            line = os.read(fd, 4096)
-            if line:
-                return int(json.loads(line)["port"])
-            await reader  # it ended: read the rest of its stderr
-    except TimeoutError:
-        errors.append("it was not ready in time")
-    finally:
-        loop.remove_reader(fd)
-        os.close(fd)
-    raise SandboxUnavailable(f"the local sandbox service did not start: {errors[-1] if errors else 'no reason given'}")
-
-
-async def _stop(process: asyncio.subprocess.Process, reader: asyncio.Task[None]) -> None:
-    """Wait for the service, which stops when the pipe closes, else kill it. The kernel then ends its sandboxes."""
-    try:
-        async with asyncio.timeout(STOP_DEADLINE_S):
-            await process.wait()
-    except TimeoutError:
-        process.kill()
-        await process.wait()
-    await reader

@@ -1,4 +1,7 @@
-"""The records that a sandbox client and the service exchange. Independent of processes and HTTP."""
+"""The records that a sandbox client and the service exchange, and the errors of the client.
+
+Independent of processes and HTTP.
+"""
 
 from __future__ import annotations
 
@@ -155,3 +158,15 @@ class Health(ProtocolModel):
     sessions: int
     running: int
     warm: int
+
+
+class SandboxUnavailable(RuntimeError):
+    """The service failed, is gone, or has no room, after the retries. Never the program's fault."""
+
+
+class SandboxGone(SandboxUnavailable):
+    """Nothing listens at the service's address: it died, and may be restarted."""
+
+
+class SessionLost(SandboxUnavailable):
+    """The service no longer knows this session: it restarted, or the session expired."""

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from agentrl.buffer.journal import GroupState, Journal, Resumption
 from agentrl.config.rollout import OnStale
 from agentrl.errors import NoLearningSignal, StaleTrajectoryError
-from agentrl.types import Batch, Task, TrajectoryGroup, has_spread
+from agentrl.report.statistics import has_spread
+from agentrl.types import Batch, Task, TrajectoryGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Statistics of an evaluation: avg@n and pass@k with 95 % intervals over tasks.
+"""Statistics of rewards: avg@n and pass@k with 95 % intervals over tasks, and whether rewards differ at all.
 
 Pure functions, independent of engines, files and grading. Shapes: _T tasks, _N samples of a task. Intervals resample
 tasks, since the samples of one task are not independent of each other.
@@ -163,3 +163,24 @@ def _require_samples(correct_TN: Sequence[Sequence[bool]], *, at_least: int) -> 
 def _powers_of_two_and(n: int) -> list[int]:
     """1, 2, 4, ... and n itself, in increasing order."""
     return sorted({2**i for i in range(n.bit_length())} | {n})
+
+
+ROUNDING = 1e-9
+"""Rewards are weighted sums of floats, so equal ones may differ in their last bits. Divided by a standard deviation of
+that size, the difference would become a full advantage."""
+
+
+def has_spread(rewards_G: Sequence[float]) -> bool:
+    """Whether max R - min R > 1e-9 max(1, max |R|). If not, no action is known to be better than another.
+
+    False for fewer than two members. NaN and infinities count as spread, so that the check that refuses the step
+    receives them.
+
+    >>> has_spread([0.0, 1.0]), has_spread([0.1 + 0.2, 0.3])
+    (True, False)
+    """
+    if len(rewards_G) < 2:
+        return False
+    if not all(map(math.isfinite, rewards_G)):
+        return True
+    return max(rewards_G) - min(rewards_G) > ROUNDING * max(1.0, *map(abs, rewards_G))

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from agentrl.types import Trajectory, has_spread
+from agentrl.report.statistics import has_spread
+from agentrl.types import Trajectory
 from trainer.objective import ratios
 from trainer.objective.policy_gradient import Member, MemberWeights, Objective
 from trainer.packing import ActionTensors

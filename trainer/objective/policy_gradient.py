@@ -20,7 +20,7 @@ from torch import Tensor
 
 from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.config.presets import OPTIMAL
-from agentrl.types import has_spread
+from agentrl.report.statistics import has_spread
 from trainer.objective import baselines, ratios, vcpo
 
 

@@ -1,9 +1,10 @@
+import math
 import random
 from dataclasses import replace
 
 import pytest
 
-from agentrl.report.statistics import avg_at_n, pass_at_k, summarize
+from agentrl.report.statistics import avg_at_n, has_spread, pass_at_k, summarize
 from agentrl.testing import episode_of, with_members
 from tests.agentrl.report.synthetic_run import Words, make_group
 
@@ -93,3 +94,27 @@ def test_an_episode_without_a_token_record_counts_what_its_endpoint_told() -> No
     told = tuple(replace(t, turns=(), info={"turns": 4.0, "completion_tokens": 70.0}) for t in group.trajectories)
     result = summarize([with_members(group, told)], policy_version=0)
     assert (result.turns_mean, result.response_tokens_mean) == (4.0, 70.0)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "expected"),
+    [
+        ((), False),
+        ((1.0,), False),
+        ((0.3, 0.3, 0.3), False),
+        ((0.1 + 0.2, 0.3, 0.3, 0.3), False),
+        ((1e6 + 1e-9, 1e6), False),
+        ((-1.0, -1.0 - 1e-12), False),
+        ((1.0, 1.0, 0.0), True),
+        ((0.3, 0.3 + 1e-6), True),
+        ((1e6, 1e6 + 1), True),
+        ((0.0, math.nan), True),
+        ((math.nan, 0.0), True),
+        ((0.0, math.inf), True),
+        ((math.nan,), False),
+    ],
+)
+def test_rewards_have_spread_where_they_differ_by_more_than_rounding(
+    rewards: tuple[float, ...], expected: bool
+) -> None:
+    assert has_spread(rewards) is expected

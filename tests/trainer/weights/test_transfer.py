@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import pytest
@@ -21,13 +20,11 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-import trainer.weights.streamed
 from agentrl.config import EngineConfig
 from agentrl.engine.checksum import checksum_of
-from agentrl.engine.vllm.gloo_group import Group, meet
 from agentrl.engine.vllm_engine import VLLMEngine
 from agentrl.engine.weight_updates import UpdateSettings
-from agentrl.errors import ConfigError, EngineError, LearnerError, WeightSyncError
+from agentrl.errors import EngineError, WeightSyncError
 from agentrl.supervision.serving import serving
 from agentrl.train.learner_api import RunOver, create_app
 from agentrl.types import Batch, Probe, StepOutput, TransferInit, WeightsRef
@@ -35,10 +32,7 @@ from tests.conftest import VLLMServer
 from tests.one_session import OneSession
 from tests.trainer.trainer_builders import plain_logprobs
 from trainer.weights import folder as weights
-from trainer.weights.publisher import TransferSettings
 from trainer.weights.source import WeightSource
-from trainer.weights.streamed import _init_info, json_safe, within
-from trainer.weights.transfer import publisher
 
 TEXT = list(range(100, 180))
 
@@ -376,129 +370,3 @@ async def test_a_folder_that_is_refused_leaves_the_old_weights_serving(
         await engine.control.resume()
         assert await distance(engine, old) < 1e-4
         assert await engine.version() == 1
-
-
-class Silent:
-    """An orchestrator that does not answer."""
-
-    def open_transfer(self, init: TransferInit) -> None:
-        time.sleep(30)
-
-    def publish(self, ref: WeightsRef) -> None:
-        time.sleep(30)
-
-
-def transfer(backend: str, *, timeout_s: float = 1.0) -> TransferSettings:
-    return TransferSettings(backend=backend, rank=0, weights_dir=Path("/nowhere"), timeout_s=timeout_s)
-
-
-@pytest.fixture(scope="module")
-def loaded() -> None:
-    """Import vLLM first: that takes seconds, which must not count in a publication's time."""
-    import vllm.distributed.weight_transfer.factory  # noqa: F401
-
-
-@pytest.mark.usefixtures("loaded")
-def test_engines_that_never_join_end_the_publication(tiny_model: Any) -> None:
-    source = WeightSource(tiny_model, dtype=torch.float32)
-    sender = publisher(transfer("gloo"), EngineConfig(), source=source, link=Silent())
-    started_s = time.monotonic()
-    with pytest.raises(LearnerError, match="connecting to the engines"):
-        sender.publish(policy_version=0, probe=Probe(token_ids=(), logprobs=()))
-    assert time.monotonic() - started_s < 15
-
-
-class Refusing(Silent):
-    """An orchestrator whose engine joins and then never receives."""
-
-    group: Group | None = None
-
-    def open_transfer(self, init: TransferInit) -> None:
-        info = init.init_info
-        store = meet(info["master_address"], info["master_port"], world_size=2, timeout_s=10)
-        self.group = Group(store, rank=1, world_size=2, address="127.0.0.1", timeout_s=10)
-
-    def publish(self, ref: WeightsRef) -> None:
-        raise LearnerError("the orchestrator answered 503: paused by others")
-
-
-@pytest.mark.usefixtures("loaded")
-def test_a_refusal_ends_a_broadcast_that_nobody_receives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer.weights.streamed, "GRACE_S", 0.5)
-    large = torch.nn.Linear(4096, 4096)  # more than the connection's buffers hold
-    sender = publisher(
-        transfer("gloo", timeout_s=100),
-        EngineConfig(update_timeout_s=30),
-        source=WeightSource(large, dtype=torch.float32),
-        link=(link := Refusing()),
-    )
-    started_s = time.monotonic()
-    with pytest.raises(LearnerError, match="503: paused by others"):
-        sender.publish(policy_version=0, probe=Probe(token_ids=(), logprobs=()))
-    assert time.monotonic() - started_s < 25
-    sender.close()
-    assert link.group is not None
-    link.group.close()
-
-
-def test_a_folder_that_cannot_be_written_is_the_learners_failure(tiny_model: Any, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("not a folder")
-    blocked = replace(transfer("safetensors"), weights_dir=tmp_path / "file")
-    sender = publisher(blocked, EngineConfig(), source=WeightSource(tiny_model, dtype=torch.float32), link=Silent())
-    with pytest.raises(LearnerError, match="writing weights of version 3"):
-        sender.publish(policy_version=3, probe=Probe(token_ids=(), logprobs=()))
-
-
-def test_an_unknown_way_is_refused() -> None:
-    with pytest.raises(ConfigError, match="pigeon: must be one of safetensors, reload, gloo, nccl, ipc"):
-        transfer("pigeon")
-
-
-class SplitSource(WeightSource):
-    is_split = True
-
-
-def test_ipc_cannot_share_what_zero_3_gives_back(tiny_model: Any) -> None:
-    source = SplitSource(tiny_model, dtype=torch.float32)
-    with pytest.raises(ConfigError, match=r"zero_stage=3.*use nccl"):
-        publisher(transfer("ipc"), EngineConfig(), source=source, link=Silent())
-
-
-@pytest.mark.parametrize("where", [{"host": "0.0.0.0"}, {"url": "http://10.0.0.7:8000"}])
-def test_ipc_is_refused_where_others_could_send_pickles(tiny_model: Any, where: dict[str, str]) -> None:
-    source = WeightSource(tiny_model, dtype=torch.float32)
-    with pytest.raises(ConfigError, match="unpickle"):
-        publisher(transfer("ipc"), EngineConfig(**where), source=source, link=Silent())
-
-
-def test_ipc_handles_travel_in_vllms_own_format() -> None:
-    from vllm.distributed.weight_transfer.clients import _json_safe_update_info
-
-    info = {"names": ["a"], "dtype_names": ["float32"], "shapes": [[2]], "tensor_sizes": None}
-    handles = [{"GPU-1": (torch.Tensor, (2,), 7)}]
-    whole = {**info, "ipc_handles": handles, "ipc_handles_pickled": None}
-    theirs = {key: value for key, value in _json_safe_update_info(whole).items() if value is not None}
-    assert json_safe(whole) == json.loads(json.dumps(json_safe(whole))) == theirs
-
-
-@pytest.mark.parametrize("backend", ["gloo", "nccl"])
-def test_the_group_is_the_sender_and_every_worker(backend: str) -> None:
-    info = _init_info(transfer(backend), EngineConfig(tensor_parallel=4, url="http://localhost:1"))
-    assert (info.backend, info.master_address, info.world_size, info.rank) == (backend, "127.0.0.1", 5, 0)
-    assert info.is_sender
-
-
-def test_ipc_needs_no_group() -> None:
-    info = _init_info(replace(transfer("ipc"), rank=1), EngineConfig())
-    assert (info.backend, info.packed, info.is_sender) == ("ipc", False, False)
-
-
-def test_an_action_that_never_ends_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer.weights.streamed, "GRACE_S", 0.5)
-    with pytest.raises(TimeoutError, match=r"0\.1 s"):
-        within(lambda: time.sleep(20), 0.1, over=Event())
-
-
-def test_an_actions_own_error_is_raised() -> None:
-    with pytest.raises(ZeroDivisionError):
-        within(lambda: 1 // 0, 5, over=Event())

@@ -28,7 +28,10 @@ T = TypeVar("T")
 
 FORMAT = 3
 OLD_FORMATS = (2,)
-"""Formats that this version still reads. 2: groups were stored as trajectories, without episodes."""
+"""Formats that this version still reads; its first write marks such a file as FORMAT.
+
+2: groups were stored as trajectories, without episodes.
+"""
 
 
 class GroupState(StrEnum):
@@ -100,6 +103,8 @@ CREATE TABLE IF NOT EXISTS steps (step INTEGER PRIMARY KEY, state BLOB NOT NULL)
 CREATE TABLE IF NOT EXISTS evaluations (policy_version INTEGER PRIMARY KEY, result BLOB NOT NULL);
 """
 
+_MARK_FORMAT = f"PRAGMA user_version={FORMAT}"
+
 _FINAL = tuple(set(GroupState) - {GroupState.IN_FLIGHT, GroupState.READY, GroupState.TRAINING})
 
 
@@ -120,9 +125,7 @@ class Journal:
             self._db.execute("PRAGMA journal_mode=WAL")
             # NORMAL survives a killed process; only a power cut can lose the last transactions, and never corrupts.
             self._db.execute("PRAGMA synchronous=NORMAL")
-            self._check_format()
-            self._db.executescript(_SCHEMA)
-            self._db.execute(f"PRAGMA user_version={FORMAT}")
+            self._is_current = self._check_format() == FORMAT
 
     # The states of a group, in order.
 
@@ -264,14 +267,18 @@ class Journal:
         """Close the database."""
         self._db.close()
 
-    def _check_format(self) -> None:
+    def _check_format(self) -> int:
+        """The format of the file; a new one is given its tables. Raises ConfigError for a format that is not read."""
+        if not self._db.execute("SELECT 1 FROM sqlite_master").fetchall():
+            self._db.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} {_MARK_FORMAT}; COMMIT")
         ((found,),) = self._db.execute("PRAGMA user_version").fetchall()
-        is_new = not self._db.execute("SELECT 1 FROM sqlite_master").fetchall()
-        if found not in (FORMAT, *OLD_FORMATS) and not is_new:
+        if found not in (FORMAT, *OLD_FORMATS):
+            formats = " and ".join(map(str, sorted((FORMAT, *OLD_FORMATS))))
             raise ConfigError(
-                f"{self._path} was written by another version of agentrl (format {found}, this one reads {FORMAT}): "
+                f"{self._path} was written by another version of agentrl (format {found}, this one reads {formats}): "
                 "start a new run, if you like from the weights that the old one exported (model.path)"
             )
+        return int(found)
 
     def _check_known(self, version: int) -> None:
         if version > 0 and not self._rows("SELECT 1 FROM groups WHERE step = ? LIMIT 1", (version,)):
@@ -306,7 +313,7 @@ class Journal:
             return self._db.execute(statement, values).fetchall()
 
     def _execute(self, statement: str, values: Sequence[object]) -> None:
-        with self._boundary("writing"):
+        with self._transaction():
             self._db.execute(statement, values)
 
     @contextmanager
@@ -314,11 +321,14 @@ class Journal:
         with self._boundary("writing"):
             self._db.execute("BEGIN IMMEDIATE")
             try:
+                if not self._is_current:  # only now: a file that is merely read stays as the older agentrl left it
+                    self._db.execute(_MARK_FORMAT)
                 yield
             except BaseException:
                 self._db.execute("ROLLBACK")
                 raise
             self._db.execute("COMMIT")
+            self._is_current = True
 
     @contextmanager
     def _boundary(self, what: str) -> Iterator[None]:

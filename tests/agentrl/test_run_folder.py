@@ -101,3 +101,16 @@ def test_segments_read_back_as_one_episode_also_from_a_file_without_episode_ids(
     old = [{key: value for key, value in line.items() if key != "episode_id"} for line in lines]
     path.write_bytes(gzip.compress(b"".join(json.dumps(line).encode() + b"\n" for line in old)))
     assert folder.read_trajectories(12) == [forked]
+
+
+def test_a_file_of_an_agentrl_without_episode_ids_is_read(folder: RunFolder) -> None:
+    old = (Path(__file__).parent / "old_trajectories.jsonl").read_bytes()
+    (folder.trajectories / "train_000005.jsonl.gz").write_bytes(gzip.compress(old))
+    (group,) = folder.read_trajectories(5)
+    assert [episode.id for episode in group.episodes] == ["train-3-0", "train-3-1"]
+    assert [len(episode.segments) for episode in group.episodes] == [2, 1]
+    assert [trajectory.id for trajectory in group.trajectories] == ["train-3-0.0", "train-3-0.1", "train-3-1"]
+    assert (group.episode_rewards, group.policy_version) == ([1.0, 0.0], 4)
+    first = group.trajectories[0].turns[0].completion
+    assert (first.token_ids, first.behavior_logprobs) == ((21, 22), (-0.5, -0.25))
+    assert [(span.version, span.start, span.end) for span in first.version_spans] == [(4, 0, 1), (5, 1, 2)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from agentrl.buffer.journal import GroupState, Journal
@@ -28,10 +28,6 @@ class FusedJournal(Journal):
             self.fuse -= 1
             if self.fuse < 0:
                 raise Crash
-
-    def _execute(self, statement: str, values: Sequence[object]) -> None:
-        self._burn()
-        super()._execute(statement, values)
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:

@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager, closing
 from pathlib import Path
 
 import httpx
-import msgspec
 import pytest
 
 from agentrl.buffer.journal import Journal
@@ -19,7 +18,6 @@ from agentrl.errors import ConfigError, WeightSyncError
 from agentrl.report.metrics import read
 from agentrl.report.observer import Summary
 from agentrl.run_folder import RunFolder
-from agentrl.testing import one_token_group
 from agentrl.tokens.tokenizer import TurnTokenizer
 from agentrl.train import learner_api as api
 from agentrl.train.orchestrator import Orchestrator
@@ -193,32 +191,6 @@ async def test_batches_that_checkpoints_cover_are_forgotten(tmp_path: Path, toke
         with pytest.raises(ConfigError, match=r"no longer holds the batch of step 2.*version 1"):
             journal.resume_at(1)
         assert len(journal.resume_at(2).batches) == 3
-
-
-def test_a_journal_of_another_run_is_refused(tmp_path: Path) -> None:
-    with closing(Journal(tmp_path / "journal.sqlite")) as journal, pytest.raises(ConfigError, match="has no step 3"):
-        journal.resume_at(3)
-
-
-def test_a_journal_of_another_version_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "journal.sqlite"
-    with closing(Journal(path)) as journal:
-        journal._db.execute("PRAGMA user_version=1")
-    with pytest.raises(ConfigError, match="another version of agentrl"):
-        Journal(path)
-
-
-def test_a_journal_whose_groups_have_no_episodes_is_still_read(tmp_path: Path) -> None:
-    path = tmp_path / "journal.sqlite"
-    ready = one_token_group(0, versions=(0, 0))
-    flat = {"group_id": 0, "task": ready.task, "trajectories": ready.trajectories}
-    with closing(Journal(path)) as journal:
-        journal.issued(0, ready.task)
-        journal.ready(ready)
-        journal._db.execute("UPDATE groups SET payload = ?", (msgspec.msgpack.encode(flat),))
-        journal._db.execute("PRAGMA user_version=2")
-    with closing(Journal(path)) as journal:
-        assert journal.resume_at(0).ready == (ready,)
 
 
 async def finished_run(tmp_path: Path, tokenizer: TurnTokenizer) -> RunFolder:

@@ -1,0 +1,61 @@
+"""What the journal reads of other runs and other versions of agentrl."""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from agentrl.buffer.journal import FORMAT, Journal
+from agentrl.errors import ConfigError, JournalError
+from agentrl.testing import one_token_group
+
+
+def format_of(path: Path) -> int:
+    with closing(sqlite3.connect(path)) as database:
+        ((found,),) = database.execute("PRAGMA user_version").fetchall()
+    return int(found)
+
+
+def test_a_journal_of_another_run_is_refused(tmp_path: Path) -> None:
+    with closing(Journal(tmp_path / "journal.sqlite")) as journal, pytest.raises(ConfigError, match="has no step 3"):
+        journal.resume_at(3)
+
+
+def test_a_journal_of_another_version_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    with closing(Journal(path)) as journal:
+        journal._db.execute("PRAGMA user_version=1")
+    with pytest.raises(ConfigError, match=r"another version of agentrl \(format 1, this one reads 2 and 3\)"):
+        Journal(path)
+
+
+def test_a_journal_whose_groups_have_no_episodes_is_still_read(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    ready = one_token_group(0, versions=(0, 0))
+    flat = {"group_id": 0, "task": ready.task, "trajectories": ready.trajectories}
+    with closing(Journal(path)) as journal:
+        journal.issued(0, ready.task)
+        journal.ready(ready)
+        journal._db.execute("UPDATE groups SET payload = ?", (msgspec.msgpack.encode(flat),))
+        journal._db.execute("PRAGMA user_version=2")
+    with closing(Journal(path)) as journal:
+        assert journal.resume_at(0).ready == (ready,)
+
+
+def test_a_journal_of_an_older_format_keeps_it_until_the_first_write(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    with closing(Journal(path)) as journal:
+        journal._db.execute("PRAGMA user_version=2")
+    with closing(Journal(path)) as journal:
+        assert (journal.last_step(), journal.evaluations(), journal.counts()) == (0, {}, {})
+    assert format_of(path) == 2
+    with closing(Journal(path)) as journal:
+        with pytest.raises(JournalError, match="no such table"), journal._transaction():
+            journal._db.execute("DELETE FROM no_such_table")
+        assert format_of(path) == 2
+        journal.issued(0, one_token_group(0, versions=(0, 0)).task)
+    assert format_of(path) == FORMAT

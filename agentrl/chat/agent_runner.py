@@ -78,7 +78,6 @@ class AgentRunner:
                 "completion_tokens": session.num_completion_tokens,
                 "generate_s": session.generate_s,
             },
-            numbers_segments=True,
         )
 
     def _stop_reason(self, error: BaseException | None) -> StopReason:

@@ -119,7 +119,8 @@ class RolloutConfig(Section):
     max_retries: Annotated[int, Field(ge=0)] = 2
     """Times an episode is run again after an infrastructure failure before it counts as failed."""
     max_infra_error_rate: Annotated[float, Field(ge=0, le=1)] = 0.2
-    """Stop the run when more than this share of the last 100 episodes failed because of infrastructure."""
+    """Stop the run when more than this share of the last 100 groups, and more than 5, failed for
+    infrastructure reasons."""
     canary_every: Annotated[int, Field(ge=0)] = 20
     """Steps between checks that the sandbox and the grader still give known outcomes. 0: only at the start."""
 

@@ -43,7 +43,6 @@ class PlayedEpisode:
     segments: tuple[SegmentRecord, ...]  # oldest first
     counts: Mapping[str, float]
     step_reward: float = 0.0
-    numbers_segments: bool = False  # whether a segment's id is EPISODE.NUMBER even where it is the only one
 
 
 class EpisodeRunner(Protocol):
@@ -117,7 +116,7 @@ async def _play(runner: EpisodeRunner, task: Task, timeout_s: float) -> StopReas
 def _trajectories(
     episode_id: str, played: PlayedEpisode, episode: Episode, config: RolloutConfig
 ) -> tuple[Trajectory, ...]:
-    is_numbered = played.numbers_segments or len(played.segments) > 1
+    is_numbered = len(played.segments) > 1
     segments = [
         _trajectory(f"{episode_id}.{number}" if is_numbered else episode_id, segment, episode)
         for number, segment in enumerate(played.segments)

@@ -1,6 +1,6 @@
 """The episodes of one task, each tried again when a part failed: a group is complete or does not exist.
 
-Independent of how an episode is played: the player receives what makes the runners.
+Independent of how an episode is played: GroupPlayer is given a MakeRunner.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class MakeRunner(Protocol[ModelT_contra]):
 class GroupPlayer(Generic[ModelT]):
     """Turns tasks into groups, with everything that a run has settled. One per run.
 
-        player = GroupPlayer(make_env, settings_of(config), PolicyRunners(tokenizer))
+        player = GroupPlayer(make_env, settings_of(config), TokenRunners(tokenizer))
         group = await player.play_group(engine, 7, task, kind="train")
 
     Args:

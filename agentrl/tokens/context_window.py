@@ -77,11 +77,6 @@ class ContextWindow:
         """Length of the prompt that the model would get now."""
         return len(self.segment.token_ids) + len(self._pending)
 
-    @property
-    def num_opening_tokens(self) -> int:
-        """Length of the episode's first prompt. Raises IndexError before the first turn."""
-        return len(self.segments[0].turns[0].observation_ids)
-
     def open(self, messages: Sequence[Message]) -> None:
         """Begin an episode. Raises ConfigError when the chat template refuses the messages."""
         self._opening = list(messages)

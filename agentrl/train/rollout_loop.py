@@ -90,18 +90,18 @@ class ErrorBreaker:
     def __init__(self, max_rate: float, *, window: int = 100, min_failures: int = 5) -> None:
         self._max_rate = max_rate
         self._min_failures = min_failures
-        self._outcomes: deque[str] = deque(maxlen=window)  # class name of the failure; "" for none
+        self._outcomes: deque[type[InfraError] | None] = deque(maxlen=window)  # class of the failure; None: finished
         self._first_error: InfraError | None = None
 
     def success(self) -> None:
         """A group finished."""
-        self._outcomes.append("")
+        self._outcomes.append(None)
 
     def failure(self, error: InfraError) -> None:
         """A group failed finally. Raises ErrorRateExceeded, caused by the first failure, when there are too many."""
-        self._outcomes.append(type(error).__name__)
+        self._outcomes.append(type(error))
         self._first_error = self._first_error or error
-        kinds = Counter(kind for kind in self._outcomes if kind)
+        kinds = Counter(kind.__name__ for kind in self._outcomes if kind is not None)
         num_failed = kinds.total()
         if num_failed > max(self._min_failures, self._max_rate * len(self._outcomes)):
             counts = ", ".join(f"{number} {kind}" for kind, number in kinds.most_common())

@@ -73,7 +73,7 @@ def play(tokenizer: TurnTokenizer) -> Play:
 async def test_an_agents_episode_is_a_trajectory(play: Play) -> None:
     envs: list[Asking] = []
     group = await play(lambda: envs.append(Asking()) or envs[-1], size=3)
-    assert [t.id for t in group.trajectories] == ["train-3-0.0", "train-3-1.0", "train-3-2.0"]
+    assert [t.id for t in group.trajectories] == ["train-3-0", "train-3-1", "train-3-2"]
     assert group.rewards_G == [1.0] * 3
     assert [env.closed for env in envs] == [1] * 3
     first = group.trajectories[0]

@@ -160,7 +160,7 @@ class Outside(AgentEnv):
 async def test_somebody_elses_agent_is_measured_too(scripted: Connect) -> None:
     async with scripted([call("look", at="x"), "7"]) as model:
         (episode,) = (await play(model, Outside)).trajectories
-    assert (episode.id, episode.reward, episode.turns, episode.info["turns"]) == ("eval-0-0.0", 1.0, (), 2)
+    assert (episode.id, episode.reward, episode.turns, episode.info["turns"]) == ("eval-0-0", 1.0, (), 2)
     assert [m.role for m in episode.messages] == ["user", "assistant", "tool", "assistant"]
 
 

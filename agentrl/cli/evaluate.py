@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 
 from agentrl.chat.chat_model import ChatModel
 from agentrl.chat.runners import EndpointRunners, TokenRunners
+from agentrl.cli.options import PlayOptions
 from agentrl.config import Config, parse
 from agentrl.data.source import held_out_tasks
 from agentrl.engine import launch_servers
@@ -36,8 +37,8 @@ class Request:
     """What to measure.
 
     Example:
-        request = Request.from_options(config, model="models/tiny", data=None, target=None, tokenizer=None,
-                                       samples=4, limit=64)
+        options = PlayOptions(model="models/tiny", samples=4, limit=64)
+        request = Request.from_options(config, options, environ=os.environ)
     """
 
     config: Config
@@ -50,52 +51,47 @@ class Request:
     secrets: Secrets
 
     @classmethod
-    def from_options(
-        cls,
-        config: Config,
-        *,
-        model: str | None,
-        data: str | Path | None,
-        target: str | None,
-        tokenizer: str | None,
-        samples: int | None,
-        limit: int | None,
-        served_model: str | None = None,
-        api_key_env: str | None = None,
-        environ: Mapping[str, str] | None = None,
-    ) -> Request:
+    def from_options(cls, config: Config, options: PlayOptions, *, environ: Mapping[str, str]) -> Request:
         """The config, overridden by the options of the command line. Raises ConfigError."""
+        model = options.model
         is_url = model is not None and model.startswith(("http://", "https://"))
-        if served_model is not None and not is_url:
-            raise ConfigError("--served-model names a model of a running server: give its URL with --model https://...")
-        if served_model is not None and tokenizer is not None:
-            raise ConfigError("a chat endpoint takes messages: leave out --tokenizer, or --served-model")
-        if served_model is None and api_key_env is not None:
-            raise ConfigError("--api-key-env is for a chat endpoint: name its model with --served-model")
-        key_name = api_key_env or "OPENAI_API_KEY"
+        _check_endpoint(options, is_url=is_url)
+        key_name = options.api_key_env or "OPENAI_API_KEY"
         tree = config.model_dump(mode="json")
         if model is not None and not is_url:
             tree["model"] |= {"path": model, "warmstart": None}
-        if data is not None:
-            tree["env"]["eval_data"] = str(data)
-        if target is not None:
-            tree["env"] |= {"target": target, "kwargs": {}}
-        if samples is not None:
-            tree["eval"]["samples_per_task"] = samples
+        if options.data is not None:
+            tree["env"]["eval_data"] = options.data
+        if options.target is not None:
+            tree["env"] |= {"target": options.target, "kwargs": {}}
+        if options.samples is not None:
+            tree["eval"]["samples_per_task"] = options.samples
         merged = parse(tree, source="eval options")
         if not is_url:
             check_model(parse(tree | {"model": tree["model"] | {"warmstart": None}}, source="eval options"))
-        default_tasks = EVERYTHING if data is not None else config.eval.num_tasks
+        default_tasks = EVERYTHING if options.data is not None else config.eval.num_tasks
         return cls(
             config=merged,
             url=model if is_url else None,
-            served_model=served_model,
-            api_key=(environ or {}).get(key_name),
+            served_model=options.served_model,
+            api_key=environ.get(key_name),
             api_key_env=key_name,
-            tokenizer=tokenizer or merged.model.path,
-            num_tasks=limit or default_tasks,
-            secrets=Secrets.from_environment(environ or {}),
+            tokenizer=options.tokenizer or merged.model.path,
+            num_tasks=options.limit or default_tasks,
+            secrets=Secrets.from_environment(environ),
         )
+
+
+def _check_endpoint(options: PlayOptions, *, is_url: bool) -> None:
+    """Raises ConfigError where options contradict each other."""
+    if options.served_model is None:
+        if options.api_key_env is not None:
+            raise ConfigError("--api-key-env is for a chat endpoint: name its model with --served-model")
+        return
+    if not is_url:
+        raise ConfigError("--served-model names a model of a running server: give its URL with --model https://...")
+    if options.tokenizer is not None:
+        raise ConfigError("a chat endpoint takes messages: leave out --tokenizer, or --served-model")
 
 
 async def measure(request: Request) -> Evaluation:

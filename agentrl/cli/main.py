@@ -17,7 +17,18 @@ import typer
 from agentrl.cli.doctor.command import doctor
 from agentrl.cli.env import env_app
 from agentrl.cli.explain import explain
-from agentrl.cli.options import ApiKeyEnv, ConfigPath, Data, Debug, Model, Overrides, ServedModel, Target, Tokenizer
+from agentrl.cli.options import (
+    ApiKeyEnv,
+    ConfigPath,
+    Data,
+    Debug,
+    Model,
+    Overrides,
+    PlayOptions,
+    ServedModel,
+    Target,
+    Tokenizer,
+)
 from agentrl.cli.options import fail as _fail
 from agentrl.cli.options import guarded as _guarded
 from agentrl.cli.options import run as _run
@@ -106,18 +117,17 @@ def evaluate(
     from agentrl.cli.evaluate import Request, measure
 
     config = configs.load(config_path, overrides or [])
-    request = Request.from_options(
-        config,
+    options = PlayOptions(
         model=model,
+        served_model=served_model,
+        api_key_env=api_key_env,
         data=data,
         target=target,
         tokenizer=tokenizer,
         samples=samples,
         limit=limit,
-        served_model=served_model,
-        api_key_env=api_key_env,
-        environ=os.environ,
     )
+    request = Request.from_options(config, options, environ=os.environ)
     _run(measure(request), debug=debug)
 
 
@@ -147,18 +157,17 @@ def rollout(
     from agentrl.cli.rollout import Sample, sample_episodes
 
     config = configs.load(config_path, overrides or [])
-    request = Request.from_options(
-        config,
+    options = PlayOptions(
         model=model,
+        served_model=served_model,
+        api_key_env=api_key_env,
         data=data,
         target=target,
         tokenizer=tokenizer,
         samples=samples,
         limit=limit,
-        served_model=served_model,
-        api_key_env=api_key_env,
-        environ=os.environ,
     )
+    request = Request.from_options(config, options, environ=os.environ)
     wanted = Sample(request=request, task_id=task, show=show, tokens=tokens, save=save)
     _run(sample_episodes(wanted), debug=debug, interrupted="every part was stopped")
 

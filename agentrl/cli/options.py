@@ -6,6 +6,7 @@ import asyncio
 import signal
 import sys
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
 
@@ -23,7 +24,7 @@ Overrides = Annotated[
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")]
 
-# Options of both `agentrl eval` and `agentrl rollout`: agentrl.cli.evaluate.Request.
+# Options of both `agentrl eval` and `agentrl rollout`: PlayOptions.
 Model = Annotated[str | None, typer.Option(help="Folder, hub name, or URL of a running server.")]
 ServedModel = Annotated[
     str | None, typer.Option(help="MODEL is any OpenAI-compatible chat endpoint (.../v1), and serves this name.")
@@ -35,6 +36,24 @@ ApiKeyEnv = Annotated[
 Data = Annotated[str | None, typer.Option(help="Rows: a file, a set's name, hf:owner/name (docs/math.md).")]
 Target = Annotated[str | None, typer.Option("--env", help="Another environment, module:Class.")]
 Tokenizer = Annotated[str | None, typer.Option(help="Tokenizer folder, where MODEL is a vLLM's URL.")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlayOptions:
+    """The options of both `agentrl eval` and `agentrl rollout`. None: as the config says.
+
+    Example:
+        PlayOptions(model="models/tiny", samples=4)
+    """
+
+    model: str | None = None
+    served_model: str | None = None
+    api_key_env: str | None = None
+    data: str | None = None
+    target: str | None = None
+    tokenizer: str | None = None
+    samples: int | None = None  # of each task
+    limit: int | None = None  # tasks
 
 
 def run(work: Coroutine[Any, Any, T], *, debug: bool, interrupted: str = RUN_INTERRUPTED) -> T:

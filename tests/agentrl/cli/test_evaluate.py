@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from fastapi import FastAPI
 
 from agentrl.cli.doctor.deep import CountAloud
 from agentrl.cli.evaluate import Request, _by_tokens, _engine
+from agentrl.cli.options import PlayOptions
 from agentrl.cli.rollout import _decoder
 from agentrl.config import Config
 from agentrl.errors import ConfigError, EngineGone
@@ -22,9 +23,8 @@ CONFIG = Config.model_validate({"name": "x", "env": {"target": "envs.modmath:Mod
 URL = "http://127.0.0.1:9/v1"
 
 
-def request(**options: Any) -> Request:
-    nothing = dict.fromkeys(("model", "data", "target", "tokenizer", "samples", "limit"))
-    return Request.from_options(CONFIG, **{**nothing, **options})
+def request(*, environ: Mapping[str, str] | None = None, **options: Any) -> Request:
+    return Request.from_options(CONFIG, PlayOptions(**options), environ=environ or {})
 
 
 def test_the_key_is_read_from_the_variable_that_is_named() -> None:

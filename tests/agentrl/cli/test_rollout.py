@@ -10,6 +10,7 @@ import pytest
 from fastapi import FastAPI
 
 from agentrl.cli.evaluate import Request
+from agentrl.cli.options import PlayOptions
 from agentrl.cli.rollout import Sample, sample_episodes
 from agentrl.config import Config
 from agentrl.errors import ConfigError
@@ -76,8 +77,7 @@ async def endpoint() -> AsyncIterator[str]:
 
 
 def asked(config: Config, **options: Any) -> Request:
-    nothing = dict.fromkeys(("model", "data", "target", "tokenizer", "samples", "limit"))
-    return Request.from_options(config, **{**nothing, "samples": 2, "limit": 1, **options})
+    return Request.from_options(config, PlayOptions(samples=2, limit=1, **options), environ={})
 
 
 def sample(request: Request, **wanted: Any) -> Sample:

@@ -38,11 +38,11 @@ class Gsm8kPython(WithPython, Gsm8k):
     @classmethod
     def demonstrations(cls, task: Task, *, skill: float = 1.0, seed: int = 0) -> Sequence[Message] | None:
         """One call that prints the results of the calculations, then the solution. Always right."""
-        spoken = super().demonstrations(task, skill=skill, seed=seed)
+        messages = super().demonstrations(task, skill=skill, seed=seed)
         sums = sums_of(str(task.metadata.get("solution", "")))
-        if spoken is None or not sums:
-            return spoken
-        return [python_call("\n".join(f"print({each})" for each in sums)), *spoken]
+        if messages is None or not sums:
+            return messages
+        return [python_call("\n".join(f"print({each})" for each in sums)), *messages]
 
 
 def prose(solution: str) -> str:

@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 
 from agentrl.report.metrics import read
+from agentrl.supervision.serving import free_port
 from sandbox.client import SandboxClient
 
 pytestmark = [pytest.mark.slow, pytest.mark.docker, pytest.mark.e2e, pytest.mark.engine, pytest.mark.timeout(1000)]
@@ -169,9 +170,7 @@ def project(docker_environment: dict[str, str], tmp_path_factory: pytest.TempPat
     folder = tmp_path_factory.mktemp("compose")
     for parent in (folder, *folder.parents[:3]):
         parent.chmod(parent.stat().st_mode | 0o055)  # pytest's own are closed to others
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     (folder / "configs").mkdir()
     (folder / "configs" / "composed.yaml").write_text(json.dumps(CONFIG))
     (folder / "configs" / "shown.py").write_text((ROOT / "tests/e2e/parity_env.py").read_text() + ENV)

@@ -179,21 +179,21 @@ def _game(
 
     space_text.refuse_action(bare.action_space)
     names = space_text.action_names(bare.action_space, action_names or words.actions)
-    told: Callable[[gymnasium.Env[Any, Any], Any], str]
+    as_text: Callable[[gymnasium.Env[Any, Any], Any], str]
     if describe is not None:
-        told = lambda env, observation: describe(observation)  # noqa: E731
+        as_text = lambda env, observation: describe(observation)  # noqa: E731
     elif words.describe is not None:
-        told = _of_words(words.describe)
+        as_text = _of_words(words.describe)
     elif bare.render_mode == "ansi":
-        told = lambda env, observation: space_text.plain(str(env.render()))  # noqa: E731
+        as_text = lambda env, observation: space_text.plain(str(env.render()))  # noqa: E731
     else:
         space_text.refuse_observation(bare.observation_space)
-        told = lambda env, observation: space_text.describe(env.observation_space, observation)  # noqa: E731
+        as_text = lambda env, observation: space_text.describe(env.observation_space, observation)  # noqa: E731
     return _Game(
         make=make,
         rules=f"{rules or words.rules}\n{space_text.how_to_act(bare.action_space, names)}",
         action_names=names,
-        describe=told,
+        describe=as_text,
         in_thread=not type(bare.unwrapped).__module__.startswith("gymnasium.envs.toy_text"),
     )
 

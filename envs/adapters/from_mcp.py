@@ -78,7 +78,7 @@ class _Layer:
 
     def __init__(self, server: McpServer, *, lifetime: str, listed: Sequence[mcp_types.Tool]) -> None:
         self._server = server
-        self._listed = {tool.name: _wire(tool) for tool in listed}
+        self._listed = {tool.name: _definition(tool) for tool in listed}
         self._tools = listed
         self.is_shared = lifetime == "worker"
         self._of_episodes: dict[int, McpConnection] = {}
@@ -137,7 +137,7 @@ class _Layer:
         """Open a connection, and check that the tools are those that were listed. Raises EnvError."""
         connection = await McpConnection.open(self._server)
         try:
-            now = {tool.name: _wire(tool) for tool in await connection.tools()}
+            now = {tool.name: _definition(tool) for tool in await connection.tools()}
             if changed := sorted(n for n in now.keys() | self._listed.keys() if now.get(n) != self._listed.get(n)):
                 raise EnvError(f"the MCP server {self._server.place} changed its tools {changed} since the start")
         except BaseException:
@@ -243,8 +243,8 @@ def _num_bytes(base64: str) -> int:
     return len(base64) * 3 // 4 - base64[-2:].count("=")
 
 
-def _wire(tool: mcp_types.Tool) -> tuple[str | None, str]:
-    """The schema and description of a tool, to compare."""
+def _definition(tool: mcp_types.Tool) -> tuple[str | None, str]:
+    """The description and schema of a tool, to compare."""
     return tool.description, json.dumps(tool.input_schema, sort_keys=True)
 
 

@@ -18,7 +18,7 @@ from agentrl.env import Action, Split, StepResult, ToolEnv
 from agentrl.errors import EnvError
 from agentrl.tools import ToolError, ToolSpec
 from agentrl.types import Message, Task, user
-from envs.adapters.openenv_wire import ActionRefused, Answer, OpenEnvServer, OpenEnvSession
+from envs.adapters.openenv_client import ActionRefused, Answer, OpenEnvServer, OpenEnvSession
 from envs.adapters.schema_tool import SchemaTool, asked, check_schema
 from envs.adapters.seed_tasks import seed_tasks
 
@@ -181,14 +181,14 @@ async def _act(env: OpenEnv, arguments: dict[str, Any]) -> str:
 
 async def _call(name: str, env: OpenEnv, arguments: dict[str, Any]) -> str:
     """Call an MCP tool of the server. Raises ToolError for what it marks as an error, EnvError when it fails."""
-    told = (await env.act({"type": "call_tool", "tool_name": name, "arguments": arguments})).observation
-    if error := told.get("error"):
+    observation = (await env.act({"type": "call_tool", "tool_name": name, "arguments": arguments})).observation
+    if error := observation.get("error"):
         if error.get("error_type") in _INFRASTRUCTURE:
             raise EnvError(f"tool {name} of the OpenEnv server: {error.get('message')}")
         raise ToolError(str(error.get("message")))
-    result = told.get("result")
+    result = observation.get("result")
     if not isinstance(result, dict) or "content" not in result:
-        return as_text(told) if result is None else _plain(result)
+        return as_text(observation) if result is None else _plain(result)
     text = "\n".join(
         str(part["text"]) if part.get("type") == "text" else f"[{part.get('type')}]" for part in result["content"]
     )

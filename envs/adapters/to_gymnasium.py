@@ -15,7 +15,7 @@ from agentrl.env import Env, Split, load_env_class
 from agentrl.env.agent_env import AgentEnv
 from agentrl.errors import ConfigError
 from agentrl.types import Message, Task
-from envs.adapters.sync_player import OpenSandbox, SyncPlayer
+from envs.adapters.sync_episode import OpenSandbox, SyncEpisode
 from envs.adapters.unicode_space import UnicodeText
 
 MAX_TEST_TASKS = 10_000
@@ -80,7 +80,7 @@ class TextEnv(gymnasium.Env[str, str]):
         self.action_space = UnicodeText(max_chars)
         self.render_mode = render_mode
         self._split, self._data, self._max_chars = split, data, max_chars
-        self._player = SyncPlayer(self._env_class, sandbox)
+        self._episode = SyncEpisode(self._env_class, sandbox)
         self._tasks: Iterator[Task] | None = None
         self._dialogue: list[Message] = []
         self._is_over = True
@@ -93,22 +93,22 @@ class TextEnv(gymnasium.Env[str, str]):
         index = (options or {}).get("index")
         task = next(self._tasks) if index is None else self._row(int(index))
         self._is_over = True  # should this fail
-        turn = self._player.begin(task, seed=int(self.np_random.integers(2**31)))
-        self._is_over, self._dialogue = False, list(turn.messages)
-        return self._told(turn.messages), {"task": task.id, "messages": _plain(turn.messages)}
+        reply = self._episode.begin(task, seed=int(self.np_random.integers(2**31)))
+        self._is_over, self._dialogue = False, list(reply.messages)
+        return self._text_of(reply.messages), {"task": task.id, "messages": _plain(reply.messages)}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Send a message and get the environment's answer. Raises ResetNeeded when no episode runs."""
         if self._is_over:
             raise gymnasium.error.ResetNeeded("no episode is under way: call reset()")
         self._is_over = True  # should this fail
-        turn = self._player.say(action[: self._max_chars])
-        self._is_over = turn.terminated or turn.truncated
-        self._dialogue += [turn.said, *turn.messages] if turn.said is not None else turn.messages
-        info = {"messages": _plain(turn.messages), **turn.counts}
+        reply = self._episode.say(action[: self._max_chars])
+        self._is_over = reply.terminated or reply.truncated
+        self._dialogue += [reply.said, *reply.messages] if reply.said is not None else reply.messages
+        info = {"messages": _plain(reply.messages), **reply.counts}
         if self._is_over:
-            info["rewards"] = dict(turn.rewards)
-        return self._told(turn.messages), turn.reward, turn.terminated, turn.truncated, info
+            info["rewards"] = dict(reply.rewards)
+        return self._text_of(reply.messages), reply.reward, reply.terminated, reply.truncated, info
 
     def render(self) -> Any:
         """The dialogue so far."""
@@ -120,7 +120,7 @@ class TextEnv(gymnasium.Env[str, str]):
     def close(self) -> None:
         """End the episode, the environment's shared resources and its loop. May be called again."""
         self._is_over = True
-        self._player.close()
+        self._episode.close()
 
     def _stream(self) -> Iterator[Task]:
         """Endless tasks, in an order that the seed determines."""
@@ -137,7 +137,7 @@ class TextEnv(gymnasium.Env[str, str]):
             raise ConfigError(f"{self.name} has no {self._split} task number {index}")
         return task
 
-    def _told(self, messages: Sequence[Message]) -> str:
+    def _text_of(self, messages: Sequence[Message]) -> str:
         return "\n\n".join(message.content for message in messages)[: self._max_chars]
 
 

@@ -86,7 +86,7 @@ class Worker:
             # In the main thread, because environments set signal handlers.
             self._env = load(asked["env_id"], asked["args"], asked["paths"])
             self._rows = {"train": _rows(self._env.get_dataset), "eval": _rows(self._env.get_eval_dataset)}
-            return {split: [_told(row) for row in rows] for split, rows in self._rows.items()}
+            return {split: [_shown_part(row) for row in rows] for split, rows in self._rows.items()}
         return await self._rollout(asked)
 
     async def _rollout(self, asked: dict[str, Any]) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def _rows(get: Any) -> Any:
         return []
 
 
-def _told(row: dict[str, Any]) -> dict[str, Any]:
+def _shown_part(row: dict[str, Any]) -> dict[str, Any]:
     """The part of a row that is shown to people."""
     prompt = row.get("prompt") or row.get("question") or ""
     if isinstance(prompt, list):

@@ -16,6 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from agentrl.supervision.serving import free_port
 from sandbox.client import SandboxClient
 from tests.docker_engine import IMAGE
 
@@ -55,9 +56,7 @@ class Project:
 
 @pytest.fixture(scope="module")
 def project(docker_environment: dict[str, str]) -> Iterator[Project]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     environment = {
         **os.environ,
         **docker_environment,

@@ -19,6 +19,7 @@ from agentrl import env as environments
 from agentrl.check import check_env
 from agentrl.env import Action, Env, Episode, ToolEnv, load_env_class, play_script
 from agentrl.errors import ConfigError, EnvError
+from agentrl.supervision.serving import free_port
 from agentrl.testing import call
 from agentrl.tools import tool
 from agentrl.types import Message, Task, user
@@ -193,9 +194,7 @@ async def test_a_server_ends_also_when_its_owner_is_killed() -> None:
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     with subprocess.Popen([sys.executable, str(SERVER), "http", str(port)], stderr=subprocess.DEVNULL) as server:
         try:
             for _ in range(600):

@@ -17,6 +17,7 @@ from agentrl.check import check_env
 from agentrl.config import RolloutConfig
 from agentrl.env import Action, Env, load_env_class, play_script
 from agentrl.errors import ConfigError, EnvError
+from agentrl.supervision.serving import free_port
 from agentrl.testing import ScriptedEngine, call
 from agentrl.tokens.tokenizer import TurnTokenizer
 from agentrl.tools import ToolError
@@ -39,9 +40,7 @@ def task(seed: int) -> Task:
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     python = python_of("openenv", imports=f"import runpy; runpy.run_path({str(SERVER)!r}, run_name='server')")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     log = tmp_path_factory.mktemp("openenv") / "log"
     with log.open("wb") as output:
         server = subprocess.Popen([python, SERVER, str(port)], stdout=output, stderr=output)

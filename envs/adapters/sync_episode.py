@@ -25,7 +25,7 @@ OpenSandbox = Callable[[], "AbstractAsyncContextManager[SandboxClient]"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
+class EnvReply:
     """The environment's answer, and the message that it answered."""
 
     messages: Sequence[Message]
@@ -44,10 +44,10 @@ class _Request:
     task: Task | None = None
     seed: int = 0
     text: str | None = None
-    answer: Future[Turn] = field(default_factory=Future)
+    answer: Future[EnvReply] = field(default_factory=Future)
 
 
-class SyncPlayer:
+class SyncEpisode:
     """Plays one episode at a time. The thread starts with the first episode, so that a process may fork before it."""
 
     def __init__(self, env_class: type[Env], sandbox: OpenSandbox | None) -> None:
@@ -57,11 +57,11 @@ class SyncPlayer:
         self._thread: threading.Thread | None = None
         self._inbox: asyncio.Queue[_Request]
 
-    def begin(self, task: Task, *, seed: int) -> Turn:
+    def begin(self, task: Task, *, seed: int) -> EnvReply:
         """Close the previous environment and reset a new one. Raises InfraError, ConfigError."""
         return self._ask(_Request(task=task, seed=seed))
 
-    def say(self, text: str) -> Turn:
+    def say(self, text: str) -> EnvReply:
         """Play one turn of the model. Raises InfraError, which ends the episode."""
         return self._ask(_Request(text=text))
 
@@ -72,7 +72,7 @@ class SyncPlayer:
             self._thread.join()
             self._thread = None
 
-    def _ask(self, request: _Request) -> Turn:
+    def _ask(self, request: _Request) -> EnvReply:
         if self._loop is None:
             started: Future[None] = Future()
             self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(started)), daemon=True)
@@ -92,26 +92,26 @@ class SyncPlayer:
                 sandbox = await stack.enter_async_context(self._open_sandbox()) if self._open_sandbox else None
                 make_env = await stack.enter_async_context(environments.opened(self._env_class, sandbox=sandbox))
                 while request.task is not None:
-                    request = await self._episode(request, make_env())
+                    request = await self._play(request, make_env())
         except Exception as error:
             failure = error
         self._loop = None  # before the answer, so that the next call starts again
         if failure is None:
-            request.answer.set_result(Turn(messages=()))
+            request.answer.set_result(EnvReply(messages=()))
         else:
             request.answer.set_exception(failure)
 
-    async def _episode(self, request: _Request, env: Env) -> _Request:
+    async def _play(self, request: _Request, env: Env) -> _Request:
         """Play until the episode is over, or until a request without a message ends it. Returns the next request."""
         assert request.task is not None
-        play = _Play(env, request.task)
+        running = _RunningEpisode(env, request.task)
         try:
-            request.answer.set_result(await play.begin(request.seed))
-            while not play.is_over:
+            request.answer.set_result(await running.begin(request.seed))
+            while not running.is_over:
                 request = await self._inbox.get()
                 if request.text is None:
                     return request
-                request.answer.set_result(await play.say(request.text))
+                request.answer.set_result(await running.say(request.text))
         except Exception as error:
             request.answer.set_exception(error)
         finally:
@@ -119,7 +119,7 @@ class SyncPlayer:
         return await self._inbox.get()
 
 
-class _Play:
+class _RunningEpisode:
     """One running episode."""
 
     def __init__(self, env: Env, task: Task) -> None:
@@ -130,11 +130,11 @@ class _Play:
         self._counts: dict[str, float] = {}
         self.is_over = False
 
-    async def begin(self, seed: int) -> Turn:
+    async def begin(self, seed: int) -> EnvReply:
         self._messages += await environments.start(self._env, self._task, seed)
-        return Turn(messages=tuple(self._messages))
+        return EnvReply(messages=tuple(self._messages))
 
-    async def say(self, text: str) -> Turn:
+    async def say(self, text: str) -> EnvReply:
         parsed = parse_hermes(text, id_prefix=f"call_{self._num_turns}")
         said = Message(role="assistant", content=parsed.content, tool_calls=parsed.tool_calls)
         result = await environments.advance(self._env, Action(message=said, parse_errors=parsed.errors))
@@ -143,7 +143,7 @@ class _Play:
         self._step_reward += result.reward
         environments.add_counts(self._counts, result.info)
         truncated = result.truncated or (self._num_turns >= self._env.max_turns and not result.terminated)
-        turn = Turn(
+        reply = EnvReply(
             said=said,
             messages=tuple(result.observation),
             reward=result.reward,
@@ -152,11 +152,11 @@ class _Play:
             counts={key: value for key, value in result.info.items() if _is_count(key, value)},
         )
         self.is_over = truncated or result.terminated
-        return await self._scored(turn, was_cut=not result.truncated) if self.is_over else turn
+        return await self._scored(reply, was_cut=not result.truncated) if self.is_over else reply
 
-    async def _scored(self, turn: Turn, *, was_cut: bool) -> Turn:
-        """The last turn, with the episode's reward minus the rewards of its steps."""
-        reason = StopReason.COMPLETED if turn.terminated else StopReason.MAX_TURNS if was_cut else StopReason.TRUNCATED
+    async def _scored(self, reply: EnvReply, *, was_cut: bool) -> EnvReply:
+        """The last reply, with the episode's reward minus the rewards of its steps."""
+        reason = StopReason.COMPLETED if reply.terminated else StopReason.MAX_TURNS if was_cut else StopReason.TRUNCATED
         episode = Episode(
             task=self._task,
             messages=tuple(self._messages),
@@ -165,14 +165,14 @@ class _Play:
             info=self._counts,
         )
         scored = await environments.scored(self._env, episode)
-        rest = scored.reward - (self._step_reward - turn.reward)
-        return Turn(
-            said=turn.said,
-            messages=turn.messages,
+        rest = scored.reward - (self._step_reward - reply.reward)
+        return EnvReply(
+            said=reply.said,
+            messages=reply.messages,
             reward=rest,
-            terminated=turn.terminated,
-            truncated=turn.truncated,
-            counts=turn.counts,
+            terminated=reply.terminated,
+            truncated=reply.truncated,
+            counts=reply.counts,
             rewards=scored.rewards,
         )
 

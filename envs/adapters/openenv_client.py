@@ -64,7 +64,7 @@ class OpenEnvServer:
                 answer.raise_for_status()
                 schema = (await answer.json())["action"]
         except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError) as error:
-            raise EnvError(f"no OpenEnv server answers at {self.http_url}/schema: {_told(error)}") from error
+            raise EnvError(f"no OpenEnv server answers at {self.http_url}/schema: {_reason(error)}") from error
         if not isinstance(schema, dict):
             raise EnvError(f"{self.http_url}/schema describes no action")
         return schema
@@ -141,7 +141,7 @@ class OpenEnvSession:
                     await socket.send_str(json.dumps({"type": kind, "data": dict(data)}))
                 answer = json.loads(await socket.receive_str())
         except (TimeoutError, aiohttp.ClientError, OSError, ValueError, TypeError) as error:
-            raise EnvError(f"the OpenEnv server {self._server.url} is gone during {kind}: {_told(error)}") from error
+            raise EnvError(f"the OpenEnv server {self._server.url} is gone during {kind}: {_reason(error)}") from error
         if not isinstance(answer, dict) or answer.get("type") not in ("observation", "error"):
             raise EnvError(f"the OpenEnv server {self._server.url} answers {kind} with {str(answer)[:200]}")
         return answer
@@ -173,9 +173,9 @@ class OpenEnvSession:
 def _refusal(data: Mapping[str, Any]) -> str:
     """What is wrong with an action, in one sentence."""
     errors = data.get("errors") or ()
-    told = [f"{'.'.join(map(str, e.get('loc', ())))}: {e.get('msg')}" for e in errors if isinstance(e, dict)]
-    return "; ".join(told) or str(data.get("message"))
+    problems = [f"{'.'.join(map(str, e.get('loc', ())))}: {e.get('msg')}" for e in errors if isinstance(e, dict)]
+    return "; ".join(problems) or str(data.get("message"))
 
 
-def _told(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

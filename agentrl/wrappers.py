@@ -227,11 +227,6 @@ WRAPPERS: Mapping[str, type[Wrapper]] = {cls.__name__: cls for cls in (TimeLimit
 """The names that `env.wrappers` of a config takes."""
 
 
-def summary(cls: type[Env]) -> str:
-    """The first line of a class's documentation, as tables and `agentrl env list` show it."""
-    return (inspect.getdoc(cls) or "").partition("\n")[0]
-
-
 def load_wrappers(configs: Iterable[WrapperConfig]) -> tuple[WrapEnv, ...]:
     """The wrappers of `env.wrappers` in a config, for `make(..., wrappers=...)`. Raises ConfigError, naming one."""
     return tuple(_load(config) for config in configs)

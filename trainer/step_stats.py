@@ -17,9 +17,7 @@ class TrajectoryStats:
     weight: float  # in use, the mean over its tokens' weights; infinite where it would leave float32
     num_clipped: int  # weights that were truncated, masked or clipped
     num_weights: int  # how many weights it has: one, or one per action token
-    advantage: (
-        float  # over the group's final baseline, divided by its standard deviation if so set; 0.0 without gradient
-    )
+    advantage: float  # over the group's final baseline, divided by its deviation if so set; 0.0 without gradient
     score_norm: float  # of grad log pi, length-normalized if the loss is; 0.0 where it was not measured
     lag: int
     num_tokens: int

@@ -63,9 +63,8 @@ class Resumption:
     version: int = 0  # of the learner
     num_issued: int = 0
     counts: dict[GroupState, int] = field(default_factory=dict)  # of the final states
-    batches: tuple[
-        tuple[TrajectoryGroup, ...], ...
-    ] = ()  # of steps version+1, version+2, ...: to be trained again unchanged
+    batches: tuple[tuple[TrajectoryGroup, ...], ...] = ()
+    """Of steps version+1, version+2, ...: to be trained again unchanged."""
     ready: tuple[TrajectoryGroup, ...] = ()
     in_flight: tuple[tuple[int, Task], ...] = ()  # group id and task: to be played again
     state: StepState | None = None  # of step `version`, or the newest known before it

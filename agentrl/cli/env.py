@@ -59,7 +59,7 @@ def _show_environments() -> None:
     from rich.text import Text
 
     from agentrl.env import specs
-    from agentrl.wrappers import summary
+    from agentrl.env.registry import summary
 
     console = Console(highlight=False)
     table = Table("id", "class", "what it is", box=None, pad_edge=False)

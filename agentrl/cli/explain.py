@@ -38,7 +38,8 @@ def explain(
 def registered_names() -> Known:
     """What the registries of environments and wrappers hold, by the key that takes their names."""
     from agentrl.env import specs
-    from agentrl.wrappers import WRAPPERS, summary
+    from agentrl.env.registry import summary
+    from agentrl.wrappers import WRAPPERS
 
     return {
         "env.target": {spec.id: summary(spec.load()) for spec in specs()},

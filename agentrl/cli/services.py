@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from agentrl.cli import options as cli_run
+from agentrl.cli import options
 from agentrl.cli.options import ConfigPath, Debug, Overrides
 from agentrl.errors import ConfigError
 from agentrl.supervision import secrets
@@ -36,7 +36,7 @@ def orchestrator(
     debug: Debug = False,
 ) -> None:
     """Play episodes and serve batches to a learner that is started separately. Both need the same AGENTRL_TOKEN."""
-    cli_run.guarded(
+    options.guarded(
         lambda: _orchestrate(config_path, overrides or [], at=(host, port), latest=latest, debug=debug), debug=debug
     )
 
@@ -52,7 +52,7 @@ def learner(
     debug: Debug = False,
 ) -> None:
     """Train for an orchestrator on all ranks of the config, from the run's newest checkpoint if any."""
-    cli_run.guarded(lambda: _learn(config_path, orchestrator_url, weights_dir), debug=debug)
+    options.guarded(lambda: _learn(config_path, orchestrator_url, weights_dir), debug=debug)
 
 
 def _orchestrate(
@@ -71,7 +71,7 @@ def _orchestrate(
     run = _unfinished(latest, config) or RunFolder.create(config.out_dir, config.name, config=config)
     if latest is not None:
         _point(latest, run.path)
-    cli_run.run(train(training, run, console), debug=debug)
+    options.run(train(training, run, console), debug=debug)
 
 
 def _unfinished(latest: Path | None, config: Config) -> RunFolder | None:

@@ -129,6 +129,11 @@ def specs() -> list[EnvSpec]:
     return [_SPECS[env_id] for env_id in sorted(_SPECS)]
 
 
+def summary(cls: type[Env]) -> str:
+    """The first line of a class's documentation, as tables and `agentrl env list` show it."""
+    return (inspect.getdoc(cls) or "").partition("\n")[0]
+
+
 def make(
     target: str | type[Env],
     *,

@@ -376,6 +376,9 @@ class WeightsRef:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferInit:
-    """How engines join the learner's group: the body of vLLM's /init_weight_transfer_engine."""
+    """How engines join the learner's group: the body of vLLM's /init_weight_transfer_engine.
+
+    Example: `TransferInit(init_info={"master_address": "10.0.0.5", "master_port": 29500, "world_size": 2})`.
+    """
 
     init_info: dict[str, Any]

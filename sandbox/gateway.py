@@ -41,6 +41,8 @@ class Gateway:
     Args:
         resolve: returns the current addresses of the replicas. Raises OSError.
         port: the port of all replicas.
+
+    Example: `await serve(Gateway(resolver("sandbox", 8321), 8321), host="0.0.0.0", port=8320)`.
     """
 
     def __init__(self, resolve: Resolve, port: int) -> None:

@@ -43,7 +43,10 @@ class FileRefused(Exception):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Session:
-    """One tenant's interpreter over time. The first call takes an interpreter from the warm ones."""
+    """One tenant's interpreter over time. The first call takes an interpreter from the warm ones.
+
+    Example: `session = pool.open_session(tenant="0", limits=None, ttl_s=None, seed=7, key=None)`.
+    """
 
     id: str
     tenant: str
@@ -60,7 +63,11 @@ class Session:
 
 @dataclass(slots=True, kw_only=True)
 class PoolSettings:
-    """Sizes of a pool."""
+    """Sizes of a pool.
+
+    >>> PoolSettings(slots=2).max_sessions
+    1024
+    """
 
     slots: int = 8
     warm: int = 8
@@ -71,7 +78,12 @@ class PoolSettings:
 
 
 class Pool:
-    """Keeps interpreters warm while it is open (`async with Pool(...)`), and ends all of them at the end."""
+    """Keeps interpreters warm while it is open (`async with Pool(...)`), and ends all of them at the end.
+
+    Example:
+        async with Pool(backend, PoolSettings(slots=2)) as pool:
+            app = create_app(pool, tokens=["secret"])
+    """
 
     def __init__(self, backend: Backend, settings: PoolSettings) -> None:
         self.backend, self.settings = backend, settings

@@ -47,13 +47,20 @@ Identifier = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\x21
 
 
 class ProtocolModel(BaseModel):
-    """A frozen record; unknown keys are refused."""
+    """A frozen record; unknown keys are refused.
+
+    Example: `class Limits(ProtocolModel)`; `Limits.model_validate_json(body)` refuses a key that it does not know.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class Limits(ProtocolModel):
-    """What one session may use. The service clamps each limit to its own maximum and replies with the result."""
+    """What one session may use. The service clamps each limit to its own maximum and replies with the result.
+
+    >>> Limits(num_processes=8).memory_bytes // 1024**2
+    512
+    """
 
     memory_bytes: Annotated[int, Field(ge=32 * 1024**2, le=2**46)] = 512 * 1024**2
     """Sum over all processes and files of the session, without the preloaded libraries."""
@@ -62,7 +69,11 @@ class Limits(ProtocolModel):
 
 
 class SessionRequest(ProtocolModel):
-    """Body of POST /v1/sessions."""
+    """Body of POST /v1/sessions.
+
+    >>> SessionRequest(seed=7).model_dump(exclude_none=True)
+    {'profile': 'python', 'seed': 7}
+    """
 
     profile: Literal["python"] = "python"
     limits: Limits | None = None
@@ -74,7 +85,10 @@ class SessionRequest(ProtocolModel):
 
 
 class SessionReply(ProtocolModel):
-    """Answer to POST /v1/sessions."""
+    """Answer to POST /v1/sessions.
+
+    Example: `SessionReply.model_validate_json(body).session_id`.
+    """
 
     session_id: str
     backend: str
@@ -82,7 +96,11 @@ class SessionReply(ProtocolModel):
 
 
 class ExecRequest(ProtocolModel):
-    """Body of POST /v1/sessions/{id}/exec."""
+    """Body of POST /v1/sessions/{id}/exec.
+
+    >>> ExecRequest(exec_id="e1", code="6 * 7").timeout_s
+    5.0
+    """
 
     exec_id: Identifier
     code: Text
@@ -146,7 +164,10 @@ class ExecResult(ProtocolModel):
 
 
 class Health(ProtocolModel):
-    """Answer to GET /healthz."""
+    """Answer to GET /healthz.
+
+    Example: `(await client.health()).isolation` says which isolation is active.
+    """
 
     status: Literal["ok", "degraded", "unsafe"]
     backend: str

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import doctest
 import importlib
+import inspect
 import re
 from pathlib import Path
+from typing import TypeGuard
 
 import pytest
 
@@ -126,6 +128,65 @@ def test_a_small_file_has_a_reason() -> None:
     }
     assert small <= SMALL_FILES.keys(), "give the new ones a reason, or merge them into a larger neighbour"
     assert all((ROOT / name).is_file() for name in SMALL_FILES)
+
+
+# Packages and modules whose public classes show how they are used. agentrl/engine/vllm is part of agentrl.engine.
+WITH_EXAMPLES = (
+    *(f"agentrl.{name}" for name in ("env", "tools", "wrappers", "testing", "types", "check", "rollout", "engine")),
+    *("agentrl.buffer", "agentrl.tokens", "agentrl.cli.templates"),
+    *(
+        "sandbox.client",
+        "sandbox.protocol",
+        "sandbox.pool",
+        "sandbox.server",
+        "sandbox.gateway",
+        "sandbox.backends.base",
+    ),
+    *("trainer.learner", "trainer.checkpoint", "trainer.objective", "trainer.gradient", "trainer.split_variance"),
+    "trainer.step_stats",
+)
+# Classes that are raised, compared or decoded, never called by a reader.
+NEEDS_NO_EXAMPLE = ("Exception", "Enum", "msgspec.Struct")
+
+
+def is_code(text: str) -> bool:
+    """Whether a paragraph or an inline code is Python that uses something, and not a name or prose."""
+    try:
+        tree = ast.parse(inspect.cleandoc(text))
+    except SyntaxError:
+        return False
+    return any(isinstance(node, ast.Call | ast.Attribute | ast.ClassDef | ast.Raise) for node in ast.walk(tree))
+
+
+def has_example(docstring: str) -> bool:
+    if re.search(r"Example[:,]|>>> |^ {4,}(class|async|await|with|@|\w+ = )\b", docstring, re.MULTILINE):
+        return True
+    inline = (code for code in re.findall(r"`([^`]+)`", docstring) if "(" in code)
+    return any(map(is_code, [*docstring.split("\n\n"), *inline]))
+
+
+def needs_example(node: ast.stmt) -> TypeGuard[ast.ClassDef]:
+    if not isinstance(node, ast.ClassDef) or node.name.startswith("_"):
+        return False
+    return not any(is_a(name, kind) for name in map(ast.unparse, node.bases) for kind in NEEDS_NO_EXAMPLE)
+
+
+def is_a(base: str, kind: str) -> bool:
+    """By name: ToolError and SandboxGone are exceptions, StrEnum is an Enum."""
+    errors = ("Exception", "Error", "Unavailable")
+    return base.endswith(errors if kind == "Exception" else kind)
+
+
+@pytest.mark.parametrize("part", WITH_EXAMPLES)
+def test_public_classes_have_an_example(part: str) -> None:
+    lacking = [
+        f"{name}.{node.name}"
+        for name, path in MODULES.items()
+        if f"{name}.".startswith(f"{part}.")
+        for node in parse(path).body
+        if needs_example(node) and not has_example(ast.get_docstring(node) or "")
+    ]
+    assert lacking == []
 
 
 def num_lines(path: Path) -> int:

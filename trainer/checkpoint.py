@@ -37,7 +37,10 @@ DEEPSPEED_TAG = "deepspeed"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What must be the same when a checkpoint is loaded: DeepSpeed's files depend on it."""
+    """What must be the same when a checkpoint is loaded: DeepSpeed's files depend on it.
+
+    Example: `Setup(num_ranks=2, zero_stage=1, dtype="bfloat16", weights="9f2c...", frozen="")`.
+    """
 
     num_ranks: int
     zero_stage: int
@@ -48,7 +51,10 @@ class Setup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """The content of a checkpoint's folder. Written last: a folder without it is incomplete."""
+    """The content of a checkpoint's folder. Written last: a folder without it is incomplete.
+
+    Example: `Manifest(format=FORMAT, setup=setup, learner=learner.state_dict(), num_bytes={"a.pt": 120})`.
+    """
 
     format: int
     setup: Setup

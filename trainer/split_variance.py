@@ -48,6 +48,10 @@ class SplitVariance:
         share: the groups of this rank.
         gather: collects a list over ranks.
         reduce: sums a tensor over ranks, in place.
+
+    Example:
+        metrics = split_variance.measure(batch.groups, policy_version=4)
+        metrics["vitals/split_variance_opob"]
     """
 
     def __init__(

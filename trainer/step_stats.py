@@ -8,7 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryStats:
-    """One trajectory of a step. Sums are over its action tokens. Made by `trainer.gradient.scored`."""
+    """One trajectory of a step. Sums are over its action tokens. Made by `trainer.gradient.scored`.
+
+    Example: `stats.non_finite()` names the numbers that refuse the step.
+    """
 
     id: str
     episode: int  # index in its group of the episode that it is, or is a segment of
@@ -37,7 +40,10 @@ class TrajectoryStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupStats:
-    """One group: its members' statistics and its baseline."""
+    """One group: its members' statistics and its baseline.
+
+    Example: `[len(episode) for episode in group.episodes()]` counts the segments of each episode.
+    """
 
     trajectories: tuple[TrajectoryStats, ...]
     has_spread: bool

@@ -27,7 +27,8 @@ _IN_FOLDER = 'cd "$1" && shift && exec "$@" >"$0"'
 class Endpoint:
     """Where an agent finds its model, for the length of one episode.
 
-    OpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key).chat.completions.create(model=endpoint.model, ...)
+    Example:
+        OpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key).chat.completions.create(model=endpoint.model, ...)
     """
 
     base_url: str

@@ -16,7 +16,10 @@ from agentrl.types import Message, StopReason, Task
 
 
 class ModelSpeaker(Speaker, Protocol):
-    """A model that says the turns of one episode and records them."""
+    """A model that says the turns of one episode and records them.
+
+    Example: `EnvRunner(env, task, speaker, max_turns=8, reset_timeout_s=600)` asks it for each turn.
+    """
 
     @property
     def segments(self) -> Sequence[SegmentRecord]:

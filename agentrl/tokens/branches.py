@@ -23,7 +23,10 @@ _Tools = Sequence[dict[str, Any]]
 
 @dataclass(kw_only=True, eq=False)
 class BranchSegment:
-    """A conversation that grew without a break, as an agent's calls produced it."""
+    """A conversation that grew without a break, as an agent's calls produced it.
+
+    Example: `segment.token_ids[-1]` is the last token of the last answer or observation.
+    """
 
     token_ids: list[int] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)

@@ -30,7 +30,10 @@ SUMMARY_HEADER = "\n\nYou have worked on this before. Your notes:\n"
 
 @dataclass(kw_only=True)
 class ContextSegment:
-    """A part of an episode whose tokens grew without a break."""
+    """A part of an episode whose tokens grew without a break.
+
+    Example: `ContextSegment(token_ids=[5, 7], messages=[user("hi")])`.
+    """
 
     token_ids: list[int] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)

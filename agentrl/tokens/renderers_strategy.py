@@ -106,7 +106,10 @@ def load_strategy(
 
 
 class Vocabulary:
-    """The tokenizer interface that the package needs. Its own text is parsed for special tokens; contents never are."""
+    """The tokenizer interface that the package needs. Its own text is parsed for special tokens; contents never are.
+
+    Example: `Vocabulary(codec, eos_id=2).encode("<|im_end|>")` is one id where the vocabulary has that token.
+    """
 
     name_or_path = ""
     unk_token_id = None

@@ -83,7 +83,10 @@ class ToolFormat(Protocol):
 
 
 class HermesFormat:
-    """The ToolFormat of Hermes and Qwen: `<tool_call>` JSON, answered by tool messages."""
+    """The ToolFormat of Hermes and Qwen: `<tool_call>` JSON, answered by tool messages.
+
+    Example: `HermesFormat(codec, strategy, thinking=False).parse(ids, tools=tools, id_prefix="call").tool_calls`.
+    """
 
     name: str = "hermes"
     stop: tuple[str, ...] = ()
@@ -127,7 +130,10 @@ class HermesFormat:
 
 
 class CodeFormat:
-    """A ToolFormat of code in the text of one assistant turn, for environments with one tool of one argument."""
+    """A ToolFormat of code in the text of one assistant turn, for environments with one tool of one argument.
+
+    Example: `CodeFormat("fences", codec, block=FENCE, prompt=prompt, answer="\\n{text}\\n")`.
+    """
 
     def __init__(self, name: str, codec: Codec, *, block: CodeBlock, prompt: str, answer: str) -> None:
         self.name = name

@@ -17,7 +17,11 @@ class BackendError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendSettings:
-    """The settings of every backend."""
+    """The settings of every backend.
+
+    >>> BackendSettings(preload=("numpy",)).disk_bytes // 1024**2
+    64
+    """
 
     limits: Limits = field(default_factory=Limits)
     disk_bytes: int = 64 * 1024**2
@@ -30,7 +34,10 @@ class BackendSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exit:
-    """How an interpreter ended, as the kernel reported it."""
+    """How an interpreter ended, as the kernel reported it.
+
+    Example: `Exit(exit_code=-9, cpu_s=1.5, peak_rss_bytes=2**29, is_oom=True)`.
+    """
 
     exit_code: int | None  # negative: killed by that signal; None: unknown, because its parent died too
     cpu_s: float
@@ -40,14 +47,20 @@ class Exit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """What an interpreter has used since its start."""
+    """What an interpreter has used since its start.
+
+    Example: `child.usage().cpu_s`.
+    """
 
     cpu_s: float
     peak_rss_bytes: int
 
 
 class Listener(Protocol):
-    """Receives a child's output. All of it is untrusted."""
+    """Receives a child's output. All of it is untrusted.
+
+    Example: `child.listen(listener)` passes output to `listener.on_output("stdout", b"42\\n")`.
+    """
 
     def on_control(self, data: bytes) -> None:
         """Receive some bytes of the worker's frames; empty at the end."""
@@ -57,7 +70,10 @@ class Listener(Protocol):
 
 
 class Child(Protocol):
-    """One isolated interpreter, controlled from outside."""
+    """One isolated interpreter, controlled from outside.
+
+    Example: `child = await backend.spawn()`, then `await child.send(frame)`, and `await child.close()` at the end.
+    """
 
     exited: asyncio.Future[Exit]
     is_watched: bool  # no kernel limit bounds the sum of its processes, so `is_over_limit` must be polled during calls
@@ -91,7 +107,14 @@ class Child(Protocol):
 
 
 class Backend(Protocol):
-    """A way to make isolated children."""
+    """A way to make isolated children.
+
+    Example:
+        await backend.start()
+        child = await backend.spawn()
+        await child.close()
+        await backend.stop()
+    """
 
     name: str
     isolation: str  # the active isolation, in words

@@ -28,7 +28,10 @@ CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 2**28}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenScores:
-    """Scores of a pack's action tokens, in nats: the result of `score`. float32."""
+    """Scores of a pack's action tokens, in nats: the result of `score`. float32.
+
+    Example: `score(model, pack).logprob_N` holds log pi of each action token.
+    """
 
     logprob_N: Tensor  # with its graph if a recorder was given
     entropy_N: Tensor

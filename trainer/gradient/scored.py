@@ -25,7 +25,10 @@ _NOTHING = torch.zeros(0, dtype=torch.float64)
 
 @dataclass(slots=True, kw_only=True)
 class ScoredTrajectory:
-    """One trajectory of a step: its tensors, its part in the objective, and what the passes measure of it."""
+    """One trajectory of a step: its tensors, its part in the objective, and what the passes measure of it.
+
+    Example: `objective.weights(one.log_ratio_N, advantage=one.advantage)` gives `one.weights`, once it was scored.
+    """
 
     trajectory: Trajectory
     tensors: ActionTensors
@@ -95,7 +98,10 @@ class ScoredTrajectory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredGroup:
-    """One group of a step."""
+    """One group of a step.
+
+    Example: `[member.trajectory.id for member in group.trained]` are the trajectories that have a gradient.
+    """
 
     episodes: list[list[ScoredTrajectory]]
     reward_E: Tensor  # float64

@@ -26,7 +26,10 @@ from trainer.objective import baselines, ratios, vcpo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberWeights:
-    """One trajectory's weights: what `Objective.weights` returns. NaN or infinite entries refuse the step."""
+    """One trajectory's weights: what `Objective.weights` returns. NaN or infinite entries refuse the step.
+
+    Example: `objective.weights(log_ratio_N, advantage=0.5).weight_N`.
+    """
 
     weight_N: Tensor  # float64 [N], 0 where a token is masked or clipped away
     log_weight: float  # untruncated log of the sequence ratio, from which ESS and the largest weight are measured
@@ -37,7 +40,11 @@ class MemberWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """One trajectory among all of the step: what objectives are given that look at the whole batch first."""
+    """One trajectory among all of the step: what objectives are given that look at the whole batch first.
+
+    >>> Member(log_ratio_N=torch.zeros(2), advantage=0.5, reward=1.0, group=0).logit_norm2_N is None
+    True
+    """
 
     log_ratio_N: Tensor  # float64 [N], log pi - log mu
     advantage: float  # from `Objective.advantages`; 0.0 where the group has no gradient

@@ -23,6 +23,8 @@ class GuessNumber(Env):
     """Find a number; each guess is answered with `higher` or `lower`.
 
     One object is one episode; `self` holds whatever the episode needs.
+
+    Example: `make("GuessNumber-v0")`, or `env.target: guess_number.py:GuessNumber` in a config.
     """
 
     max_turns = 5  # a turn is one message of the model

@@ -24,6 +24,8 @@ class PriceShop(ToolEnv):
     """Find the price of an item with a tool.
 
     One object is one episode; `self` holds whatever the episode needs.
+
+    Example: `make("PriceShop-v0")`, or `env.target: price_shop.py:PriceShop` in a config.
     """
 
     max_turns = 4  # a turn is one message of the model

@@ -47,8 +47,14 @@ class _Proven:
 
 
 class NCCLEngine(_Proven, NCCLWeightTransferEngine):  # type: ignore[misc]
-    """Backend `agentrl_nccl`."""
+    """Backend `agentrl_nccl`.
+
+    Example: `vllm serve MODEL --weight-transfer-config '{"backend": "agentrl_nccl"}'`.
+    """
 
 
 class IPCEngine(_Proven, IPCWeightTransferEngine):  # type: ignore[misc]
-    """Backend `agentrl_ipc`."""
+    """Backend `agentrl_ipc`.
+
+    Example: `vllm serve MODEL --weight-transfer-config '{"backend": "agentrl_ipc"}'`.
+    """

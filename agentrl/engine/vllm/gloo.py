@@ -22,7 +22,10 @@ from agentrl.engine.vllm import gloo_group, loading
 
 @dataclass
 class GlooInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """The address of the sender, and the ranks of the workers. `timeout_s` limits joining and each update."""
+    """The address of the sender, and the ranks of the workers. `timeout_s` limits joining and each update.
+
+    Example: `GlooInitInfo("10.0.0.5", 29500, rank_offset=1, world_size=2, timeout_s=60.0)`.
+    """
 
     master_address: str
     master_port: int
@@ -33,7 +36,10 @@ class GlooInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class GlooUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """The tensors of an update, in the order in which they are sent."""
+    """The tensors of an update, in the order in which they are sent.
+
+    Example: `GlooUpdateInfo(names=["lm_head.weight"], dtype_names=["float32"], shapes=[[384, 64]])`.
+    """
 
     names: list[str]
     dtype_names: list[str]
@@ -49,6 +55,8 @@ class GlooEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):  # type: i
 
     So a sender that dies or is too slow leaves the old weights complete. Any failure closes the group, so that the
     sender notices at once; the next update needs a new `init_transfer_engine`.
+
+    Example: `vllm serve MODEL --weight-transfer-config '{"backend": "gloo"}'`.
     """
 
     init_info_cls = GlooInitInfo

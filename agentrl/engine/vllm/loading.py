@@ -22,7 +22,10 @@ MAX_UNSUMMED = 4  # tensors kept in memory for the checksum after vLLM has loade
 
 class LoadingModel:
     """Replaces vLLM's model while weights are loaded, to compute their checksum. Loading needs nothing else of a
-    model."""
+    model.
+
+    Example: `LoadingModel(model).load_weights(tensors)`, then `.checksum.hexdigest()`.
+    """
 
     def __init__(self, model: Any) -> None:
         self.checksum = Checksum()
@@ -37,6 +40,8 @@ class Expected:
     """The names and shapes of the checkpoint that the engine started from.
 
     Must be made before the first update: a reload gives each name a parameter of its own, which hides the ties.
+
+    Example: `Expected(model, model_config).check(shapes_of(folder), str(folder))` raises for another model.
     """
 
     def __init__(self, model: nn.Module, model_config: Any) -> None:

@@ -20,12 +20,18 @@ from agentrl.engine.vllm import loading
 
 @dataclass
 class SafetensorsInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """Empty: each update names its folder."""
+    """Empty: each update names its folder.
+
+    Example: `SafetensorsInitInfo()`.
+    """
 
 
 @dataclass
 class SafetensorsUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """The folder with all weights, in Hugging Face names and layout."""
+    """The folder with all weights, in Hugging Face names and layout.
+
+    Example: `SafetensorsUpdateInfo(path="/dev/shm/run/v5")`.
+    """
 
     path: str
 
@@ -34,6 +40,8 @@ class SafetensorsEngine(WeightTransferEngine[SafetensorsInitInfo, SafetensorsUpd
     """Loads `<path>/model*.safetensors` through vLLM's layerwise reload; every failure raises.
 
     The update reads only the headers of the files, and the finish loads them: a refused folder leaves the old weights.
+
+    Example: `vllm serve MODEL --weight-transfer-config '{"backend": "safetensors"}'`.
     """
 
     init_info_cls = SafetensorsInitInfo

@@ -9,7 +9,10 @@ from typing import Any
 
 
 class WorkerExtension:
-    """Each method returns one result per worker."""
+    """Each method returns one result per worker.
+
+    Example: POST /collective_rpc `{"method": "weights_checksum"}` calls one of them.
+    """
 
     weight_transfer_engine: Any
     vllm_config: Any

@@ -121,5 +121,5 @@ async def test_tokens_of_a_real_engine_are_shown(
         trajectory.action_mask().count(0) for trajectory in group.trajectories
     )
     position = first.action_mask().index(1)
-    logprob = first.behavior_logprobs()[position]
-    assert any(line.startswith(f"{position:6d}  v0 {logprob:8.3f}") for line in shown)
+    logprob, version = first.behavior_logprobs()[position], first.policy_versions()[position]
+    assert any(line.startswith(f"{position:6d}  v{version} {logprob:8.3f}") for line in shown)

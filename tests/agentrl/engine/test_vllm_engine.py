@@ -124,13 +124,15 @@ async def many(engine: VLLMEngine, count: int, max_tokens: int) -> list[asyncio.
 
 async def test_running_requests_go_on_and_every_token_names_its_weights(engine: VLLMEngine, judge: Judge) -> None:
     version = await engine.version()
+    refs = [judge.ref(version + step, step % 2) for step in (1, 2)]
     running = await many(engine, 8, 900)
     await until_streaming(engine, 150)
-    for step in (1, 2):  # at once: a random model may end a request at every token
-        update = await engine.update_weights(judge.ref(version + step, step % 2))
+    for ref in refs:  # as soon as possible: a random model may end a request at every token
+        update = await engine.update_weights(ref)
         assert 0 < update.gap_s < 30
         assert update.parity is not None
         assert update.parity.max_abs < BOUND
+        await asyncio.sleep(0.01)  # requests that ended during the update return
     completions = await asyncio.gather(*running)
     assert max(len(completion.version_spans) for completion in completions) == 3
     for i, completion in enumerate(completions):
@@ -148,9 +150,10 @@ async def test_stale_kv_never_serves_a_request_of_the_next_version(stale_engine:
 
 async def test_stale_keeps_running_requests_on_their_old_kv(stale_engine: VLLMEngine, judge: Judge) -> None:
     version = await stale_engine.version()
+    ref = judge.ref(version + 1, 1)
     running = await many(stale_engine, 8, 900)
     await until_streaming(stale_engine, 150)
-    await stale_engine.update_weights(judge.ref(version + 1, 1))
+    await stale_engine.update_weights(ref)
     completions = await asyncio.gather(*running)
     across = [(i, c) for i, c in enumerate(completions) if len(c.version_spans) == 2]
     assert across

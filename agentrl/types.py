@@ -214,7 +214,7 @@ class Trajectory:
     reward: float  # weighted sum of `rewards`
     rewards: dict[str, float]
     stop_reason: StopReason
-    info: dict[str, float] = field(default_factory=dict)  # counts: tool_calls, tool_errors, sandbox_s, wall_s, ...
+    info: dict[str, float] = field(default_factory=dict)  # counts: tool_calls, tool_errors, tool_s, wall_s, ...
     weight: float = 1.0  # share in the gradient: 1/S of each of an episode's S segments; 0 masks it from the loss
 
     @property

@@ -114,4 +114,7 @@ def parity(engine: Sequence[float], learner: Sequence[float]) -> Parity:
 
 
 def _k3(difference: float) -> float:
+    """Infinite where expm1 would overflow: such an update must be refused. The metric in trainer/objective/ratios.py
+    uses a lower bound, because it must stay finite and be averaged.
+    """
     return math.expm1(difference) - difference if difference < 700 else math.inf

@@ -152,7 +152,8 @@ def behavior_kl(log_ratio_N: Tensor) -> Tensor:
     """Per-token estimate of KL(mu || pi) from tokens of mu: r - 1 - log r with r = pi/mu. Never negative. [N]
 
     The k3 estimator of Schulman, "Approximating KL divergence" (2020, http://joschu.net/blog/kl-approx.html). log r is
-    cut at 50: beyond that the number only has to be large, and must stay finite.
+    cut at 50: beyond that the number only has to be large, and sums over a step must stay finite. The parity check in
+    agentrl/engine/base.py is not cut, because there an infinite value refuses the update.
 
     >>> float(behavior_kl(torch.tensor([0.0])))
     0.0

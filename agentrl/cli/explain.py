@@ -38,11 +38,12 @@ def explain(
 def registered_names() -> Known:
     """What the registries of environments and wrappers hold, by the key that takes their names."""
     from agentrl.env import specs
+    from agentrl.env.entry_points import adapter_summaries
     from agentrl.env.registry import summary
     from agentrl.wrappers import WRAPPERS
 
     return {
-        "env.target": {spec.id: summary(spec.load()) for spec in specs()},
+        "env.target": {spec.id: summary(spec.load()) for spec in specs()} | adapter_summaries(),
         "env.wrappers": {name: summary(wrapper) for name, wrapper in WRAPPERS.items()},
     }
 

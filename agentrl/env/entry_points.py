@@ -12,6 +12,7 @@ A package registers in its pyproject.toml:
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
@@ -73,6 +74,17 @@ def load_adapted(target: str, kwargs: Mapping[str, Any]) -> type[Env] | None:
         found: type[Env] = factory(rest, **kwargs)
     except TypeError as error:
         raise ConfigError(f"{target} with env.kwargs={dict(kwargs)}: {error}") from error
+    return found
+
+
+def adapter_summaries() -> dict[str, str]:
+    """`SCHEME:` -> the first line of its factory's documentation; the error for an adapter that cannot be imported."""
+    found: dict[str, str] = {}
+    for scheme, point in sorted(adapters().items()):
+        try:
+            found[f"{scheme}:"] = (inspect.getdoc(point.load()) or "").partition("\n")[0]
+        except Exception as error:
+            found[f"{scheme}:"] = _failure(point, error)
     return found
 
 

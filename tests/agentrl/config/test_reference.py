@@ -84,7 +84,14 @@ def test_the_tables_of_other_pages_have_every_name(page: str, header: str, path:
     assert rows, f"{page} has no table that begins with {header!r}"
     written = {name for row in rows for name in re.findall(r"`([\w-]+)`", " ".join(row.split("|")[1:3]))}
     others = {spec.id for spec in specs() if not spec.entry_point.startswith("envs.")}  # of other tests
-    assert find(path, registered_names())[0].choices.keys() - others - {"auto"} <= written
+    names = {name for name in find(path, registered_names())[0].choices if not name.endswith(":")}
+    assert names - others - {"auto"} <= written
+
+
+def test_the_table_of_adapters_has_every_scheme() -> None:
+    table = (DOCS / "adapters.md").read_text().partition("| `env.target` |")[2].partition("\n\n")[0]
+    schemes = {name for name in find("env.target", registered_names())[0].choices if name.endswith(":")}
+    assert schemes == set(re.findall(r"`(\w+:)[A-Z]+`", table))
 
 
 @pytest.mark.parametrize(
@@ -95,6 +102,7 @@ def test_the_tables_of_other_pages_have_every_name(page: str, header: str, path:
         ("algorithm.treatment", "clip_weight    clamped to [1 - clip_low, 1 + clip_high]"),
         ("algorithm.rho_base", "number > 0 | auto, default auto"),
         ("env.target", "ModMath-v0"),
+        ("env.target", "gymnasium:"),
         ("env.wrappers", "RewardScale"),
         ("model.lora.rank", "Rank of B A."),
     ],

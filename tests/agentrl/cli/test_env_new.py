@@ -50,7 +50,7 @@ async def test_its_demonstrator_is_as_good_as_its_skill(tmp_path: Path, tool: bo
 
 
 def test_training_tasks_do_not_end_and_differ_from_the_test_tasks(tmp_path: Path) -> None:
-    path, name = write_environment("Shop", tmp_path, tool=True)
+    path, name = write_environment("Market", tmp_path, tool=True)  # README.md has a Shop
     cls = load_env_class(f"{path}:{name}")
     train = [task.prompt for task, _ in zip(cls.tasks("train", seed=3), range(500), strict=False)]
     assert len(train) == 500

@@ -1,1 +1,1 @@
-"""Measurements side by side with the alternatives; each commits its report beside it."""
+"""Measurements against the alternatives, each with its committed report."""

@@ -30,7 +30,7 @@ MAX_STARTING = 4  # interpreters made ready at the same time
 
 
 class Overloaded(Exception):
-    """There is no free capacity now; the message says of what."""
+    """No capacity is free now. The message names which limit was reached."""
 
 
 class UnknownSession(Exception):

@@ -1,4 +1,4 @@
-"""The environment of README.md, pasted into a file, is sound and pays for looking prices up and adding."""
+"""The environment of README.md, copied into a file, is sound and rewards looking prices up and adding them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RUN/status.json: a run writes it about once a second; `assess` tells from it whether the run is all right.
+"""RUN/status.json: a run writes it about once a second; `assess` judges from it whether the run is healthy.
 
 Three things decide: what the file says, how old it is, and whether the process that wrote it still exists. Independent
 of how a status is shown.

@@ -1,1 +1,1 @@
-"""What a step of the learner costs, beside a plain step, the reference way and TRL."""
+"""What a step of the learner costs, compared with a plain step, the reference method and TRL."""

@@ -1,4 +1,4 @@
-"""Cells as tables, goals first. The reading that stands between them is written by hand, in `reading.md`."""
+"""Cells as tables, goals first. The text between the tables is written by hand, in `reading.md`."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def build_root() -> None:
     linux.mount("none", "/", None, linux.MS_REC | linux.MS_PRIVATE)
     sources = library_folders()
     if hidden := [source for source in sources if f"{source}/".startswith(("/dev/", "/proc/"))]:
-        raise OSError(f"Python lives in {hidden[0]}, which sessions replace by a folder of their own")
+        raise OSError(f"Python is installed in {hidden[0]}, which sessions replace by their own folder")
     root = next(path for path in ("/mnt", "/media", "/srv", "/opt", "/tmp") if _is_free(path, sources))
     linux.mount("sandbox", root, "tmpfs", linux.MS_NOSUID, "mode=755,size=1m")
     covered = _covered(sources)

@@ -81,6 +81,6 @@ class Parser(_Sealed):
                 return
             tag, payload = bytes(self._buffer[_HEADER.size : start]), bytes(self._buffer[start : start + length])
             if not hmac.compare_digest(tag, self._next_tag(header, payload)):
-                raise BrokenStream("a frame does not bear the other end's tag")
+                raise BrokenStream("a frame does not carry the other end's tag")
             del self._buffer[: start + length]
             yield channel, payload

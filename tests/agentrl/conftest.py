@@ -1,4 +1,4 @@
-"""A small byte-level ChatML tokenizer in Hugging Face layout, as the token path sees real ones; a judge of engines."""
+"""A small byte-level ChatML tokenizer in Hugging Face layout, and reference logprobs for engines."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The engine benchmark's own arithmetic, and that the bare generator asks what our client asks."""
+"""The engine benchmark's own arithmetic; the bare generator sends the same requests as our client."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""The real task's study: the lag is the one asked for, nothing is skipped, and tables and picture say what runs say."""
+"""The real task's study: the lag is the configured one, nothing is skipped, and tables and picture show the runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The simulated cluster keeps the promises that its table is read for."""
+"""The simulated cluster has the properties on which its table relies."""
 
 from __future__ import annotations
 

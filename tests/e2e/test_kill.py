@@ -1,4 +1,4 @@
-"""Kill -9 of any part at any moment loses, repeats and changes nothing; and the judge would see it if it did."""
+"""kill -9 of any part at any moment loses, repeats and changes nothing; and the checks would detect it if it did."""
 
 from __future__ import annotations
 

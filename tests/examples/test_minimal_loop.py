@@ -1,4 +1,4 @@
-"""The example to read first runs as it stands, and its policy learns."""
+"""The example to read first runs unchanged, and its policy learns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a buffer's tests share: groups made up, a journal that can be killed, what should be true of every group."""
+"""Shared by the buffer's tests: made-up groups, a journal that can be killed, and what must hold for every group."""
 
 from __future__ import annotations
 

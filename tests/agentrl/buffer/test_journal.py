@@ -1,4 +1,4 @@
-"""What the journal reads of other runs and other versions of agentrl."""
+"""What the journal reads from other runs and other versions of agentrl."""
 
 from __future__ import annotations
 

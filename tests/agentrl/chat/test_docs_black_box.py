@@ -1,4 +1,4 @@
-"""The agent that docs/black-box-agents.md has its readers paste."""
+"""The agent that readers of docs/black-box-agents.md copy."""
 
 from __future__ import annotations
 

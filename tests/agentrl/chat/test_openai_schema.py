@@ -1,4 +1,4 @@
-"""OpenAI's format, both ways. The judge is OpenAI's own client library."""
+"""OpenAI's format, in both directions, checked with OpenAI's own client library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An agent that talks to the real vLLM through the proxy: what is recorded is what was sampled. transformers judges."""
+"""An agent talks to the real vLLM through the proxy: the record is what was sampled, as transformers confirms."""
 
 from __future__ import annotations
 

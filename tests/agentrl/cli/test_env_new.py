@@ -1,4 +1,4 @@
-"""What `agentrl env new` writes works as it stands, and so do the examples that it copies."""
+"""The files that `agentrl env new` writes work unchanged, and so do the examples that it copies."""
 
 import inspect
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A person plays: lines in, episode out; closed whatever ends it."""
+"""A person plays: lines in, episode out. The environment is closed however the episode ends."""
 
 import io
 import os

@@ -1,4 +1,4 @@
-"""Bad input: one screen, how to fix it, and a non-zero exit code; before anything is started."""
+"""Bad input gives one screen with how to fix it and a non-zero exit code, before anything is started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`agentrl orchestrator` and `agentrl learner`: what they refuse, and which run they go on with."""
+"""`agentrl orchestrator` and `agentrl learner`: what they refuse, and which run they continue."""
 
 from __future__ import annotations
 

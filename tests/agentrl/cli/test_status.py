@@ -1,4 +1,4 @@
-"""`agentrl status` as a person types it: each state, the newest run, live, JSON, and bad input."""
+"""`agentrl status` on the command line: each state, the newest run, live, JSON, and bad input."""
 
 from __future__ import annotations
 

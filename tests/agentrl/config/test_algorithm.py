@@ -1,4 +1,4 @@
-"""Presets, what wins over them, and combinations that are refused, saying how to fix them."""
+"""Presets, which settings override them, and refused combinations, whose messages say how to fix them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rollout section refuses what cannot work together, by name."""
+"""The rollout section refuses settings that cannot work together, and names them."""
 
 from typing import Any
 

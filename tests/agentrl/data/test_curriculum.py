@@ -1,4 +1,4 @@
-"""Difficulty-aware task choice: what a task is worth by hand, who is asked how often, and that nothing starves."""
+"""Difficulty-aware task choice: the value of a task by hand, how often each is asked, and that none starves."""
 
 from __future__ import annotations
 

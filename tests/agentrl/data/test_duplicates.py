@@ -1,4 +1,4 @@
-"""Training rows that a test set holds as well: found, named, and refused at the start of a run."""
+"""Training rows that are in a test set too are found, named, and refused at the start of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""transformers' own logprobs of two models, by which an engine's are judged."""
+"""transformers' own logprobs of two models, with which an engine's are compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers worked by hand."""
+"""Parity and weight versions against numbers worked by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a broken-off answer is worth, and how its parts become one."""
+"""What is kept of an interrupted answer, and how its parts are joined."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each of several servers gets for its own, and settings of several that cannot work."""
+"""The settings that each of several servers gets, and settings for several that cannot work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the engine clients make of servers that are gone, broken, slow, or answer nonsense."""
+"""How the engine clients report servers that are gone, broken or slow, or that answer nonsense."""
 
 import asyncio
 import copy

@@ -1,4 +1,4 @@
-"""The engine client against the real vLLM server, with transformers as the judge."""
+"""The engine client against the real vLLM server, compared with transformers."""
 
 import asyncio
 import uuid

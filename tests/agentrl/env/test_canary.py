@@ -1,4 +1,4 @@
-"""Canaries sing in parts that work, and stop the run in parts that answer wrongly or not at all."""
+"""Canaries pass where parts work, and stop the run where parts answer wrongly or not at all."""
 
 from __future__ import annotations
 

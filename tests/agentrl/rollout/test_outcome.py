@@ -1,4 +1,4 @@
-"""Each option of what an episode counts for changes what it says, and nothing else."""
+"""Each option of how an episode is counted changes its part of the outcome and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No child outlives its owner, whatever way the owner goes."""
+"""No child outlives its owner, however the owner ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who has to show a token, where it comes from, and what a server does with a caller that has none."""
+"""Which callers need a token, where it comes from, and how a server answers a caller without one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""status.json: whole whenever it is read, judged by the heartbeat and by the process, clear when it is none."""
+"""status.json is whole at every read, judged by its heartbeat and its process, and invalid files are reported."""
 
 from __future__ import annotations
 

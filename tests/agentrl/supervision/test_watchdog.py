@@ -1,4 +1,4 @@
-"""Tasks that hang, loops that stand still, clocks that jump: real ones, with the patience of a test."""
+"""Real tasks that hang, loops that stand still and clocks that jump, with limits short enough for a test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small tokenizers with the token layout and the chat template behaviour of the model families that people train."""
+"""Small tokenizers with the token layout and the chat template behaviour of widely trained model families."""
 
 from __future__ import annotations
 

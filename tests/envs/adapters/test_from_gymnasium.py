@@ -1,4 +1,4 @@
-"""Gymnasium's games as environments: told in words, played by scripts, and what cannot be told is refused by name."""
+"""Gymnasium's games as environments: described in words, played by scripts; what has no words is refused by name."""
 
 from __future__ import annotations
 

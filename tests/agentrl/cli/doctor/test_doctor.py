@@ -1,4 +1,4 @@
-"""One line a check, whatever the check does; and what a person and a program see of it."""
+"""One line per check, whatever the check does, and the output for people and for programs."""
 
 import asyncio
 import json

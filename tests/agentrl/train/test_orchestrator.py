@@ -1,4 +1,4 @@
-"""The training loop's loop over HTTP with a learner that obeys the API, and engines that do and do not work."""
+"""The training loop over HTTP with a learner that obeys the API, and engines that do and do not work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that go on: a learner that died comes back at an older version, a whole run is cut off and opened again."""
+"""Resumed runs: a learner that died returns at an older version; a whole run is killed and opened again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md tells the truth: each of its messages is the code's, and a test provokes it."""
+"""Each message in docs/troubleshooting.md is one that the code raises, and a test provokes it."""
 
 from __future__ import annotations
 

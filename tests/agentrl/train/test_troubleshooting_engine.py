@@ -1,4 +1,4 @@
-"""Engines that lie, crawl, or are gone: whole runs on a double of a vLLM server. Nothing false is trained on."""
+"""Whole runs on a double of a vLLM server that lies, is slow, or is gone. No wrong data is trained on."""
 
 from __future__ import annotations
 

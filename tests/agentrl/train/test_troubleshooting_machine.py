@@ -1,4 +1,4 @@
-"""What the machine does to a run: its disk fills up, its pipe closes, its clock jumps, its memory ends."""
+"""What the machine does to a run: its disk fills up, its pipe closes, its clock jumps, its memory runs out."""
 
 from __future__ import annotations
 

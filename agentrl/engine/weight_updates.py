@@ -104,7 +104,9 @@ class WeightUpdater:
 
     async def trusted(self) -> None:
         """Wait while weights change. Raises WeightSyncError when the engine's weights are unknown."""
-        await self._open.wait()  # ends with `update` or `come_back`, which have deadlines
+        # Ends with `update` or `come_back`, which have deadlines. Another update may begin before this waiter runs.
+        while not self._open.is_set():
+            await self._open.wait()
         if self._distrust is not None:
             raise self._distrust
         if self._num_starts() != self._seen_starts:

@@ -1,11 +1,8 @@
-"""The trajectory buffer: a bounded store between rollout and learner, with slots, the staleness rule and the ledger.
+"""The trajectory buffer: a bounded store between rollout and learner, with slots and the ledger.
 
-A group holds a slot from its admission until the engines hold the weights that its step produced. There are `(max_lag +
-1) * groups_per_step` slots. This number is derived, not tuned: groups are consumed oldest first, so all that are
-outstanding when a group is admitted are consumed within `max_lag` further steps, and a group that finishes in its turn
-is never stale. A group that others overtake while it still runs can become stale; `on_stale` decides what happens then.
-max_lag = 0 is exactly synchronous. `set_lag` admits with less lag for a while: groups admitted before stay, and are
-consumed under the bound they were admitted with. Independent of tokens and HTTP.
+A group holds a slot from its admission until the engines hold the weights that its step produced. staleness.py decides
+how many slots there are and when a group is too old. `set_lag` admits with less lag for a while: groups admitted before
+stay, and are consumed under the bound they were admitted with. Independent of tokens and HTTP.
 """
 
 from __future__ import annotations
@@ -17,8 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from agentrl.buffer.journal import GroupState, Journal, Resumption
+from agentrl.buffer.staleness import StalenessRule
 from agentrl.config.rollout import OnStale
-from agentrl.errors import NoLearningSignal, StaleTrajectoryError
+from agentrl.errors import NoLearningSignal
 from agentrl.report.statistics import has_spread
 from agentrl.types import Batch, Task, TrajectoryGroup
 
@@ -91,10 +89,9 @@ class TrajectoryBuffer:
         resumed: Resumption | None = None,
     ) -> None:
         resumed = resumed or Resumption()
-        self.num_slots = ((max_lag if lag is None else lag) + 1) * groups_per_step
+        self._rule = StalenessRule(groups_per_step=groups_per_step, max_lag=max_lag)
+        self.num_slots = self._rule.num_slots(lag)
         """The largest number of outstanding groups."""
-        self._groups_per_step = groups_per_step
-        self._max_lag = max_lag
         self._on_stale = on_stale
         self._drop_zero_variance = drop_zero_variance
         self._requeue = requeue
@@ -178,7 +175,7 @@ class TrajectoryBuffer:
             chosen = self._again.popleft() if self._again else self._oldest()
             self._training = {group.group_id: group for group in chosen}
             self._journal.taken(list(self._training), step=self._version + 1)
-            return Batch(policy_version=self._version, max_lag=self._max_lag, groups=chosen)
+            return Batch(policy_version=self._version, max_lag=self._rule.max_lag, groups=chosen)
 
     async def commit(self, policy_version: int) -> None:
         """Every engine holds `policy_version`: mark the batch that made it as trained and free its slots."""
@@ -194,10 +191,9 @@ class TrajectoryBuffer:
 
     async def set_lag(self, lag: int) -> None:
         """From now on admit groups as if max_lag were `lag`. Raises ValueError outside [0, max_lag]."""
-        if not 0 <= lag <= self._max_lag:
-            raise ValueError(f"lag {lag} is outside [0, {self._max_lag}]")
+        num_slots = self._rule.num_slots(lag)
         async with self._changed:
-            self.num_slots = (lag + 1) * self._groups_per_step
+            self.num_slots = num_slots
             self._changed.notify_all()
 
     @property
@@ -239,14 +235,13 @@ class TrajectoryBuffer:
         return ready
 
     def _oldest(self) -> tuple[TrajectoryGroup, ...]:
-        chosen = [self._withdraw(group_id) for group_id in self._ready_ids[: self._groups_per_step]]
+        chosen = [self._withdraw(group_id) for group_id in self._next_ids()]
         for ready in chosen:
-            if (lag := self._version - ready.version) > self._max_lag:
-                raise StaleTrajectoryError(f"group {ready.group.group_id} has lag {lag}, allowed is {self._max_lag}")
+            self._rule.check(ready.group.group_id, ready.version, version=self._version)
         return tuple(ready.group for ready in chosen)
 
     def _batch_is_ready(self) -> bool:
-        if len(self._ready) >= self._groups_per_step:
+        if len(self._ready) >= self._rule.groups_per_step:
             return self._on_stale != "wait" or not self._would_strand()
         if len(self._recent_useless) == self._recent_useless.maxlen:
             mean = sum(self._recent_useless) / len(self._recent_useless)
@@ -256,24 +251,17 @@ class TrajectoryBuffer:
             )
         return False
 
-    def _would_strand(self) -> bool:
-        """Whether a batch without the groups in flight would leave more of them than later batches can take in time.
+    def _next_ids(self) -> list[int]:
+        return self._ready_ids[: self._rule.groups_per_step]
 
-        A group of version v must be taken at v + max_lag or before: max_lag + v - version batches are left for it and
-        all older ones.
-        """
-        left = self._num_flying + self._num_ready
-        left.subtract(self._ready[group_id].version for group_id in self._ready_ids[: self._groups_per_step])
-        num_flying = num_left = 0
-        for version in sorted(left):
-            num_flying += self._num_flying[version]
-            num_left += left[version]
-            if num_flying and num_left > self._groups_per_step * (version + self._max_lag - self._version):
-                return True
-        return False
+    def _would_strand(self) -> bool:
+        """Whether a batch without the groups in flight would let some of them become stale."""
+        left = self._num_ready.copy()
+        left.subtract(self._ready[group_id].version for group_id in self._next_ids())
+        return self._rule.would_strand(self._num_flying, left, version=self._version)
 
     def _drop_if_stale(self, group_id: int) -> None:
-        if self._version - self._ready[group_id].version <= self._max_lag:
+        if not self._rule.is_stale(self._ready[group_id].version, version=self._version):
             return
         group = self._withdraw(group_id).group
         again = group.task if self._on_stale == "requeue" else None

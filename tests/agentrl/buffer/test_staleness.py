@@ -1,0 +1,53 @@
+"""The staleness rule with numbers worked by hand."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from agentrl.buffer.staleness import StalenessRule
+from agentrl.errors import StaleTrajectoryError
+
+RULE = StalenessRule(groups_per_step=2, max_lag=1)
+
+
+@pytest.mark.parametrize(("lag", "slots"), [(None, 4), (1, 4), (0, 2)])
+def test_there_are_slots_for_every_version_that_may_be_outstanding(lag: int | None, slots: int) -> None:
+    assert RULE.num_slots(lag) == slots
+
+
+@pytest.mark.parametrize("lag", [-1, 2])
+def test_a_lag_outside_the_bound_is_refused(lag: int) -> None:
+    with pytest.raises(ValueError, match=rf"lag {lag} is outside \[0, 1\]"):
+        RULE.num_slots(lag)
+
+
+def test_the_bound_itself_is_allowed_and_one_more_is_not() -> None:
+    RULE.check(7, 4, version=5)
+    with pytest.raises(StaleTrajectoryError, match="group 7 has lag 2, allowed is 1"):
+        RULE.check(7, 3, version=5)
+
+
+@pytest.mark.parametrize(
+    ("in_flight", "ready", "strands"),
+    [
+        # After the batch taken now at version 5, groups of version 5 have two batches of two left, those of version 4
+        # have one, those of version 3 none.
+        ({}, {3: 3}, False),  # nothing in flight: nothing to wait for
+        ({3: 1}, {}, True),
+        ({4: 2}, {}, False),
+        ({4: 2}, {4: 1}, True),  # three groups for two places
+        ({5: 4}, {}, False),
+        ({5: 5}, {}, True),
+        ({5: 1}, {4: 2}, False),  # the two older ones take the first of the two batches
+        ({5: 1}, {4: 4}, True),
+        ({4: 1}, {5: 3}, False),
+        ({4: 1}, {5: 4}, True),
+    ],
+)
+def test_groups_in_flight_are_stranded_when_others_fill_their_last_batches(
+    in_flight: dict[int, int], ready: dict[int, int], strands: bool
+) -> None:
+    rule = StalenessRule(groups_per_step=2, max_lag=2)
+    assert rule.would_strand(Counter(in_flight), Counter(ready), version=5) is strands

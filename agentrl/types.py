@@ -331,7 +331,7 @@ class Batch:
 class StepOutput:
     """Result of one optimizer step. `policy_version` is the version *after* it; `metrics` are finite numbers.
 
-    StepOutput(policy_version=5, metrics={"learner/loss": 0.1}, ess_ratio=0.9)
+    StepOutput(policy_version=5, metrics={"learner/grad_norm": 0.1}, ess_ratio=0.9)
     """
 
     policy_version: int

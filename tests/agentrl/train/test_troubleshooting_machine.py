@@ -17,9 +17,11 @@ import pytest
 from agentrl.errors import DiskError
 from agentrl.report.console import TrainConsole
 from agentrl.report.metrics import MetricsLog, read
+from agentrl.report.observer import StepReport
 from agentrl.run_folder import RunFolder
 from agentrl.supervision.child import ChildDied, child
 from agentrl.tokens.tokenizer import TurnTokenizer
+from agentrl.types import StepOutput
 from tests.agentrl.train.troubles import Trouble
 from tests.agentrl.train.whole_run import YesAndNo, make_config, run_with
 
@@ -111,8 +113,9 @@ def test_a_log_on_a_full_disk_is_given_up_once(
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
         console = TrainConsole(total_steps=2)
-        console.step(1, {})
-        console.step(2, {})
+        for step in (1, 2):
+            output = StepOutput(policy_version=step, metrics={})
+            console.step(StepReport(step=step, output=output, update=None, metrics={}))
     assert NO_OUTPUT.is_in(caplog.text) and len(caplog.records) == 1
 
 

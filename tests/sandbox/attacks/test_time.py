@@ -28,8 +28,7 @@ TIME = {
     "finally": "try:\n  while True: pass\nfinally:\n  while True: pass",
     "threads_and_loop": "import threading\ndef f():\n  while True: pass\n"
     "for _ in range(8): threading.Thread(target=f, daemon=True).start()\nf()",
-    "join_thread": "import threading\nt = threading.Thread(target=lambda: [None for _ in iter(int, 1)])\n"
-    "t.start(); t.join()",
+    "join_thread": "import threading\ndef f():\n  while True: pass\nt = threading.Thread(target=f)\nt.start(); t.join()",
     "nested_swallow": "def f():\n  while True:\n    try:\n      while True: pass\n    except BaseException: f()\nf()",
     "del": "class A:\n  def __del__(self):\n    while True: pass\nA()\nwhile True: pass",
     "trace": "import sys\ndef t(*a):\n  while True: pass\nsys.settrace(t)\n(lambda: 1)()",
@@ -42,7 +41,7 @@ TIME = {
     "numpy_threads": "import numpy as np, threading\na = np.random.rand(500, 500)\ndef f():\n  while True: a @ a\n"
     "for _ in range(3): threading.Thread(target=f, daemon=True).start()\nf()",
     "alarm_swallowed": "import signal\nsignal.signal(signal.SIGINT, lambda *a: None)\nwhile True: signal.pause()",
-    "numpy": "import numpy as np\na = np.random.rand(3000, 3000)\nwhile True: a = a @ a / 1e3",
+    "numpy": "import numpy as np\na = np.random.rand(2000, 2000)\nwhile True: a = a @ a / 1e3",
 }
 
 
@@ -64,7 +63,7 @@ LEFT_RUNNING = {
     "timer": "import signal\nsignal.signal(signal.SIGALRM, lambda *a: 1 / 0)\nsignal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)",
     "virtual_timer": "import signal\nsignal.signal(signal.SIGVTALRM, lambda *a: None)\n"
     "signal.setitimer(signal.ITIMER_VIRTUAL, 0.001, 0.001)",
-    "atexit": "import atexit\natexit.register(lambda: [None for _ in iter(int, 1)])",
+    "atexit": "import atexit\ndef f():\n  while True: pass\natexit.register(f)",
     "threading_timer": "import threading, os\nthreading.Timer(0.1, lambda: os.write(1, b'late')).start()",
     "gc_callback": "import gc\ngc.callbacks.append(lambda *a: None)",
     "profile": "import sys\nsys.setprofile(lambda *a: None)",

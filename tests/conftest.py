@@ -66,6 +66,7 @@ class VLLMServer:
 def vllm_server(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMServer]:
     """The real engine on the CPU, started once with the command that a run uses, and killed after the tests."""
     from agentrl.config import EngineConfig
+    from agentrl.engine import vllm_command
     from agentrl.engine import vllm_server as engine_server
     from agentrl.supervision.serving import free_port
 
@@ -74,7 +75,7 @@ def vllm_server(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) 
         log_path=tmp_path_factory.mktemp("engine") / "engine.log",
         model="policy",
     )
-    argv, env = engine_server.command(
+    argv, env = vllm_command.command(
         model_path=str(tiny_model_dir),
         served_name=server.model,
         host="127.0.0.1",

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.config import Config, load
-from agentrl.engine.vllm_server import transfer_of
+from agentrl.engine.vllm_command import transfer_of
 from agentrl.env import load_env_class
 from envs.datasets import NAMED_SETS
 

@@ -1,6 +1,6 @@
 """Starts a run's vLLM servers, or connects to those that URLs name, and makes the one engine client of the run.
 
-The servers' flags are in vllm_server.py. Independent of the training loop.
+The servers' flags are in vllm_command.py. Independent of the training loop.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.config import Config, EngineConfig
-from agentrl.engine import vllm_server
+from agentrl.engine import vllm_command, vllm_server
 from agentrl.engine.pool import EnginePool
 from agentrl.engine.vllm_engine import VLLMEngine
 from agentrl.engine.weight_updates import UpdateSettings
@@ -132,7 +132,7 @@ def vllm_client(
             update_timeout_s=settings.update_timeout_s,
             return_timeout_s=return_timeout_s,
             kv_on_update=settings.kv_on_update,
-            by_folder=vllm_server.transfer_of(settings) == "reload",
+            by_folder=vllm_command.transfer_of(settings) == "reload",
             parity_bound=PARITY_BOUNDS[config.model.dtype] if bound == "auto" else bound,
             parity_every=settings.parity_every,
         ),
@@ -145,7 +145,7 @@ def vllm_client(
 def replace_by_engine(config: Config, *, token: str | None = None) -> None:
     """Become the engine server of `config`, in the foreground: `agentrl engine`. Raises ConfigError."""
     url, command, env = _command(config, config.model.path, 0, token)
-    sys.stderr.write(f"{vllm_server.describe(config.engine)}\n{url} serves {config.model.path}\n")
+    sys.stderr.write(f"{vllm_command.describe(config.engine)}\n{url} serves {config.model.path}\n")
     os.execvpe(command[0], command, {**os.environ, **env})
 
 
@@ -153,7 +153,7 @@ def _command(config: Config, model_path: str, index: int, token: str | None) -> 
     """(base URL, command, added environment) of the `index`-th server of this run. Raises ConfigError."""
     settings = _of_replica(config.engine, index)
     port = configured_port(settings.host, settings.port, key="engine.port")
-    command, env = vllm_server.command(
+    command, env = vllm_command.command(
         model_path=model_path,
         served_name=SERVED_NAME,
         host=settings.host,
@@ -172,7 +172,7 @@ def _of_replica(settings: EngineConfig, index: int) -> EngineConfig:
     if settings.replicas == 1:
         return settings
     changes: dict[str, object] = {"port": settings.port and settings.port + index}
-    if vllm_server.device_of(settings) == "cuda":
+    if vllm_command.device_of(settings) == "cuda":
         if settings.gpus is None:
             raise ConfigError(f"engine.replicas={settings.replicas}: name the GPUs to divide, e.g. engine.gpus=[0,1]")
         width = settings.tensor_parallel

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from agentrl.config import Config
-from agentrl.engine import vllm_server
+from agentrl.engine import vllm_command
 from agentrl.errors import SandboxError, raise_first
 from agentrl.run_folder import RunFolder
 from agentrl.supervision.child import Child, child, module_command, never
@@ -145,7 +145,7 @@ def learner_command(
         *launch_ranks.launcher(config.learner, token_file=token_file),
         *("--config", str(config_path), "--orchestrator", orchestrator_url),
         *("--weights-dir", str(weights_dir), "--run-dir", str(run_dir)),
-        *("--weight-transfer", vllm_server.transfer_of(config.engine)),
+        *("--weight-transfer", vllm_command.transfer_of(config.engine)),
         *(["--resume", str(run.states)] if any(run.states.glob("v*")) else []),
     ]
 
@@ -187,7 +187,7 @@ def weights_folder(run_dir: Path, *, urls: Sequence[str] = ()) -> Iterator[Path]
     and all machines must share it.
     """
     memory = Path("/dev/shm")
-    is_near = all(urlsplit(url).hostname in vllm_server.LOOPBACK for url in urls)
+    is_near = all(urlsplit(url).hostname in vllm_command.LOOPBACK for url in urls)
     parent = memory if memory.is_dir() and is_near else run_dir.resolve()
     _remove_orphans(parent)
     path = Path(tempfile.mkdtemp(prefix=f"{WEIGHTS_PREFIX}{os.getpid()}-", dir=parent))

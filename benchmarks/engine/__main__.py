@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.config import EngineConfig
-from agentrl.engine import vllm_server
+from agentrl.engine import vllm_command
 from benchmarks import reporting
 from benchmarks.engine import gap, goals, kv, parity, prefix, throughput
 
@@ -30,7 +30,7 @@ async def measure(names: list[str], grown: Callable[[str], Any], *, quick: bool,
     """The report, as Markdown. `grown` is given it after each section, whatever becomes of the next."""
     config = EngineConfig()
     settings = {
-        "engine": " ".join(vllm_server.check_version()) + f" on {vllm_server.device_of(config)}",
+        "engine": " ".join(vllm_command.check_version()) + f" on {vllm_command.device_of(config)}",
         "versions": ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "transformers", "aiohttp")),
         "sections": ", ".join(names) + (" (--quick)" if quick else ""),
     }

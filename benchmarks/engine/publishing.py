@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from agentrl.config import EngineConfig
-from agentrl.engine import vllm_server
+from agentrl.engine import vllm_command
 from agentrl.engine.base import WeightUpdate
 from agentrl.engine.vllm_engine import VLLMEngine
 from agentrl.types import Probe, TransferInit, WeightsRef
@@ -23,9 +23,9 @@ T = TypeVar("T")
 DEADLINE_S = 240.0
 
 
-def modes(config: EngineConfig) -> tuple[vllm_server.Transfer, ...]:
+def modes(config: EngineConfig) -> tuple[vllm_command.Transfer, ...]:
     """Every way for weights to travel on this device."""
-    if vllm_server.device_of(config) == "cuda":
+    if vllm_command.device_of(config) == "cuda":
         return ("safetensors", "reload", "nccl", "ipc")
     return ("safetensors", "reload", "gloo")
 

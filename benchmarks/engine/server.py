@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from agentrl.config import EngineConfig
-from agentrl.engine import vllm_server
+from agentrl.engine import vllm_command, vllm_server
 from agentrl.supervision.child import child
 from agentrl.supervision.serving import free_port
 from sandbox.backends import processes
@@ -66,7 +66,7 @@ async def serve(
     global _started
     _started += 1
     port = free_port(config.host)
-    argv, env = vllm_server.command(
+    argv, env = vllm_command.command(
         model_path=str(model),
         served_name=SERVED_NAME,
         host=config.host,

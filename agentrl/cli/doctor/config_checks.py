@@ -12,7 +12,7 @@ from pathlib import Path
 from agentrl.cli.doctor.findings import Finding, crashed, fail, ok, shortened, warn
 from agentrl.cli.doctor.machine import GIB
 from agentrl.config import Config, EngineConfig, LearnerConfig, SandboxConfig
-from agentrl.engine import vllm_server
+from agentrl.engine import vllm_command
 from agentrl.errors import ConfigError, EngineError
 from agentrl.train import launch_ranks
 
@@ -106,7 +106,7 @@ def needs(config: Config, size: ModelSize | None) -> Needs:
 
 def _device(settings: EngineConfig) -> str:
     try:
-        return vllm_server.device_of(settings)
+        return vllm_command.device_of(settings)
     except ConfigError:  # the check of the engine reports it
         return settings.device
 
@@ -125,7 +125,7 @@ def engine_settings(settings: EngineConfig) -> Finding:
     if settings.urls:
         return ok("engine", f"servers that are already running: {', '.join(settings.urls)}")
     try:
-        return ok("engine", vllm_server.describe(settings).replace("\n", "; "))
+        return ok("engine", vllm_command.describe(settings).replace("\n", "; "))
     except ConfigError as error:
         return crashed("engine", error)
 

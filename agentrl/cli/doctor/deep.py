@@ -22,7 +22,7 @@ from rich.console import Console
 
 from agentrl.cli.doctor.findings import Finding, crashed, fail, ok, warn
 from agentrl.config import Config
-from agentrl.engine import vllm_server
+from agentrl.engine import vllm_command
 from agentrl.engine.base import WeightUpdate
 from agentrl.engine.launch_servers import PARITY_BOUNDS
 from agentrl.env import Action, Env, Split, StepResult
@@ -140,7 +140,7 @@ def _step(output: StepOutput, seconds: float) -> Finding:
 
 def _sync(update: WeightUpdate | None, config: Config) -> Finding:
     """The engine has proven both updates: the version, and the checksum where there is one."""
-    way = vllm_server.transfer_of(config.engine)
+    way = vllm_command.transfer_of(config.engine)
     if update is None:
         return fail(SYNC, f"no update by {way} was measured", SYNC_FIX)
     size, gap = f"{update.num_bytes / 1e6:.4g} MB", f"{update.gap_s:.2f} s"

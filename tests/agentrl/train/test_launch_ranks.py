@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.config import LearnerConfig, load
-from agentrl.engine.vllm_server import transfer_of
+from agentrl.engine.vllm_command import transfer_of
 from agentrl.errors import ConfigError, MissingDependencyError
 from agentrl.train.launch_ranks import Host, check_hosts, launcher, read_hostfile, token_file
 

@@ -71,11 +71,12 @@ class Engines:
 
 
 def start_server(model_dir: Path, log_path: Path, backend: str, port: int = 0) -> tuple[subprocess.Popen[bytes], str]:
+    from agentrl.engine import vllm_command
     from agentrl.engine import vllm_server as engine_server
     from agentrl.supervision.serving import free_port
 
     port = free_port(port=port)
-    argv, env = engine_server.command(
+    argv, env = vllm_command.command(
         model_path=str(model_dir),
         served_name="policy",
         host="127.0.0.1",

@@ -10,7 +10,7 @@ from packaging.specifiers import SpecifierSet
 from agentrl.cli.doctor import machine, packages
 from agentrl.cli.doctor.findings import FindingStatus
 from agentrl.cli.doctor.machine import GIB, Gpu, TorchCuda
-from agentrl.engine import vllm_server as engine_server
+from agentrl.engine import vllm_command
 
 PINS = packages.Pins(
     python=SpecifierSet(">=3.11"),
@@ -48,7 +48,7 @@ def test_what_this_machine_need_not_run_may_be_missing() -> None:
 
 
 def installed_vllm(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
-    monkeypatch.setattr(engine_server, "_version_of", lambda name: versions.get(name.replace("-", "_")))
+    monkeypatch.setattr(vllm_command, "_version_of", lambda name: versions.get(name.replace("-", "_")))
 
 
 @pytest.mark.parametrize(

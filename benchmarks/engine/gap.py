@@ -24,9 +24,11 @@ from agentrl.engine.vllm_engine import VLLMEngine, sampling_body
 from agentrl.engine.weight_updates import UpdateSettings
 from agentrl.types import Probe, Sampling
 from benchmarks import reporting
-from benchmarks.engine import goals, models
-from benchmarks.engine.publishing import DEADLINE_S, Publication, Sender, modes
-from benchmarks.engine.server import SERVED_NAME, Server, serve
+from benchmarks.engine import goals
+from benchmarks.engine.server import Server, serve
+from trainer.gpu_report import random_models as models
+from trainer.gpu_report.publishing import DEADLINE_S, Publication, Sender, modes
+from trainer.gpu_report.serving import SERVED_NAME
 
 NUM_RUNNING, PROMPT_TOKENS, MAX_CONTEXT = 16, 64, 4096
 QUICK_SIZES, SIZES, LARGE_SIZES = ("1 MB", "50 MB"), ("1 MB", "50 MB", "500 MB"), ("1 MB", "50 MB", "500 MB", "2 GB")

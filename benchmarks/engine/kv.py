@@ -21,9 +21,11 @@ from agentrl.engine.weight_updates import UpdateSettings
 from agentrl.run_folder import RunFolder
 from agentrl.types import Completion, Probe, Sampling
 from benchmarks import reporting
-from benchmarks.engine import goals, models
-from benchmarks.engine.publishing import Publication, Sender
-from benchmarks.engine.server import SERVED_NAME, Server, serve
+from benchmarks.engine import goals
+from benchmarks.engine.server import Server, serve
+from trainer.gpu_report import random_models as models
+from trainer.gpu_report.publishing import Publication, Sender
+from trainer.gpu_report.serving import SERVED_NAME
 
 NUM_STEPS, MAX_CONTEXT = 3, 4096
 TRAIN_DEADLINE_S = 420.0

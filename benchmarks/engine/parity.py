@@ -17,8 +17,10 @@ from agentrl.engine.base import Parity, parity
 from agentrl.engine.vllm_engine import VLLMEngine
 from agentrl.types import Sampling
 from benchmarks import reporting
-from benchmarks.engine import goals, models
-from benchmarks.engine.server import SERVED_NAME, serve
+from benchmarks.engine import goals
+from benchmarks.engine.server import serve
+from trainer.gpu_report import random_models as models
+from trainer.gpu_report.serving import SERVED_NAME
 
 DTYPES = ("float32", "bfloat16")
 NUM_PROMPTS, PROMPT_TOKENS, MAX_TOKENS = 16, 64, 64

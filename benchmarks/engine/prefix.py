@@ -15,8 +15,10 @@ from agentrl.config import EngineConfig
 from agentrl.engine.vllm_engine import VLLMEngine
 from agentrl.types import Sampling
 from benchmarks import reporting
-from benchmarks.engine import goals, models
-from benchmarks.engine.server import SERVED_NAME, Server, serve
+from benchmarks.engine import goals
+from benchmarks.engine.server import Server, serve
+from trainer.gpu_report import random_models as models
+from trainer.gpu_report.serving import SERVED_NAME
 
 PROMPT_TOKENS = (512, 2048)
 COMPLETION_TOKENS, OBSERVATION_TOKENS = 48, 32

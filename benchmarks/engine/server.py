@@ -1,8 +1,7 @@
-"""Starts real vLLM servers as a run does, and reads what they say of themselves. Measures nothing itself."""
+"""Real vLLM servers as a run starts them, and what they say of themselves. Measures nothing itself."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,15 +13,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from agentrl.config import EngineConfig
-from agentrl.engine import vllm_command, vllm_server
-from agentrl.supervision.child import child
-from agentrl.supervision.serving import free_port
 from sandbox.backends import processes
+from trainer.gpu_report import serving
 
-SERVED_NAME = "policy"
-START_TIMEOUT_S = 240.0
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-_started = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,23 +56,9 @@ class Server:
 async def serve(
     model: Path, *, config: EngineConfig, dtype: str, max_context: int, log_folder: Path
 ) -> AsyncIterator[Server]:
-    """The server of a run, but with its statistics switched on. Raises EngineError with the end of its log."""
-    global _started
-    _started += 1
-    port = free_port(config.host)
-    argv, env = vllm_command.command(
-        model_path=str(model),
-        served_name=SERVED_NAME,
-        host=config.host,
-        port=port,
-        config=config,
-        max_context=max_context,
-        dtype=dtype,
-        seed=0,
-    )
-    argv.remove("--disable-log-stats")
-    url = f"http://{config.host}:{port}"
-    async with child("engine", argv, log_path=log_folder / f"engine-{_started}.log", env=env) as part:
-        await vllm_server.wait_ready(url, poll=part.poll, log=part.log_tail, timeout_s=START_TIMEOUT_S)
-        await asyncio.sleep(0.5)  # what it does after it became ready is no load of ours
+    """See trainer.gpu_report.serving.serve."""
+    async with serving.serve(model, config=config, dtype=dtype, max_context=max_context, log_folder=log_folder) as (
+        url,
+        part,
+    ):
         yield Server(url=url, pid=part.process.pid)

@@ -16,9 +16,12 @@ from typing import Any, TypeVar
 
 from agentrl.config import EngineConfig
 from benchmarks import reporting
-from benchmarks.engine import goals, load, models
-from benchmarks.engine.load import Load, Paired, Script
-from benchmarks.engine.server import SERVED_NAME, Server, serve
+from benchmarks.engine import goals
+from benchmarks.engine.server import Server, serve
+from trainer.gpu_report import load
+from trainer.gpu_report import random_models as models
+from trainer.gpu_report.load import Load, Paired, Script
+from trainer.gpu_report.serving import SERVED_NAME
 
 T = TypeVar("T")
 

@@ -19,7 +19,8 @@ from pathlib import Path
 import torch
 
 from benchmarks import reporting
-from benchmarks.learner import report, run, workload
+from benchmarks.learner import report, run
+from trainer.gpu_report import workload
 
 REPORT = reporting.ROOT / "benchmarks" / "learner.md"
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import reporting
-from benchmarks.learner.methods import PLAIN, REFERENCE
 from benchmarks.learner.run import Cell
+from trainer.gpu_report.methods import PLAIN, REFERENCE
 
 EXACT, NO_NORMS = "vcpo exact", "ours, no norms"
 READING = Path(__file__).with_name("reading.md")

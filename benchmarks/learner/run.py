@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from benchmarks import reporting
-from benchmarks.learner import methods, workload
-from benchmarks.learner.methods import PLAIN, REFERENCE
+from trainer.gpu_report import methods, workload
+from trainer.gpu_report.methods import PLAIN, REFERENCE
 
 TRL = "TRL"
 ERROR_BOUND = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
@@ -142,7 +142,7 @@ class Bench:
             num_parameters=num_parameters,
             lengths=[len(sample.ids_T) for sample in samples],
             padding=workload.padding(samples),
-            num_flops=num_flops(model.config, samples, num_parameters),
+            num_flops=workload.num_flops(model.config, samples, num_parameters),
             header=reporting.header(f"{size}, {length}", {}),
         )
 
@@ -171,19 +171,6 @@ class Bench:
         child = Child(name=name, process=process)
         self._stack.callback(child.end)
         return child
-
-
-def num_flops(config: Any, samples: Sequence[workload.Sample], num_parameters: int) -> float:
-    """Of a plain step: 6 a weight and token, the head's on actions only, and causal attention's two products."""
-    num_tokens, num_actions = (
-        sum(len(one.ids_T) for one in samples),
-        sum(int(one.acted_T.sum()) for one in samples),
-    )
-    head = config.vocab_size * config.hidden_size
-    attention = sum(6 * len(one.ids_T) ** 2 for one in samples)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    width = config.num_hidden_layers * config.num_attention_heads * head_dim
-    return float(6 * (num_parameters - head) * num_tokens + 6 * head * num_actions + attention * width)
 
 
 def _compare(cell: Cell, folder: Path, names: Sequence[str], model: Any, samples: Sequence[workload.Sample]) -> None:

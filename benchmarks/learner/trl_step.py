@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from benchmarks.learner import child, workload
+from benchmarks.learner import child
+from trainer.gpu_report import workload
 
 ROWS = 8
 

@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager
 import pytest
 
 from agentrl.types import Sampling
-from benchmarks.engine import load
 from benchmarks.engine.throughput import median_interval
 from tests.conftest import VLLMServer
+from trainer.gpu_report import load
 
 STREAM = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n5\r\ndata:\r\n0\r\n\r\n"
 WHOLE = b"HTTP/1.1 200 OK\r\nContent-Length: 7\r\n\r\n0\r\n\r\nxy"
@@ -90,7 +90,7 @@ def test_a_request_for_a_whole_answer_differs_in_that_alone() -> None:
 )
 def test_the_shaped_distribution_is_the_one_worked_by_hand(sampling: Sampling, kept: list[float]) -> None:
     torch = pytest.importorskip("torch")
-    from benchmarks.engine.models import shaped
+    from trainer.gpu_report.random_models import shaped
 
     logits = torch.tensor([[0.5, 0.25, 0.15, 0.1]]).log()
     assert shaped(logits, sampling).softmax(dim=-1)[0].tolist() == pytest.approx(kept, abs=1e-6)
@@ -99,7 +99,7 @@ def test_the_shaped_distribution_is_the_one_worked_by_hand(sampling: Sampling, k
 @pytest.mark.parametrize(("tied", "name"), [(True, "Qwen2"), (False, "Llama"), (True, "Qwen3")])
 def test_random_models_have_logits_spread_as_said(tied: bool, name: str) -> None:
     pytest.importorskip("torch")
-    from benchmarks.engine import models
+    from trainer.gpu_report import random_models as models
 
     model = models.make(name, models.BY_SIZE["1 MB"], tied=tied)
     spread = models.logits(model, range(100, 164)).std(dim=-1).mean()

@@ -13,8 +13,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from benchmarks import reporting  # noqa: E402
-from benchmarks.learner import child, methods, report, run, workload  # noqa: E402
-from benchmarks.learner.workload import Lengths  # noqa: E402
+from benchmarks.learner import report, run  # noqa: E402
+from trainer.gpu_report import meter, methods, workload  # noqa: E402
+from trainer.gpu_report.workload import Lengths  # noqa: E402
 
 CPU = torch.device("cpu")
 LENGTHS = Lengths(num_groups=2, group_size=4, tokens=24, is_mixed=True)
@@ -65,7 +66,7 @@ def test_operations_are_those_counted_by_hand(folder: Path) -> None:
     one = workload.load(folder)[0]
     tokens, actions = len(one.ids_T), int(one.acted_T.sum())
     by_hand = 6 * 60 * tokens + 6 * 40 * actions + 2 * 2 * 8 * 6 * tokens**2
-    assert run.num_flops(Config, [one], 100) == by_hand
+    assert workload.num_flops(Config, [one], 100) == by_hand
 
 
 @pytest.mark.timeout(400)  # it imports all there is, on a machine that may be busy
@@ -82,7 +83,7 @@ def test_a_child_answers_with_seconds_peak_and_its_gradient(folder: Path) -> Non
 
 def test_the_peak_is_that_of_the_step_alone(tmp_path: Path) -> None:
     torch.ones(60 * 2**20)
-    answer = child.checked(lambda: [torch.ones(20 * 2**20)], tmp_path / "out.pt", CPU)
+    answer = meter.checked(lambda: [torch.ones(20 * 2**20)], tmp_path / "out.pt", CPU)
     assert 70 * 2**20 < answer["peak_bytes"] < 110 * 2**20
 
 

@@ -1,4 +1,4 @@
-"""The learner's own publisher, driven from a benchmark: weights go to an engine as they do in a run."""
+"""The learner's own publisher, driven from a measurement: weights go to an engine as they do in a run."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from agentrl.config import EngineConfig
+from agentrl.config.engine import Transfer
 from agentrl.engine import vllm_command
 from agentrl.engine.base import WeightUpdate
 from agentrl.engine.vllm_engine import VLLMEngine
@@ -23,7 +24,7 @@ T = TypeVar("T")
 DEADLINE_S = 240.0
 
 
-def modes(config: EngineConfig) -> tuple[vllm_command.Transfer, ...]:
+def modes(config: EngineConfig) -> tuple[Transfer, ...]:
     """Every way for weights to travel on this device."""
     if vllm_command.device_of(config) == "cuda":
         return ("safetensors", "reload", "nccl", "ipc")
@@ -62,7 +63,7 @@ class _Link:
 class Sender:
     """The publisher of one mode for `model`."""
 
-    def __init__(self, model: Any, *, mode: str, config: EngineConfig, folder: Path) -> None:
+    def __init__(self, model: Any, *, mode: Transfer, config: EngineConfig, folder: Path) -> None:
         self._link = _Link()
         self._publisher = publisher(
             TransferSettings(backend=mode, rank=0, weights_dir=folder, timeout_s=DEADLINE_S),

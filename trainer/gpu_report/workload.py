@@ -85,8 +85,8 @@ BATCHES |= {"0.5B": _ON_A_GPU, "1.5B": _ON_A_GPU}
 
 def make_model(size: str) -> Any:
     """A random model in float32 whose logits are spread as a trained one's."""
-    from benchmarks.engine import models
-    from benchmarks.engine.models import Shape
+    from trainer.gpu_report import random_models as models
+    from trainer.gpu_report.random_models import Shape
 
     qwen = {"num_kv_heads": 2, "vocab_size": 151936}
     architecture, shape = {
@@ -152,7 +152,7 @@ def _own_logprobs(model: Any, ids_T: Tensor) -> Tensor:
 
 def save(folder: Path, size: str, lengths: Lengths, device: torch.device) -> None:
     """Model (float32 on CPUs, bfloat16 on GPUs) with a tokenizer, and batch."""
-    from benchmarks.engine import models
+    from trainer.gpu_report import random_models as models
 
     model = make_model(size).to(dtype_of(device))
     models.save(model, folder / MODEL)
@@ -200,3 +200,16 @@ def padding(samples: Sequence[Sample]) -> float:
     """Tokens of the batch padded to its longest, over its tokens."""
     lengths = [len(sample.ids_T) for sample in samples]
     return max(lengths) * len(lengths) / sum(lengths)
+
+
+def num_flops(config: Any, samples: Sequence[Sample], num_parameters: int) -> float:
+    """Of a plain step: 6 a weight and token, the head's on actions only, and causal attention's two products."""
+    num_tokens, num_actions = (
+        sum(len(one.ids_T) for one in samples),
+        sum(int(one.acted_T.sum()) for one in samples),
+    )
+    head = config.vocab_size * config.hidden_size
+    attention = sum(6 * len(one.ids_T) ** 2 for one in samples)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    width = config.num_hidden_layers * config.num_attention_heads * head_dim
+    return float(6 * (num_parameters - head) * num_tokens + 6 * head * num_actions + attention * width)

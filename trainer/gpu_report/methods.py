@@ -18,9 +18,9 @@ from torch import Tensor
 from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.testing import group
 from agentrl.types import Completion, FinishReason, StopReason, Trajectory, TrajectoryGroup, Turn, VersionSpan
-from benchmarks.learner import workload
-from benchmarks.learner.workload import Sample
 from trainer import packing
+from trainer.gpu_report import workload
+from trainer.gpu_report.workload import Sample
 from trainer.gradient import attention
 from trainer.gradient.step_gradient import Estimator
 from trainer.step_stats import GroupStats

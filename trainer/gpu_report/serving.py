@@ -1,0 +1,50 @@
+"""Starts a vLLM server as a run does, for measurements. Measures nothing itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from itertools import count
+from pathlib import Path
+
+from agentrl.config import EngineConfig
+from agentrl.engine import vllm_command, vllm_server
+from agentrl.supervision.child import Child, child
+from agentrl.supervision.serving import free_port
+
+SERVED_NAME = "policy"
+START_TIMEOUT_S = 240.0
+_numbers = count(1)
+
+
+@asynccontextmanager
+async def serve(
+    model: Path, *, config: EngineConfig, dtype: str, max_context: int, log_folder: Path
+) -> AsyncIterator[tuple[str, Child]]:
+    """URL and process of the server of a run, but with its statistics switched on.
+
+    Raises EngineError with the end of its log.
+    """
+    port = free_port(config.host)
+    argv, env = vllm_command.command(
+        model_path=str(model),
+        served_name=SERVED_NAME,
+        host=config.host,
+        port=port,
+        config=config,
+        max_context=max_context,
+        dtype=dtype,
+        seed=0,
+    )
+    argv.remove("--disable-log-stats")
+    url = f"http://{config.host}:{port}"
+    async with child("engine", argv, log_path=log_folder / f"engine-{next(_numbers)}.log", env=env) as part:
+        await ready(url, part)
+        yield url, part
+
+
+async def ready(url: str, part: Child) -> None:
+    """Return once the server answers and is idle. Raises EngineError."""
+    await vllm_server.wait_ready(url, poll=part.poll, log=part.log_tail, timeout_s=START_TIMEOUT_S)
+    await asyncio.sleep(0.5)  # what it does after it became ready is no load of ours

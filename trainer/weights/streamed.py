@@ -8,44 +8,57 @@ from __future__ import annotations
 
 import base64
 import logging
+import os
 import pickle
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import torch
+from torch import Tensor
 
 from agentrl.config import EngineConfig
 from agentrl.engine.checksum import Checksum
-from agentrl.errors import LearnerError, MissingDependencyError, boundary
+from agentrl.errors import LearnerError, MissingDependencyError, WeightsWanted, boundary
 from agentrl.supervision.serving import free_port
 from agentrl.types import Probe, TransferInit, WeightsRef
+from trainer import ranks
 from trainer.weights.publisher import Link, TransferSettings
-from trainer.weights.source import WeightSource
+from trainer.weights.source import TensorMeta, WeightSource
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-GRACE_S = 5.0  # after the orchestrator refused, a sender that is not stuck ends within this time
+GRACE_S = 5.0
+"""After a refusal, or past the deadline, a sender that is not stuck ends within this time."""
+ABORT_S = 60.0
+"""A stuck sender ends within this time after its connections were cut. It may have layers to gather with other ranks.
+"""
+EXIT_HUNG = 75
+"""Exit code of a learner whose sender could not be ended: EX_TEMPFAIL, the supervisor starts it again."""
 
 
 class StreamedPublisher:
     """`gloo`, `nccl` and `ipc`. Connects at the first publication.
 
     Iterates over the source twice: the checksum must be known before the tensors are sent.
+
+    A sender whose receiver died waits forever: NCCL has no deadline of its own. After the orchestrator's refusal, and
+    past the deadline, the connections are cut (for NCCL this is ncclCommAbort), which ends it.
     """
 
     def __init__(self, transfer: TransferSettings, engine: EngineConfig, *, source: WeightSource, link: Link) -> None:
         self._transfer = transfer
         self._config = engine
-        self._source = source
+        self._source = _FinishedSource(source)
         self._client = _SyncClient(link)
         self._engine: Any = None
 
     def publish(self, *, policy_version: int, probe: Probe) -> int:
-        """Connect if necessary, compute the checksum, send. Raises LearnerError."""
+        """Connect if necessary, compute the checksum, send. Raises LearnerError, WeightsWanted."""
         if self._engine is None:
             self._engine = self._within_deadline("connecting to the engines", self._opened)
         checksum = Checksum()
@@ -58,7 +71,7 @@ class StreamedPublisher:
             checksum=checksum.hexdigest(),
             probe=probe,
         )
-        self._within_deadline(f"sending weights of version {policy_version}", self._engine.send_weights)
+        self._within_deadline(f"sending weights of version {policy_version}", self._sent)
         return checksum.num_bytes
 
     def reopen(self) -> None:
@@ -68,12 +81,8 @@ class StreamedPublisher:
     def close(self) -> None:
         """Close the connections."""
         engine, self._engine = self._engine, None
-        if engine is None:
-            return
-        try:
-            within(engine.shutdown, GRACE_S, over=threading.Event())
-        except TimeoutError as error:  # NCCL may wait for an engine that died
-            log.warning("closing the connection to the engines: %s", error)
+        if engine is not None:
+            _cut(engine)
 
     def _opened(self) -> Any:
         try:
@@ -85,16 +94,82 @@ class StreamedPublisher:
         init_info = _init_info(self._transfer, self._config)
         return WeightTransferTrainerFactory.trainer_init(init_info, client=self._client, source=self._source)
 
+    def _sent(self) -> None:
+        try:
+            self._engine.send_weights()
+        except BaseException:
+            self._source.finish_pass()
+            if self._transfer.backend == "ipc" and self._client.refusal is not None:
+                ranks.barrier()  # where the other ranks wait for the end of the sending
+            raise
+
     def _within_deadline(self, what: str, action: Callable[[], T]) -> T:
-        """The action's result. Raises LearnerError, also past the deadline, with the orchestrator's refusal if any."""
+        """The action's result. After a failure the engine is closed.
+
+        Raises WeightsWanted, if that is the orchestrator's answer, or LearnerError.
+        """
         client = self._client
+        client.refusal = None
         with boundary(LearnerError, f"{what} ({self._transfer.backend})"):
-            client.refusal = None
             try:
-                return within(action, self._transfer.timeout_s, over=client.over)
-            except TimeoutError as error:
-                self._engine = None  # a thread hangs in it: do not use it again
-                raise LearnerError(f"{what}: {client.refusal or error}") from error
+                abort = self.close if self._can_be_aborted() else None
+                return within(action, self._transfer.timeout_s, over=client.over, abort=abort)
+            except BaseException as error:
+                self.close()
+                if isinstance(error, StuckError):
+                    self._end_if_gpu_is_lost(f"{what}: {error}")
+                if not isinstance(error, TimeoutError):
+                    # The sender sees a broken connection before the orchestrator knows what became of the engine.
+                    client.idle.wait(self._transfer.timeout_s)
+                if isinstance(client.refusal, WeightsWanted):
+                    raise client.refusal from error
+                if isinstance(error, TimeoutError):
+                    raise LearnerError(f"{what}: {client.refusal or error}") from error
+                raise
+
+    def _can_be_aborted(self) -> bool:
+        """Whether to cut the connections and wait for the sender's end. Over gloo it ends at its own deadline, so that
+        waiting is of use only where other ranks gather with it."""
+        return self._engine is not None and (self._transfer.backend != "gloo" or self._source.is_split)
+
+    def _end_if_gpu_is_lost(self, why: str) -> None:
+        """End the process where a kernel that cannot be ended occupies its GPU, since any further call may hang, an
+        orderly exit included; or where other ranks gather with the thread that hangs. Else leave the thread alone."""
+        if (torch.cuda.is_available() and self._transfer.backend != "gloo") or self._source.is_split:
+            end_process(why)
+
+
+def end_process(why: str) -> None:
+    """End this process at once, without any cleanup, which could hang. The supervisor starts the learner again."""
+    sys.stderr.write(f"learner: LearnerError: {why}; this process cannot end in an orderly way and is ended\n")
+    sys.stderr.flush()
+    os._exit(EXIT_HUNG)
+
+
+class _FinishedSource:
+    """A `WeightSource` whose last pass can be finished after a failure: the other ranks gather with us to its end."""
+
+    def __init__(self, source: WeightSource) -> None:
+        self._source = source
+        self._pass: Iterator[tuple[str, Tensor]] = iter(())
+
+    def metadata(self) -> list[TensorMeta]:
+        """See WeightSource."""
+        return self._source.metadata()
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        self._pass = iter(self._source)
+        return self._pass
+
+    @property
+    def is_split(self) -> bool:
+        """See WeightSource."""
+        return self._source.is_split
+
+    def finish_pass(self) -> None:
+        """Take what is left of the last pass, and drop it."""
+        for _ in self._pass:
+            pass
 
 
 class _SyncClient:
@@ -106,17 +181,23 @@ class _SyncClient:
         self.refusal: BaseException | None = None
         self.over = threading.Event()
         """Set after a refusal: no engine will receive what is being sent."""
+        self.idle = threading.Event()
+        """Cleared while the orchestrator is being asked. Its answer has a deadline."""
+        self.idle.set()
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._ask(lambda: self._link.open_transfer(TransferInit(init_info=init_info)))
 
     def _ask(self, call: Callable[[], None]) -> None:
+        self.idle.clear()
         try:
             call()
         except BaseException as error:
             self.refusal = error
             self.over.set()
             raise
+        finally:
+            self.idle.set()
 
     def start_weight_update(self) -> None:
         """No-op: the orchestrator does it."""
@@ -138,11 +219,17 @@ def json_safe(update_info: dict[str, Any]) -> dict[str, Any]:
     return {**rest, "ipc_handles_pickled": base64.b64encode(pickle.dumps(handles)).decode("ascii")}
 
 
-def within(action: Callable[[], T], timeout_s: float, *, over: threading.Event) -> T:
+class StuckError(TimeoutError):
+    """An action did not end although its connections were cut. Its thread is still there."""
+
+
+def within(
+    action: Callable[[], T], timeout_s: float, *, over: threading.Event, abort: Callable[[], None] | None = None
+) -> T:
     """The result of `action`, or its error. Raises TimeoutError past the deadline, or `GRACE_S` after `over` is set.
 
-    `action` runs in a daemon thread, which is abandoned then: NCCL has no deadline of its own, and a sender whose
-    receiver never connects waits forever.
+    `action` runs in a daemon thread. When it is late, `abort` is called, which should end it within `ABORT_S`; without
+    one, or if it does not help (StuckError), the thread is abandoned.
     """
     results: list[T] = []
     errors: list[BaseException] = []
@@ -163,11 +250,24 @@ def within(action: Callable[[], T], timeout_s: float, *, over: threading.Event) 
     thread.start()
     over.wait(timeout_s)
     thread.join(GRACE_S)
+    if thread.is_alive():
+        if abort is not None:
+            abort()
+            thread.join(ABORT_S)
+            if thread.is_alive():
+                raise StuckError(f"not done within {timeout_s:g} s, and it hangs")
+        raise TimeoutError(f"not done within {timeout_s:g} s") from (errors[0] if errors else None)
     if errors:
         raise errors[0]
-    if not results:
-        raise TimeoutError(f"not done within {timeout_s:g} s")
     return results[0]
+
+
+def _cut(engine: Any) -> None:
+    """Close the sender's connections, in a thread, since NCCL may wait for an engine that died."""
+    try:
+        within(engine.shutdown, GRACE_S, over=threading.Event())
+    except Exception as error:
+        log.warning("closing the connection to the engines: %s", error)
 
 
 def _init_info(transfer: TransferSettings, engine: EngineConfig) -> Any:

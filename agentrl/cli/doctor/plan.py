@@ -11,6 +11,7 @@ from typing import TypeVar
 from agentrl.cli.doctor import config_checks, machine, packages
 from agentrl.cli.doctor.findings import Check, Finding, ok
 from agentrl.config import Config, SandboxConfig
+from agentrl.engine import vllm_command
 
 T = TypeVar("T")
 
@@ -106,7 +107,7 @@ def _size(config: Config) -> config_checks.ModelSize | None:
 
 
 def _gpus(config: Config | None, needs: Callable[[], config_checks.Needs]) -> list[Finding]:
-    found, has_device = machine.read_gpus(), Path("/dev/nvidiactl").exists()
+    found, has_device = machine.read_gpus(), vllm_command.has_nvidia_device()
     torch = machine.ask_torch() if found and "torch" in packages.installed_packages() else None
     findings = [machine.gpus(found, torch, has_device=has_device, wanted=needs().gpus)]
     if found and torch and torch.num_gpus and config and not config.engine.urls:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 import subprocess
 import sys
 from importlib import metadata
@@ -157,6 +158,34 @@ def test_the_way_of_the_weights_fits_the_device(
         backend = dict(itertools.pairwise(argv))["--weight-transfer-config"]
         assert backend == json.dumps({"backend": vllm_command.TRANSFER_BACKENDS[vllm_command.transfer_of(config)]})
         assert ("VLLM_ALLOW_INSECURE_SERIALIZATION" in env) == (chosen == "ipc")
+
+
+def test_wsl2_has_a_gpu_without_ipc(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_installed(monkeypatch, vllm="0.32.0")
+    monkeypatch.setattr(Path, "exists", lambda path: str(path) in ("/dev/dxg", "/usr/lib/wsl/lib/libcuda.so"))
+    assert vllm_command.device_of(EngineConfig()) == "cuda"
+    assert vllm_command.transfer_of(EngineConfig()) == "safetensors"
+    with pytest.raises(ConfigError, match="no CUDA IPC; use safetensors"):
+        vllm_command.transfer_of(EngineConfig(weight_transfer="ipc"))
+
+
+@pytest.mark.parametrize("there", [(), ("/dev/dxg",)])  # the second: WSL2 with the GPU of another maker
+def test_a_machine_without_nvidia_s_driver_has_no_gpu(monkeypatch: pytest.MonkeyPatch, there: tuple[str, ...]) -> None:
+    pretend_installed(monkeypatch, vllm="0.32.0")
+    monkeypatch.setattr(Path, "exists", lambda path: str(path) in there)
+    assert not vllm_command.has_nvidia_device()
+    with pytest.raises(ConfigError, match="shows no NVIDIA device"):
+        vllm_command.device_of(EngineConfig(device="cuda"))
+
+
+def test_an_engine_on_a_gpu_finds_the_ninja_of_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_installed(monkeypatch, vllm="0.32.0")
+    monkeypatch.setattr(Path, "exists", lambda path: str(path) == "/dev/nvidiactl")
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    _, env = command(config=EngineConfig())
+    assert shutil.which("ninja", path=env["PATH"]) == str(Path(sys.executable).with_name("ninja"))
+    monkeypatch.setenv("PATH", env["PATH"])
+    assert command(config=EngineConfig())[1]["PATH"] == env["PATH"]  # not twice
 
 
 def test_the_module_loads_neither_torch_nor_vllm() -> None:

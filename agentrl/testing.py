@@ -149,6 +149,9 @@ class ScriptedEngine:
     async def init_transfer(self, init: TransferInit) -> None:
         """No-op: there is no group to join."""
 
+    async def sleep(self) -> None:
+        """No-op: it holds no memory of a GPU."""
+
     async def update_weights(self, ref: WeightsRef) -> WeightUpdate:
         """Set the version of later tokens."""
         self.policy_version = ref.policy_version

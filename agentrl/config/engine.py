@@ -81,6 +81,9 @@ class EngineConfig(Section):
     and costs most."""
     weight_transfer: WeightTransfer = "auto"
     """How weights travel from the learner to the engines."""
+    sleep_while_training: bool = False
+    """Release the GPU memory of the engine's weights and KV cache while the learner makes its step, so that both can
+    use nearly all of one GPU in turn. Needs rollout.max_lag=0: see docs/engine.md."""
     kv_on_update: KvOnUpdate = "recompute"
     """What happens to the KV entries of running requests when the weights change."""
     max_restarts: Annotated[int, Field(ge=0)] = 3

@@ -267,6 +267,12 @@ class Config(Section):
                 "rollout.compact_at_tokens must be smaller than rollout.max_context; by itself it is max_context - "
                 "max_turn_tokens - tool_output_tokens, which must be positive"
             )
+        if self.engine.sleep_while_training and self.rollout.max_lag:
+            raise ValueError(
+                f"engine.sleep_while_training with rollout.max_lag={self.rollout.max_lag}: rollouts go on while the "
+                "learner steps, and an engine that sleeps generates nothing. Set rollout.max_lag=0, or "
+                "engine.sleep_while_training=false"
+            )
         if self.rollout.temperature != 1.0 or self.rollout.top_p != 1.0:
             raise ValueError(
                 "training samples at temperature 1 and top_p 1: any other distribution biases the importance ratios; "

@@ -48,6 +48,13 @@ class TrainableEngine(Engine, Protocol):
         """Join the learner's group. Raises EngineError."""
         ...
 
+    async def sleep(self) -> None:
+        """Release the GPU memory of weights and KV cache until the next `update_weights`. Requests wait meanwhile.
+
+        Raises EngineError.
+        """
+        ...
+
     async def update_weights(self, ref: WeightsRef) -> WeightUpdate:
         """Swap weights while requests run, and prove that the engine holds them. Raises WeightSyncError."""
         ...

@@ -132,6 +132,7 @@ def vllm_client(
             update_timeout_s=settings.update_timeout_s,
             return_timeout_s=return_timeout_s,
             kv_on_update=settings.kv_on_update,
+            sleeps=settings.sleep_while_training,
             by_folder=vllm_command.transfer_of(settings) == "reload",
             parity_bound=PARITY_BOUNDS[config.model.dtype] if bound == "auto" else bound,
             parity_every=settings.parity_every,

@@ -91,6 +91,11 @@ class MeteredEngine:
         with self.wait_graph.waiting("learner", on=self.name, what="joining its group"):
             await self._engine.init_transfer(init)
 
+    async def sleep(self) -> None:
+        """See TrainableEngine.sleep."""
+        with self.wait_graph.waiting("training loop", on=self.name, what="releasing its memory"):
+            await self._engine.sleep()
+
     async def update_weights(self, ref: WeightsRef) -> WeightUpdate:
         """See TrainableEngine.update_weights."""
         with self.wait_graph.waiting("learner", on=self.name, what="taking new weights"):

@@ -94,6 +94,8 @@ class EnginePool:
         self._engine_of: OrderedDict[str, _PooledEngine] = OrderedDict()
         self._changed = asyncio.Condition()
         self._updating = asyncio.Lock()  # one update, or one return, at a time
+        self._awake = asyncio.Event()  # cleared between `sleep` and the next update: no engine returns
+        self._awake.set()
         self._ref: WeightsRef | None = None
         self._stack = AsyncExitStack()
         self._returns: set[asyncio.Task[None]] = set()
@@ -160,6 +162,18 @@ class EnginePool:
             "several engines take their weights from a folder: set engine.weight_transfer to safetensors or reload"
         )
 
+    async def sleep(self) -> None:
+        """Release the GPU memory of every engine that serves; one that cannot leaves the pool.
+
+        Raises EngineError when none released it.
+        """
+        async with self._updating:
+            self._awake.clear()
+            serving = [member for member in self._engines if member.is_serving]
+            errors = [error for error in await asyncio.gather(*map(self._slept, serving)) if error is not None]
+        if errors and len(errors) == len(serving):
+            raise errors[0]
+
     async def update_weights(self, ref: WeightsRef) -> WeightUpdate:
         """Swap weights in every engine that serves; one that cannot leaves, and takes them when it returns.
 
@@ -167,6 +181,7 @@ class EnginePool:
         """
         async with self._updating:
             self._ref = ref
+            self._awake.set()
             serving = [member for member in self._engines if member.is_serving]
             if self._order == "rolling":
                 outcomes = [await self._updated(member, ref) for member in serving]
@@ -269,7 +284,16 @@ class EnginePool:
         async with self._changed:
             self._changed.notify_all()
 
+    async def _slept(self, member: _PooledEngine) -> EngineError | None:
+        try:
+            await member.client.sleep()
+        except EngineError as error:
+            await self._eject(member, error)
+            return error
+        return None
+
     async def _renewed(self, member: _PooledEngine) -> None:
+        await self._awake.wait()
         async with self._updating:
             if self._ref is None:
                 await member.client.recover()

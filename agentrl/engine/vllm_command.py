@@ -148,7 +148,8 @@ def command(
 ) -> tuple[list[str], dict[str, str]]:
     """Argument list and added environment of the server, which requires `token` where it is given.
 
-    Raises ConfigError for a device that is not available, and for a host that others can reach without a token.
+    Raises ConfigError for a device that is not available or that cannot sleep, and for a host that others can reach
+    without a token.
     """
     secrets.require(token, host=host, key="engine.host", name=secrets.ENGINE)
     transfer = transfer_of(config)
@@ -170,6 +171,10 @@ def command(
     argv += numeric_argv
     env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", **numeric_env}
     if device_of(config) == "cpu":
+        if config.sleep_while_training:
+            raise ConfigError(
+                "engine.sleep_while_training releases the memory of a GPU, and the engine runs on the CPU: leave it out"
+            )
         argv += ["--enforce-eager", "--distributed-executor-backend", "uni"]
         argv += ["--kv-cache-memory-bytes", str(config.kv_cache_bytes)]
         env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
@@ -177,6 +182,7 @@ def command(
     else:
         argv += ["--gpu-memory-utilization", str(config.gpu_memory_fraction)]
         argv += ["--tensor-parallel-size", str(config.tensor_parallel)]
+        argv += ["--enable-sleep-mode"] if config.sleep_while_training else []
         env["PATH"] = _with_own_programs(os.environ.get("PATH", os.defpath))
         env |= {} if config.gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, config.gpus))}
     if token is not None:

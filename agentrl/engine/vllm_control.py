@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from agentrl.engine.generation_stream import version_of
 from agentrl.engine.vllm_client import VLLMHttpClient
-from agentrl.engine.vllm_schema import Anything, Models, Paused, Results, Scored, WeightInfo
+from agentrl.engine.vllm_schema import Anything, Models, Paused, Results, Scored, WeightInfo, Woken
 from agentrl.errors import EngineError, EngineGone, boundary
 
 log = logging.getLogger(__name__)
 
 ALREADY_STARTED = "already active"  # in what vLLM says to a second /start_weight_update
 HEALTH_TIMEOUT_S = 5.0
-TAKES_SEEDS = "yes"
+YES = "yes"
 
 
 class VLLMControl:
@@ -73,6 +73,24 @@ class VLLMControl:
         """Continue after `pause`."""
         await self._server.post("/resume", None, Anything)
 
+    async def sleep(self, *, timeout_s: float) -> None:
+        """Stop as `pause` does, and release the memory of weights and KV cache, whose contents are lost.
+
+        Running requests wait; their KV entries are computed again later. A CPU build only stops: see `can_sleep`.
+        """
+        await self._server.post("/sleep?level=2&mode=keep", None, Anything, timeout_s=timeout_s)
+
+    async def wake_up(self, part: Literal["weights", "kv_cache"], *, timeout_s: float) -> bool:
+        """Take the memory of `part` again, with undefined contents. Returns whether the server is wholly awake.
+
+        It generates again as soon as it is wholly awake, so the weights must be there before the KV cache is woken.
+        """
+        return (await self._server.post(f"/wake_up?tags={part}", None, Woken, timeout_s=timeout_s)).status == "awake"
+
+    async def can_sleep(self) -> bool:
+        """Whether `sleep` releases memory. False for a CPU, and for a server without our worker extension."""
+        return await self._every_worker_says_yes("can_sleep")
+
     async def init_transfer(self, init_info: dict[str, Any]) -> None:
         """Join the learner's group; returns when the learner has joined too."""
         await self._server.post("/init_weight_transfer_engine", {"init_info": init_info}, Anything)
@@ -106,14 +124,7 @@ class VLLMControl:
 
     async def takes_seeds(self) -> bool:
         """Whether a request may carry a seed. False for a server without our worker extension."""
-        try:
-            reply = await self._server.post("/collective_rpc", {"method": "takes_seeds"}, Results)
-        except EngineGone:
-            raise
-        except EngineError as error:
-            log.debug("%s", error)
-            return False
-        return bool(reply.results) and all(result == TAKES_SEEDS for result in reply.results)
+        return await self._every_worker_says_yes("takes_seeds")
 
     async def score(self, token_ids: Sequence[int], *, model: str, cache_salt: str) -> list[float]:
         """Log p(token[t+1] | token[:t+1]) under the weights it holds now. [T] -> [T-1]"""
@@ -129,3 +140,13 @@ class VLLMControl:
                 raise ValueError("not one prompt logprob for every token")
             later = zip(token_ids[1:], scored.prompt_logprobs[1:], strict=True)
             return [(entries or {})[str(token)].logprob for token, entries in later]
+
+    async def _every_worker_says_yes(self, method: str) -> bool:
+        try:
+            reply = await self._server.post("/collective_rpc", {"method": method}, Results)
+        except EngineGone:
+            raise
+        except EngineError as error:
+            log.debug("%s", error)
+            return False
+        return bool(reply.results) and all(result == YES for result in reply.results)

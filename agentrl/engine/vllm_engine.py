@@ -173,6 +173,10 @@ class VLLMEngine:
         """Join the learner's group. Raises EngineError."""
         await self.control.init_transfer(init.init_info)
 
+    async def sleep(self) -> None:
+        """Release the GPU memory of weights and KV cache until the next update; requests wait. Raises EngineError."""
+        await self._weights.sleep()
+
     async def update_weights(self, ref: WeightsRef) -> WeightUpdate:
         """Swap weights in flight and prove it; running requests continue, and their later tokens carry the new version.
 

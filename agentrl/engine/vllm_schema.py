@@ -81,6 +81,12 @@ class Span(msgspec.Struct):
     end: int
 
 
+class Woken(msgspec.Struct):
+    """The answer of /wake_up: `awake`, or `sleeping` while some of its memory is still released."""
+
+    status: str
+
+
 class Delta(msgspec.Struct):
     """The next tokens of a streamed generation; the last delta has the finish reason and the version spans."""
 

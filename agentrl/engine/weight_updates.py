@@ -37,6 +37,8 @@ class UpdateSettings:
     entries never serve requests that start under another version: each version has its own salt."""
     by_folder: bool = False
     """Load weights with `reload_weights` from the folder instead of through vLLM's weight transfer."""
+    sleeps: bool = False
+    """Whether the server must be able to release its memory (`WeightUpdater.sleep`)."""
     parity_bound: float = 1e-3
     """Largest allowed |engine - learner| logprob on the probe text."""
     parity_every: int = 1
@@ -79,6 +81,7 @@ class WeightUpdater:
         self._distrust: WeightSyncError | None = None
         self._ref: WeightsRef | None = None  # the weights it holds; None: those it was started with
         self._num_updates = 0
+        self._is_asleep = False
         self.version = 0
         self.num_restarts = 0
         self.wants_weights = False
@@ -89,8 +92,13 @@ class WeightUpdater:
         self._model = model
         if await self._control.is_paused():
             raise EngineError(
-                f"engine at {self._url} is paused: a weight update was interrupted and its weights are "
-                "unknown; restart it"
+                f"engine at {self._url} is paused: a weight update was interrupted, or it was left asleep, and its "
+                "weights are unknown; restart it"
+            )
+        if self._settings.sleeps and not await self._control.can_sleep():
+            raise EngineError(
+                f"engine at {self._url} cannot release its memory: start it on a GPU with --enable-sleep-mode, or with "
+                "`agentrl engine`; or set engine.sleep_while_training=false"
             )
         if await self._control.label() == INITIAL_LABEL:
             # A server without a label holds exactly the weights it was started with, which are version 0.
@@ -116,6 +124,27 @@ class WeightUpdater:
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Log p(token[t+1] | token[:t+1]) under the weights it holds now. [T] -> [T-1]. Raises EngineError."""
         return await self._control.score(token_ids, model=self._model, cache_salt=self.salt)
+
+    async def sleep(self) -> None:
+        """See VLLMEngine.sleep. A server that dies meanwhile is awaited and put to sleep after its restart."""
+        async with self._changing:
+            self._open.clear()
+            try:
+                await self._released()
+            except BaseException:
+                self._open.set()
+                raise
+
+    async def _released(self) -> None:
+        self._is_asleep = True  # also after a failure, which leaves it unknown: the next update finds out
+        timeout_s = self._settings.update_timeout_s
+        try:
+            await self._control.sleep(timeout_s=timeout_s)
+        except EngineError as error:
+            if not isinstance(error, EngineGone) and not await self._is_gone():
+                raise
+            await self._wait_until_back(error)
+            await self._control.sleep(timeout_s=timeout_s)
 
     async def update(self, ref: WeightsRef) -> WeightUpdate:
         """See VLLMEngine.update_weights."""
@@ -200,7 +229,9 @@ class WeightUpdater:
     async def _swap(self, ref: WeightsRef) -> float:
         started = time.monotonic()
         version, timeout_s = ref.policy_version, self._settings.update_timeout_s
-        await self._control.pause(clear_cache=self._settings.kv_on_update == "recompute")
+        is_awake = not self._is_asleep or await self._control.wake_up("weights", timeout_s=timeout_s)
+        if is_awake:
+            await self._control.pause(clear_cache=self._settings.kv_on_update == "recompute")
         if self._settings.by_folder and ref.path is not None:
             await self._control.reload(ref.path, version=version, timeout_s=timeout_s)
         else:
@@ -208,6 +239,9 @@ class WeightUpdater:
         if (reported := await self._control.version()) != version:
             raise EngineError(f"engine at {self._url} reports version {reported} after the update")
         self.version = version
+        if not is_awake and not await self._control.wake_up("kv_cache", timeout_s=timeout_s):
+            raise EngineError(f"engine at {self._url} is still asleep after the update")
+        self._is_asleep = False
         await self._control.resume()
         return time.monotonic() - started
 

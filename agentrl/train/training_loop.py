@@ -123,6 +123,8 @@ class TrainingLoop:
         with self._wait_graph.waiting("training loop", on="rollouts", what="a full batch"):
             batch = await parts.buffer.take()
         self._lag = max(batch.policy_version - group.policy_version for group in batch.groups)
+        if self._config.engine.sleep_while_training:
+            await parts.engine.sleep()  # until the new weights wake it
         within_s = self._config.learner.step_timeout_s
         with self._wait_graph.waiting("training loop", on="learner", what="a step", within_s=within_s):
             output = await parts.session.train(batch, within_s=within_s)

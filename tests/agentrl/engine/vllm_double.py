@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -19,6 +19,8 @@ from agentrl.testing import ScriptedEngine
 from agentrl.types import Sampling
 
 Chunks = list[dict[str, Any]]
+LOST = -1
+"""What it holds where the contents of its memory are undefined."""
 
 
 class VLLMDouble:
@@ -34,6 +36,11 @@ class VLLMDouble:
         """Routes that answer 500, after they have done their work."""
         self.asked: Counter[str] = Counter()
         """How often each route was asked."""
+        self.calls: list[str] = []
+        """The routes that change something, in the order in which they were asked."""
+        self.asleep: set[str] = set()
+        """What it has released. Weights are lost with it."""
+        self.enables_sleep = True
         self.stop: Callable[[], Awaitable[None]]
         """From then on nothing listens there."""
         self.token = ""
@@ -46,29 +53,46 @@ class VLLMDouble:
         self._runs = asyncio.Event()
         self._runs.set()
 
+    def restart(self) -> None:
+        """It comes back with the weights it was started with, and awake."""
+        self.asleep, self.held, self.label = set(), 0, 0
+        self._runs.set()
+
     async def answer(self, request: web.Request) -> web.StreamResponse:
         """Any route."""
         path, text = request.path.strip("/"), await request.text()
         body = json.loads(text) if text else {}
         self.asked[path] += 1
+        if request.method == "POST":
+            self.calls.append(path if path != "wake_up" else f"wake_up {request.query['tags']}")
         if self.token and request.headers.get("authorization") != f"Bearer {self.token}":
             return web.json_response({"error": {"message": "who are you?"}}, status=401)
         if path == "inference/v1/generate":
             if "prompt_logprobs" in body["sampling_params"]:
                 return web.json_response(_scored(body["token_ids"], -1.0 - self.held + self.skew))
             return await self._generate(body)
-        reply = self._control(path, body)
+        reply = self._control(path, body, request.query)
         if self.refuses(path):
             return web.json_response({"error": {"message": "out of luck"}}, status=500)
         return web.json_response(reply)
 
-    def _control(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    def _control(self, path: str, body: dict[str, Any], query: Mapping[str, str]) -> dict[str, Any]:
         match path:
+            case "sleep":
+                assert query["mode"] == "keep" and query["level"] == "2"
+                self._runs.clear()
+                self.asleep, self.held = {"weights", "kv_cache"}, LOST
+            case "wake_up":
+                self.asleep -= {query["tags"]}
+                if not self.asleep:
+                    self._runs.set()
+                return {"status": "sleeping" if self.asleep else "awake"}
             case "pause":
                 self._runs.clear()
             case "resume":
                 self._runs.set()
             case "update_weights":
+                assert "weights" not in self.asleep, "there is no memory to write to"
                 self.held = body["update_info"].get("version", self.held)
             case "finish_weight_update":
                 self.label = int(body["weight_version"])
@@ -76,6 +100,8 @@ class VLLMDouble:
                 self.label = int(body["new_version"])
             case "collective_rpc" if body["method"] == "weights_checksum":
                 return {"results": [f"weights {self.held}"]}
+            case "collective_rpc" if body["method"] == "can_sleep":
+                return {"results": ["yes" if self.enables_sleep else "no"]}
         return {
             "weight_version": str(self.label),
             "is_paused": not self._runs.is_set(),

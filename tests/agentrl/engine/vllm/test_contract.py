@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -61,6 +61,10 @@ def named(path: str) -> Any:
         ("vllm.v1.worker.gpu_worker:Worker.init_weight_transfer_engine", "self init_info"),
         ("vllm.v1.worker.gpu_worker:Worker.update_weights", "self update_info"),
         ("vllm.v1.worker.gpu_worker:Worker.get_model", "self"),
+        ("vllm.entrypoints.serve.dev.sleep.api_router:sleep", "raw_request level mode"),
+        ("vllm.entrypoints.serve.dev.sleep.api_router:wake_up", "raw_request"),  # reads `tags` from its query
+        ("vllm.v1.worker.gpu_worker:Worker.sleep", "self level"),
+        ("vllm.v1.worker.gpu_worker:Worker.wake_up", "self tags"),
     ],
 )
 def test_a_call_takes_what_we_give_it(path: str, parameters: str) -> None:
@@ -144,6 +148,14 @@ def test_the_worker_has_what_our_extension_reads() -> None:
     assert not [name for name in vars(WorkerExtension) if not name.startswith("__") and hasattr(worker, name)]
     source = inspect.getsource(worker.__init__) + inspect.getsource(named("vllm.v1.worker.worker_base:WorkerBase"))
     assert all(f"self.{name}" in source for name in ("weight_transfer_engine", "vllm_config", "model_runner"))
+
+
+def test_memory_is_released_and_taken_again_under_the_names_that_we_use() -> None:
+    assert named("vllm.v1.executor.abstract:SLEEP_TAGS") == {"weights", "kv_cache"}
+    assert "keep" in get_args(named("vllm.v1.engine:PauseMode"))
+    assert named("vllm.config:ModelConfig.enable_sleep_mode") is False  # what our worker extension reads
+    # Buffers are put back after level 2, which loses all memory; an update writes only what a checkpoint has.
+    assert "_sleep_saved_buffers" in inspect.getsource(named("vllm.v1.worker.gpu_worker:Worker.wake_up"))
 
 
 class StandIn:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests import device
 from tests.docker_engine import NoEngine, docker_engine
 from tests.workers import (  # noqa: F401
     pytest_collection_modifyitems,
@@ -21,6 +22,19 @@ from tests.workers import (  # noqa: F401
 # A busy machine makes examples slow, not wrong.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """On a GPU machine, keep the process off the GPU unless `-m gpu` asks for it."""
+    if device.HAS_GPU and not device.asks_for_gpu(config.getoption("markexpr")):
+        device.compute_on_the_cpu()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what needs a GPU where none is, or where it was not asked for."""
+    mark = item.get_closest_marker("gpu")
+    if mark and (reason := device.why_not(mark, markexpr=item.config.getoption("markexpr"), there=device.num_gpus())):
+        pytest.skip(reason)
 
 
 @pytest.fixture(scope="session")
@@ -64,7 +78,7 @@ class VLLMServer:
 
 @pytest.fixture(scope="session")
 def vllm_server(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMServer]:
-    """The real engine on the CPU, started once with the command that a run uses, and killed after the tests."""
+    """The real engine, started once with the command that a run uses, and killed after the tests."""
     from agentrl.config import EngineConfig
     from agentrl.engine import vllm_command
     from agentrl.engine import vllm_server as engine_server
@@ -80,7 +94,7 @@ def vllm_server(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) 
         served_name=server.model,
         host="127.0.0.1",
         port=port,
-        config=EngineConfig(device="cpu", kv_cache_bytes=64 * 2**20),
+        config=EngineConfig(**device.engine_settings()),
         max_context=1024,
         dtype="float32",
         seed=0,

@@ -26,6 +26,7 @@ import psutil
 from agentrl import config as configs
 from agentrl.config import Config
 from agentrl.run_folder import RunFolder
+from tests.device import engine_settings
 from tests.e2e.kill_engine import OutsideEngine
 from tests.e2e.kill_judge import Fate, fates
 
@@ -245,12 +246,7 @@ def base_config(folder: Path, model: Path) -> dict[str, Any]:
             "max_retries": 8,
             "max_infra_error_rate": 1.0,
         },
-        "engine": {
-            "max_num_seqs": 16,
-            "kv_cache_bytes": 67_108_864,
-            "max_restarts": 100,
-            "start_timeout_s": START_TIMEOUT_S,
-        },
+        "engine": engine_settings(max_num_seqs=16, max_restarts=100, start_timeout_s=START_TIMEOUT_S),
         "sandbox": {"max_restarts": 100, "slots": 2},
         "learner": {"lr": 1e-4, "checkpoint_every": 3, "max_restarts": 100, "start_timeout_s": START_TIMEOUT_S},
         "eval": {"num_tasks": 2, "samples_per_task": 2, "every": 0},

@@ -16,6 +16,7 @@ import pytest
 from agentrl.report.metrics import read
 from agentrl.run_folder import RunFolder
 from agentrl.types import StopReason
+from tests.device import engine_settings
 
 if TYPE_CHECKING:
     from tests.conftest import VLLMServer
@@ -38,7 +39,7 @@ def write_config(folder: Path, env: str, model: Path | str, **sections: Any) -> 
         "env": {"target": f"{ENV_FILE}:{env}"},
         "model": {"path": str(model)},
         "rollout": {"groups_per_step": 2, "group_size": 4, "max_context": 384, "max_turn_tokens": 32},
-        "engine": {"max_num_seqs": 16, "kv_cache_bytes": 67_108_864},
+        "engine": engine_settings(max_num_seqs=16),
         "learner": {"lr": 1e-3},
         "eval": {"num_tasks": 4, "samples_per_task": 2},
         "train": {"steps": 2},

@@ -21,6 +21,7 @@ import pytest
 from agentrl import config as configs
 from agentrl.report.metrics import MetricsLine, read
 from agentrl.run_folder import RunFolder
+from tests.device import engine_settings
 from tests.e2e.kill_judge import judge
 
 pytestmark = [pytest.mark.e2e, pytest.mark.engine, pytest.mark.timeout(400)]
@@ -46,7 +47,7 @@ class Run:
             "env": {"target": f"{ENV_FILE}:EvenTotal"},
             "model": {"path": str(model)},
             "rollout": {"groups_per_step": 2, "group_size": 4, "max_context": 384, "max_turn_tokens": 32},
-            "engine": {"max_num_seqs": 16, "kv_cache_bytes": 67_108_864, "max_restarts": 1},
+            "engine": engine_settings(max_num_seqs=16, max_restarts=1),
             "learner": {"lr": 1e-3},
             "eval": {"num_tasks": 4, "samples_per_task": 2, "every": 2},
             "train": {"steps": 500},

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests import device
+
 
 @pytest.fixture(scope="session", autouse=True)
 def one_rank() -> None:
@@ -18,6 +20,8 @@ def one_rank() -> None:
 
     torch.set_num_threads(1)
     ranks.set_defaults(os.environ)
+    if device.HAS_GPU:  # the runs that other tests start use it
+        os.environ.pop("DS_ACCELERATOR", None)
 
 
 @pytest.fixture

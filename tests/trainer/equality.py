@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM
 
 from agentrl.testing import with_members
 from agentrl.types import Batch, TrajectoryGroup
+from tests.device import without_gpus
 from tests.trainer.trainer_builders import (
     batch,
     config,
@@ -203,7 +204,7 @@ def on_two_ranks(model_dir: Path, settings: Sequence[Setting], out: Path, *, tim
     cases = json.dumps([asdict(setting) for setting in settings])
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command = [*launcher, "--module", "tests.trainer.equality", str(model_dir), "--out", str(out), "--cases", cases]
-    with subprocess.Popen(command, cwd=ROOT, start_new_session=True) as process:
+    with subprocess.Popen(command, cwd=ROOT, env=os.environ | without_gpus(), start_new_session=True) as process:
         try:
             assert process.wait(timeout_s) == 0
         finally:

@@ -65,7 +65,6 @@ def test_the_optimizer_has_seen_no_step_and_has_our_rates(tiny_model: Any, zero_
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
 def test_offloaded_states_lie_in_host_memory(tiny_model_dir: Path, tiny_model: Any, zero_stage: int) -> None:
     learner = Learner(config(tiny_model_dir, learner={"zero_stage": zero_stage, "offload_optimizer": True}))

@@ -7,7 +7,7 @@ from tests.test_imports import GRAPH
 ORDER = (
     *("ranks", "whole_folder", "objective", "packing", "step_stats", "gradient", "split_variance", "diagnostics"),
     *("lora", "model", "startup_proof", "weights", "deepspeed_settings", "learner", "checkpoint"),
-    *("orchestrator_client", "loop", "warmstart", "__main__"),
+    *("orchestrator_client", "loop", "warmstart", "gpu_report", "__main__"),
 )
 GRADIENT_ORDER = (
     *("norms", "sums", "recorder", "recorded_modules", "attention", "logprobs", "scored", "passes", "step_gradient"),

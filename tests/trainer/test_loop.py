@@ -23,6 +23,7 @@ from agentrl.supervision.serving import free_port, serving
 from agentrl.train import launch
 from agentrl.train.learner_api import RunOver, create_app
 from agentrl.types import Batch, StepOutput, TransferInit, WeightsRef
+from tests.device import without_gpus
 from tests.one_session import OneSession
 from tests.trainer.trainer_builders import batch, config, mixed_groups, plain_logprobs
 from trainer.orchestrator_client import NoBatch, OrchestratorClient
@@ -114,7 +115,7 @@ def learner_process(
 ) -> tuple[int, str]:
     command = [*start, "--config", str(folder / "config.json"), "--orchestrator", url, *options]
     command += ["--weights-dir", str(folder / "weights"), "--run-dir", str(folder / "run")]
-    env = {"AGENTRL_TOKEN": token, "OMP_NUM_THREADS": "1"}
+    env = {"AGENTRL_TOKEN": token, "OMP_NUM_THREADS": "1", **without_gpus()}
     return asyncio.run(ended(child("learner", command, log_path=folder / "learner.log", env=env)))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from agentrl.engine.vllm_engine import VLLMEngine
 from agentrl.errors import ConfigError
 from agentrl.types import Probe, WeightsRef
 from tests.conftest import VLLMServer
+from tests.device import parity_bound, without_gpus
 from tests.trainer.gradient.test_recorded_modules import assert_same, one_pass, single_backwards
 from tests.trainer.trainer_builders import (
     ARCHITECTURES,
@@ -166,7 +168,8 @@ def test_two_ranks_under_zero_3_make_the_same_update_as_one_under_zero_0(
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     sections = {"model": learner_config(tiny_model_dir).model.model_dump(), "learner": STAGE_3}
     command = [*launcher, "--module", "tests.trainer.two_ranks", str(tiny_model_dir), str(tmp_path)]
-    subprocess.run([*command, json.dumps(sections)], cwd=ROOT, check=True, timeout=120)
+    env = os.environ | without_gpus()
+    subprocess.run([*command, json.dumps(sections)], cwd=ROOT, check=True, timeout=120, env=env)
     theirs = torch.load(tmp_path / "result.pt")["weights"]
     learner = with_steady_updates(Learner(learner_config(tiny_model_dir, learner={**SETTINGS, "zero_stage": 0})))
     for version in range(3):
@@ -220,7 +223,7 @@ async def test_the_engine_says_what_the_adapted_policy_says(
             await engine.update_weights(first)
     ours = torch.tensor(learner.logprobs(TEXT))
     assert float((ours - torch.tensor(probe_before)).abs().max()) > 0.1
-    assert float((ours - scored).abs().max()) < 1e-4
+    assert float((ours - scored).abs().max()) < parity_bound()
 
 
 def published(learner: Learner, folder: Path, version: int) -> WeightsRef:

@@ -20,10 +20,11 @@ from agentrl.rollout.generation import TokenGenerator
 from agentrl.tokens.tokenizer import TurnTokenizer
 from agentrl.types import Completion, Probe, Sampling, Turn, WeightsRef
 from tests.conftest import VLLMServer
+from tests.device import parity_bound
 
 pytestmark = pytest.mark.engine
 
-BOUND = 1e-4
+BOUND = parity_bound()
 LIMITS = RolloutConfig(max_context=1000, max_turn_tokens=48)
 TOOL: Any = {
     "type": "function",

@@ -142,7 +142,6 @@ def test_many_chunks_at_once_are_weighted_as_one_by_one() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU, or a CPU build of torch")
 def test_a_gpu_counts_as_a_cpu_does() -> None:
     for num in (1, CHUNK_FLOATS, 300 * CHUNK_FLOATS + 77):
         tensor = noise(num)

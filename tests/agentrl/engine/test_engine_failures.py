@@ -25,10 +25,11 @@ from agentrl.supervision.serving import free_port
 from agentrl.train import launch
 from agentrl.types import Completion, Sampling
 from tests.agentrl.engine.judge import PROMPT, Judge, worst
+from tests.device import engine_settings, parity_bound
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
-BOUND = 1e-4
+BOUND = parity_bound()
 
 
 def config_for(model: Path, **engine: Any) -> Config:
@@ -37,7 +38,7 @@ def config_for(model: Path, **engine: Any) -> Config:
         "env": {"target": "envs.modmath:ModMath"},
         "model": {"path": str(model)},
         "rollout": {"max_context": 1024},
-        "engine": {"device": "cpu", "kv_cache_bytes": 64 * 2**20, "stream_interval": 1, **engine},
+        "engine": engine_settings(stream_interval=1, **engine),
     }
     return configs.parse(tree, source="test")
 

@@ -25,7 +25,7 @@ def test_gpus_that_are_to_be_divided_must_be_named(monkeypatch: pytest.MonkeyPat
 
 
 def test_free_ports_stay_free_for_all() -> None:
-    settings = EngineConfig(replicas=2, device="cpu")
+    settings = EngineConfig(replicas=2)
     assert [launch_servers._of_replica(settings, index).port for index in range(2)] == [0, 0]
 
 

@@ -18,10 +18,11 @@ from agentrl.types import Completion, FinishReason, Sampling
 from tests.agentrl.engine.judge import PROMPT, Judge, difference, worst
 from tests.agentrl.engine.test_engine_failures import until_streaming
 from tests.conftest import VLLMServer
+from tests.device import parity_bound
 
 pytestmark = pytest.mark.engine
 
-BOUND = 1e-4
+BOUND = parity_bound()
 
 
 async def connect(server: VLLMServer, judge: Judge, kv_on_update: KvOnUpdate) -> AsyncIterator[VLLMEngine]:

@@ -39,7 +39,7 @@ def test_a_file_without_a_token_is_named(tmp_path: Path, content: str | None, co
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.3", "engine", ""])
 def test_an_engine_that_others_reach_demands_a_token(host: str) -> None:
-    settings = {"model_path": "m", "served_name": "policy", "port": 1, "config": EngineConfig(device="cpu")}
+    settings = {"model_path": "m", "served_name": "policy", "port": 1, "config": EngineConfig()}
     settings |= {"host": host, "max_context": 64, "dtype": "float32", "seed": 0}
     with pytest.raises(ConfigError, match=r"engine\.host: .*set AGENTRL_ENGINE_TOKEN"):
         vllm_command.command(**settings)  # type: ignore[arg-type]

@@ -118,8 +118,6 @@ def test_varlen_attention_takes_what_it_is_given(window: int | None) -> None:
 
 
 def _needs(kernel: Kernel) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs an NVIDIA GPU")
     if kernel is Kernel.FLASH and importlib.util.find_spec("flash_attn") is None:
         pytest.skip("flash_attn is not installed")
     if torch.cuda.get_device_capability() < attention.FLASH_CAPABILITY:
@@ -158,8 +156,6 @@ def test_a_gpus_kernel_equals_the_loop_forward_and_backward(kernel: Kernel, wind
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-4), (torch.bfloat16, 0.05)], ids=str)
 def test_packed_episodes_on_a_gpu_score_as_alone(dtype: torch.dtype, bound: float) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs an NVIDIA GPU")
     model = architecture("Qwen3").to("cuda", dtype)
     attention.install(model)
     members = [action_tensors(one, model.device) for one in uneven_episodes()]

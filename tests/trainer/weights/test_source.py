@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from agentrl.engine.checksum import checksum_of
+from tests.device import without_gpus
 from trainer.weights.source import WeightSource, layer_of
 
 
@@ -78,7 +79,7 @@ def gathered(request: pytest.FixtureRequest, tiny_model_dir: Path, tmp_path_fact
     out = tmp_path_factory.mktemp("gathered")
     script = Path(__file__).with_name("gathering_ranks.py")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={request.param}"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[3])}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[3]), **without_gpus()}
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"):
         env.pop(name, None)
     command = [*launcher, str(script), str(tiny_model_dir), str(out)]

@@ -3,7 +3,7 @@
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -18,6 +18,7 @@ from agentrl.cli.doctor.machine import GIB
 from agentrl.config import Config, EngineConfig, LearnerConfig, SandboxConfig, parse
 from agentrl.supervision.serving import free_port, serving
 from tests.agentrl.conftest import QWEN_LIKE, write_tokenizer
+from tests.device import engine_device
 
 
 def config(path: str | Path = "nobody/nothing", **sections: Any) -> Config:
@@ -192,9 +193,10 @@ def test_the_gpus_that_a_config_wants(engine: dict[str, Any], wanted: int | None
 
 
 def test_a_device_that_cannot_be_had_is_refused_by_name() -> None:
-    found = config_checks.engine_settings(EngineConfig(device="cuda"))
+    other: Literal["cpu", "cuda"] = "cuda" if engine_device() == "cpu" else "cpu"
+    found = config_checks.engine_settings(EngineConfig(device=other))
     assert found.status is FindingStatus.FAIL
-    assert "engine.device=cuda" in found.found
+    assert f"engine.device={other}" in found.found
 
 
 def test_a_hostfile_that_is_not_there_is_named() -> None:

@@ -22,6 +22,7 @@ from agentrl.errors import SandboxError, WeightSyncError
 from agentrl.report.observer import StepReport
 from agentrl.run_folder import RunFolder
 from agentrl.types import StepOutput
+from tests.device import engine_device, engine_settings
 
 QUICKSTART = Path(__file__).parents[4] / "configs" / "quickstart.yaml"
 OUTPUT = StepOutput(policy_version=1, metrics={}, parity_max_abs=2e-6, parity_mean_abs=1e-6)
@@ -59,7 +60,7 @@ def test_an_update_without_a_probe_proves_nothing() -> None:
 
 def test_a_step_that_is_refused_and_an_update_without_checksum_are_warnings(tmp_path: Path) -> None:
     refused = report(replace(OUTPUT, skipped=True), probe=0.0)
-    reload = config(tmp_path, device="cpu", weight_transfer="reload")
+    reload = config(tmp_path, device=engine_device(), weight_transfer="reload")
     assert [one.status for one in judged(refused, reload, seconds=9.0)] == ["WARN", "WARN", "OK"]
 
 
@@ -82,7 +83,7 @@ async def test_a_part_that_does_not_start_is_named_and_its_logs_stay(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        (found,) = await one_step_train(config(tiny_model_dir, device="cpu", port=taken.getsockname()[1]))
+        (found,) = await one_step_train(config(tiny_model_dir, device=engine_device(), port=taken.getsockname()[1]))
     assert (found.name, found.status) == ("one-step train", FindingStatus.FAIL)
     assert "engine.port: cannot listen" in found.found
     (logs,) = re.findall(r"the logs are in (\S+)", found.fix)
@@ -100,8 +101,7 @@ def test_a_sound_model_passes_and_leaves_nothing_behind(
     monkeypatch.setattr(plan, "checks", lambda config, **tokens: [template])
     overrides = [
         f"model.path={tiny_model_dir}",
-        "engine.kv_cache_bytes=67108864",
-        "engine.device=cpu",
+        *(f"engine.{key}={value}" for key, value in engine_settings().items()),
         "engine.start_timeout_s=300",
     ]
     done = CliRunner().invoke(app, ["doctor", str(QUICKSTART), *overrides, "--deep", "--json"])

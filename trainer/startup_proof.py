@@ -1,12 +1,15 @@
 """Proves at start, on short texts, that the model's packed log-probabilities and per-trajectory gradients are exact.
 
 An architecture with an unsupported feature is refused by name instead of being trained wrongly. Runs on the model that
-will be trained, before weights are divided among ranks. Independent of episodes and DeepSpeed.
+will be trained, before weights are divided among ranks. Besides the weights it takes one float32 sum of their size:
+autograd's gradients are subtracted from it and dropped as they appear, and the gradients by trajectory are added to the
+same sum, which should then be zero. Independent of episodes and DeepSpeed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,7 +19,7 @@ from agentrl.errors import ConfigError
 from trainer import lora, packing
 from trainer.gradient import attention
 from trainer.gradient.logprobs import score
-from trainer.gradient.norms import total_norm
+from trainer.gradient.norms import squared_norm, total_norm
 from trainer.gradient.recorded_modules import check_modules, recording, tied_weight
 from trainer.gradient.recorder import Recorder
 from trainer.gradient.sums import GradientSums
@@ -37,10 +40,17 @@ def prepare(model: Any) -> None:
     """
     check_modules(model)
     members = [_text(model, index, *lengths) for index, lengths in enumerate(_LENGTHS)]
+    sums = GradientSums([p for p in model.parameters() if p.requires_grad], has_scores=False)
+    sums.reset()
     with lora.perturbed(model):
-        own_N, own_norms, own_sum = _by_autograd(model, members)
+        own_N, own_norms = _by_autograd(model, members, sums)
+        own_norm = total_norm(sums.total)
         attention.install(model)
-        packed_N, norms, total = _by_one_pass(model, members)
+        packed_N, norms = _by_one_pass(model, members, sums)
+    difference = total_norm(sums.total) / own_norm
+    del sums
+    if model.device.type == "cuda":
+        torch.cuda.empty_cache()  # an engine on the same GPU, and DeepSpeed's large buffers, need it whole
     dtype = model.dtype
     error = float((packed_N - own_N).abs().max())
     if not error <= LOGPROB_BOUND[dtype]:
@@ -48,17 +58,11 @@ def prepare(model: Any) -> None:
             f"{type(model).__name__}: log-probabilities of packed episodes differ from its own by {error:.2g} nats; "
             "its attention or its logits have a feature that this learner does not support"
         )
-    relative = max(_relative([norms], [own_norms]), _relative(total, own_sum))
+    relative = max(float((norms - own_norms).norm() / own_norms.norm()), float(difference))
     if not relative <= GRADIENT_BOUND[dtype]:
         raise ConfigError(
             f"{type(model).__name__}: gradients by trajectory differ from autograd's by {relative:.2g} (relative)"
         )
-
-
-def _relative(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
-    """|ours - theirs| / |theirs|, each taken as one vector."""
-    difference = total_norm(mine.flatten() - other.flatten() for mine, other in zip(ours, theirs, strict=True))
-    return float(difference / total_norm(theirs))
 
 
 def _text(model: Any, index: int, num_tokens: int, num_actions: int) -> ActionTensors:
@@ -73,28 +77,52 @@ def _text(model: Any, index: int, num_tokens: int, num_actions: int) -> ActionTe
     )
 
 
-def _by_autograd(model: Any, members: list[ActionTensors]) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Log-probabilities, score norms and weighted gradient sum from the model's own logits, text by text."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    total = [torch.zeros(parameter.numel(), device=parameter.device) for parameter in parameters]
+def _by_autograd(model: Any, members: list[ActionTensors], sums: GradientSums) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and score norms from the model's own logits, text by text; sums -= the weighted gradients."""
     logprobs, norms = [], []
     for member, coefficient in zip(members, _COEFFICIENTS, strict=True):
         logits_SV = model(input_ids=member.input_ids_S[None], use_cache=False).logits[0]
         log_p_NV = logits_SV[member.predictor_N].float().log_softmax(dim=-1)
         logprob_N = log_p_NV.gather(1, member.target_N[:, None])[:, 0]
-        gradients = torch.autograd.grad(logprob_N.sum(), parameters, allow_unused=True, materialize_grads=True)
-        norms.append(total_norm(gradients))
-        for one, gradient in zip(total, gradients, strict=True):
-            one.add_(gradient.flatten(), alpha=coefficient)
+        squares: list[Tensor] = []
+
+        def subtract(index: int, gradient: Tensor, *, by: float = coefficient, to: list[Tensor] = squares) -> None:
+            to.append(squared_norm(gradient))
+            sums.total[index].sub_(gradient, alpha=by)
+
+        with _each_gradient(sums.parameters, subtract):
+            logprob_N.sum().backward()
+        norms.append(torch.stack(squares).sum().sqrt())
         logprobs.append(logprob_N.detach())
-    return torch.cat(logprobs), torch.stack(norms), total
+    return torch.cat(logprobs), torch.stack(norms)
 
 
-def _by_one_pass(model: Any, members: list[ActionTensors]) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """The same from one packed forward and backward."""
+@contextmanager
+def _each_gradient(parameters: list[Tensor], take: Callable[[int, Tensor], None]) -> Iterator[None]:
+    """Inside, a backward calls `take` for each parameter's gradient, and drops it."""
+
+    def hook_of(index: int) -> Callable[[Tensor], None]:
+        def hook(parameter: Tensor) -> None:
+            gradient, parameter.grad = parameter.grad, None
+            assert gradient is not None
+            take(index, gradient)
+
+        return hook
+
+    hooks = [
+        one.register_post_accumulate_grad_hook(hook_of(index))  # type: ignore[no-untyped-call]
+        for index, one in enumerate(parameters)
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _by_one_pass(model: Any, members: list[ActionTensors], sums: GradientSums) -> tuple[Tensor, Tensor]:
+    """The same from one packed forward and backward; sums += the weighted gradients."""
     pack = packing.join(members)
-    sums = GradientSums([p for p in model.parameters() if p.requires_grad], has_scores=False)
-    sums.reset()
     recorder = Recorder(
         sums,
         bounds=pack.bounds,
@@ -107,4 +135,4 @@ def _by_one_pass(model: Any, members: list[ActionTensors]) -> tuple[Tensor, Tens
     with recording(model, recorder):
         logprob_N = score(model, pack, recorder).logprob_N
         torch.autograd.backward(logprob_N, torch.ones_like(logprob_N))
-    return logprob_N.detach(), recorder.norm2_n.clamp(min=0).sqrt(), sums.total
+    return logprob_N.detach(), recorder.norm2_n.clamp(min=0).sqrt()

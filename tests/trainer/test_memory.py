@@ -1,45 +1,36 @@
-"""The memory that exact norms take, counted tensor by tensor."""
+"""The memory that the start-up proof and exact norms take, counted allocation by allocation."""
 
 from __future__ import annotations
 
-import weakref
+from itertools import accumulate
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.profiler import ProfilerActivity, profile
 
 from agentrl.config import AlgorithmConfig
 from agentrl.testing import group
 from tests.trainer.trainer_builders import architecture, episode
+from trainer import startup_proof
 from trainer.gradient import attention
 from trainer.gradient.step_gradient import Estimator
 
 
-class Live(TorchDispatchMode):
-    """Measures the peak number of bytes of tensors that are made inside the block and alive at the same time."""
+class Live:
+    """Measures the peak number of bytes that are allocated inside the block and not yet freed, by torch's profiler."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak = self._now = 0
-        self._known: dict[int, Any] = {}
+    peak = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for one in made if isinstance(made, tuple | list) else [made]:
-            if isinstance(one, torch.Tensor):
-                self._count(one.untyped_storage())
-        return made
+    def __enter__(self) -> Live:
+        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
+        self._profile.__enter__()
+        return self
 
-    def _count(self, storage: Any) -> None:
-        key = storage._cdata
-        if key not in self._known:
-            self._known[key] = weakref.finalize(storage, self._forget, key, storage.nbytes())
-            self._now += storage.nbytes()
-            self.peak = max(self.peak, self._now)
-
-    def _forget(self, key: int, num_bytes: int) -> None:
-        del self._known[key]
-        self._now -= num_bytes
+    def __exit__(self, *error: Any) -> None:
+        self._profile.__exit__(*error)
+        events = self._profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+        changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+        self.peak = max(accumulate(num_bytes for _, num_bytes in changes))
 
 
 def peak_bytes(model: Any, algorithm: AlgorithmConfig) -> int:
@@ -61,3 +52,24 @@ def test_exact_norms_take_one_gradient_more_than_none() -> None:
     assert sum(sizes) < plain, "the step's own sum was not counted"
     assert sum(sizes) * 0.9 < exact - plain <= sum(sizes) + max(sizes)
     assert proxy - plain < 0.1 * sum(sizes)
+
+
+def ten_million() -> Any:
+    """A small Qwen2 none of whose weights dominates, as in a large one. bfloat16."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=2000, num_hidden_layers=12, tie_word_embeddings=True, **sizes))
+    return model.to(torch.bfloat16).eval()
+
+
+def test_the_startup_proof_takes_one_float32_sum_besides_the_weights() -> None:
+    """And, of a few weights at a time, their own gradients."""
+    model = ten_million()
+    sizes = [parameter.numel() for parameter in model.parameters()]
+    with Live() as live:
+        startup_proof.prepare(model)
+    assert 4 * sum(sizes) < live.peak, "the sum was not counted"
+    assert live.peak < 1.3 * 4 * sum(sizes)
+    assert all(parameter.grad is None for parameter in model.parameters())

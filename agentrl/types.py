@@ -328,6 +328,18 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SumSigma:
+    """Spread of the summed log-ratio (learner - engine) over stretches of sampled tokens.
+
+    SumSigma(length=256, sigma=0.5, num_sums=40)
+    """
+
+    length: int  # tokens in a row; 1: the root mean square of single tokens
+    sigma: float  # standard deviation, nats
+    num_sums: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutput:
     """Result of one optimizer step. `policy_version` is the version *after* it; `metrics` are finite numbers.
 
@@ -342,6 +354,7 @@ class StepOutput:
     skipped: bool = False  # the step was refused: the new version has the weights of the one before
     parity_max_abs: float | None = None  # |engine - learner| logprobs of fresh sampled tokens, nats; None without any
     parity_mean_abs: float | None = None
+    parity_sigmas: tuple[SumSigma, ...] = ()  # of the same tokens; those lengths of which there were enough
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ Shapes: _B trajectories of the step, _E episodes of a group.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -15,13 +16,16 @@ from torch import Tensor
 
 from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.engine.base import Parity
+from agentrl.types import SumSigma
 from trainer.objective import baselines, vcpo
 from trainer.objective.ratios import LARGEST_LOG_WEIGHT
-from trainer.step_stats import GroupStats, TrajectoryStats
+from trainer.step_stats import PARITY_BLOCK, GroupStats, TrajectoryStats
 
 LAG_BUCKETS = (("0", 0), ("1_2", 2), ("3_8", 8), ("9_up", math.inf))
 LENGTH_BUCKETS = (("to_128", 128), ("to_512", 512), ("to_2048", 2048), ("above", math.inf))  # action tokens
 HEALTHY_MEAN_WEIGHT = (0.8, 1.25)
+PARITY_WIDTHS = (1, 4, 16)  # of PARITY_BLOCK tokens
+MIN_SUMS = 4  # for a standard deviation
 
 # The compared baselines as functions of a group's weighted score norms, rewards and lengths (per episode).
 # otb would need every token's own score; trainer/split_variance.py measures its variance instead.
@@ -66,6 +70,7 @@ def policy(groups: Sequence[GroupStats]) -> dict[str, float]:
         metrics["learner/parity_mean_abs"] = difference.mean_abs
         metrics["learner/parity_kl"] = difference.kl
         metrics["learner/parity_max_abs"] = difference.max_abs
+    metrics |= {f"learner/parity_sigma_{one.length}": one.sigma for one in parity_sigmas(groups)}
     return metrics
 
 
@@ -80,6 +85,27 @@ def parity(groups: Sequence[GroupStats]) -> Parity | None:
         mean_abs=sum(trajectory.parity_sum for trajectory in finite) / num_tokens,
         kl=sum(trajectory.parity_kl_sum for trajectory in finite) / num_tokens,
     )
+
+
+def parity_sigmas(groups: Sequence[GroupStats]) -> tuple[SumSigma, ...]:
+    """Spread of the log-ratio to the engine, summed over 1, 256, 1024 and 4096 tokens that it sampled in a row with the
+    learner's weights; the lengths of which there are at least MIN_SUMS sums.
+    """
+    finite = _finite(groups)
+    num_tokens = sum(trajectory.num_parity_tokens for trajectory in finite)
+    if not num_tokens:
+        return ()
+    rms = math.sqrt(sum(trajectory.parity_square_sum for trajectory in finite) / num_tokens)
+    found = [SumSigma(length=1, sigma=rms, num_sums=num_tokens)]
+    for width in PARITY_WIDTHS:
+        sums = [
+            sum(trajectory.parity_blocks[start : start + width])
+            for trajectory in finite
+            for start in range(0, len(trajectory.parity_blocks) - width + 1, width)
+        ]
+        if len(sums) >= MIN_SUMS:
+            found.append(SumSigma(length=width * PARITY_BLOCK, sigma=statistics.stdev(sums), num_sums=len(sums)))
+    return tuple(found)
 
 
 def weights(groups: Sequence[GroupStats], *, max_weight: float | None) -> dict[str, float]:

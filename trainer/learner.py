@@ -139,6 +139,7 @@ class Learner:
             skipped=update is None,
             parity_max_abs=None if parity is None else parity.max_abs,
             parity_mean_abs=None if parity is None else parity.mean_abs,
+            parity_sigmas=diagnostics.parity_sigmas(groups),
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+PARITY_BLOCK = 256
+"""Tokens in a row whose log-ratios are summed: whole blocks only."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryStats:
@@ -31,6 +34,8 @@ class TrajectoryStats:
     parity_sum: float  # |learner - behaviour| logprob over those
     parity_max: float
     parity_kl_sum: float  # KL(engine || learner), estimated on those
+    parity_square_sum: float  # (learner - behaviour)^2 over those
+    parity_blocks: tuple[float, ...]  # sums of learner - behaviour over PARITY_BLOCK of those in a row
 
     def non_finite(self) -> list[str]:
         """Names of the numbers that are NaN or infinite."""

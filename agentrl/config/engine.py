@@ -96,8 +96,9 @@ class EngineConfig(Section):
     update_timeout_s: PositiveFloat = 300.0
     """Deadline of one weight update. After it the engine continues with the previous weights."""
     parity_bound: PositiveFloat | Literal["auto"] = "auto"
-    """Largest allowed |engine - learner| logprob on the probe text after an update. auto: by model.dtype, see
-    docs/engine.md."""
+    """Largest allowed mean of |engine - learner| over the logprobs of the probe text after an update; a KL of 20/9 of
+    its square is the other bound, and a single logprob that is 10/3 of it off is a warning. auto: by device and
+    model.dtype, see docs/engine.md."""
     parity_every: PositiveInt = 1
     """Probe the first update and every n-th after it."""
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.config import Config, EngineConfig
-from agentrl.engine import vllm_command, vllm_server
+from agentrl.engine import parity, vllm_command, vllm_server
 from agentrl.engine.pool import EnginePool
 from agentrl.engine.vllm_engine import VLLMEngine
 from agentrl.engine.weight_updates import UpdateSettings
@@ -25,8 +25,6 @@ from agentrl.supervision.child import Child, child, never
 from agentrl.supervision.serving import configured_port
 
 SERVED_NAME = "policy"
-PARITY_BOUNDS = {"float32": 1e-4, "bfloat16": 0.5}
-"""Largest allowed |engine - learner| logprob by model.dtype: about ten times what benchmarks/engine.md measures."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +121,6 @@ def vllm_client(
 ) -> VLLMEngine:
     """A client of one server; one that was not started here is asked for the name of its model."""
     settings, part = config.engine, server.part
-    bound = settings.parity_bound
     return VLLMEngine(
         server.url,
         model=SERVED_NAME if part else None,
@@ -134,7 +131,7 @@ def vllm_client(
             kv_on_update=settings.kv_on_update,
             sleeps=settings.sleep_while_training,
             by_folder=vllm_command.transfer_of(settings) == "reload",
-            parity_bound=PARITY_BOUNDS[config.model.dtype] if bound == "auto" else bound,
+            parity_bound=parity.mean_bound(config),
             parity_every=settings.parity_every,
         ),
         num_starts=lambda: part.num_starts if part else 0,

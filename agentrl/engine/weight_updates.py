@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from agentrl.config.engine import KvOnUpdate
 from agentrl.engine.base import Parity, WeightUpdate, parity
 from agentrl.engine.generation_stream import INITIAL_LABEL
+from agentrl.engine.parity import ParityBounds
 from agentrl.engine.vllm_control import VLLMControl
 from agentrl.errors import EngineError, EngineGone, WeightsWanted, WeightSyncError
 from agentrl.types import WeightsRef
@@ -40,7 +41,7 @@ class UpdateSettings:
     sleeps: bool = False
     """Whether the server must be able to release its memory (`WeightUpdater.sleep`)."""
     parity_bound: float = 1e-3
-    """Largest allowed |engine - learner| logprob on the probe text."""
+    """Largest allowed mean |engine - learner| logprob on the probe text; agentrl.engine.parity derives the others."""
     parity_every: int = 1
     """Probe the first update and every n-th after it."""
 
@@ -255,10 +256,18 @@ class WeightUpdater:
         if (self._num_updates - 1) % self._settings.parity_every:
             return None
         found = parity(await self.score(ref.probe.token_ids), ref.probe.logprobs)
-        if not found.max_abs <= self._settings.parity_bound:
+        bounds = ParityBounds(self._settings.parity_bound)
+        if bounds.refuses(found):
             raise WeightSyncError(
                 "it does not hold the learner's weights: its logprobs of the probe text differ by "
-                f"{found.max_abs:.2g}, allowed is {self._settings.parity_bound:g} (engine.parity_bound)"
+                f"{found.mean_abs:.2g} on average (KL {found.kl:.2g}), allowed is {bounds.mean:g} "
+                f"(KL {bounds.kl:.2g}; engine.parity_bound)"
+            )
+        if bounds.warns(found):
+            log.warning(
+                "engine at %s: one logprob of the probe text differs by %.2g nats from the learner's, usual is at most "
+                "%.2g; %.2g on average is within engine.parity_bound=%g, so the weights of version %d are accepted",
+                *(self._url, found.max_abs, bounds.largest, found.mean_abs, bounds.mean, ref.policy_version),
             )
         return found
 

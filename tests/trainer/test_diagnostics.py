@@ -39,6 +39,8 @@ def stats(**given: Any) -> TrajectoryStats:
         "parity_sum": 0.0,
         "parity_max": 0.0,
         "parity_kl_sum": 0.0,
+        "parity_square_sum": 0.0,
+        "parity_blocks": (),
     }
     return TrajectoryStats(**values | given)
 

@@ -164,6 +164,7 @@ METRICS = [
     "parity_mean_abs",
     "parity_kl",
     "parity_max_abs",
+    "parity_sigma_1",
 ]
 
 

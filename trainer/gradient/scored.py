@@ -18,7 +18,7 @@ from agentrl.types import Trajectory
 from trainer.objective import ratios
 from trainer.objective.policy_gradient import Member, MemberWeights, Objective
 from trainer.packing import ActionTensors
-from trainer.step_stats import GroupStats, TrajectoryStats
+from trainer.step_stats import PARITY_BLOCK, GroupStats, TrajectoryStats
 
 _NOTHING = torch.zeros(0, dtype=torch.float64)
 
@@ -93,6 +93,8 @@ class ScoredTrajectory:
             parity_sum=float(error_N.sum()),
             parity_max=float(error_N.max()) if len(error_N) else 0.0,
             parity_kl_sum=float(ratios.behavior_kl(same_N).sum()),
+            parity_square_sum=float(same_N.square().sum()),
+            parity_blocks=_block_sums(same_N),
         )
 
 
@@ -158,6 +160,11 @@ class ScoredGroup:
             has_gradient=has_gradient,
             baseline_minus_mean=sum(baselines) / len(baselines) - float(self.reward_E.mean()) if baselines else 0.0,
         )
+
+
+def _block_sums(log_ratio_N: Tensor) -> tuple[float, ...]:
+    num_whole = len(log_ratio_N) // PARITY_BLOCK
+    return tuple(log_ratio_N[: num_whole * PARITY_BLOCK].view(num_whole, PARITY_BLOCK).sum(dim=1).tolist())
 
 
 def _episode_size(segments: list[ScoredTrajectory], log_of: Callable[[MemberWeights], float]) -> tuple[float, float]:

@@ -1,7 +1,8 @@
 """`agentrl doctor CONFIG --deep`: train one step with the config, in a temporary folder, and judge its numbers.
 
-The run is that of `agentrl train`, with short episodes of a trivial environment: it shows whether the engine takes the
-learner's weights and both compute the same logprobs. Nothing is kept, except the logs of a failure.
+The run is that of `agentrl train`, with few episodes of a trivial environment: it shows whether the engine takes the
+learner's weights, whether both compute the same logprobs, and what their rounding costs in sequence weights. Nothing
+is kept, except the logs of a failure.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from agentrl.cli.doctor.findings import Finding, crashed, fail, ok, warn
 from agentrl.config import Config
 from agentrl.engine import vllm_command
 from agentrl.engine.base import WeightUpdate
-from agentrl.engine.launch_servers import PARITY_BOUNDS
+from agentrl.engine.parity import LogRatio, ParityBounds, log_ratio_at, mean_bound
+from agentrl.engine.vllm_command import Device
 from agentrl.env import Action, Env, Split, StepResult
 from agentrl.errors import AgentRLError, ConfigError, WeightSyncError
 from agentrl.report.console import TrainConsole
@@ -35,25 +37,33 @@ from agentrl.supervision.status import read_status
 from agentrl.train.training import Training, is_model_folder
 from agentrl.types import Message, StepOutput, Task, user
 
-STEP, SYNC, PARITY = "one-step train", "weight sync", "logprob parity"
+STEP, SYNC, PARITY, SUMS = "one-step train", "weight sync", "logprob parity", "summed log-ratio"
 WARMSTART = {"demonstrations": 32, "steps": 1}
 """Enough for a model of the config's shape; its skill does not matter here."""
-TURN_TOKENS = 32
+TURN_TOKENS: dict[Device, int] = {"cpu": 512, "cuda": 4096}
+"""Of each episode: log-ratios are summed over as many. A CPU takes minutes for more."""
+LENGTHS = (256, 1024, 4096)
+LOW_RHO = 0.5
 GROUP_SIZE = 4
 NUM_TASKS = 64
+PROMPT = "Tell a long story, of at least three thousand words, about the number {}."
 SLACK_S = 120.0
 SYNC_FIX = 'docs/engine.md, "Weights in flight"; engine.weight_transfer=reload needs no plugin in the server'
 PARITY_FIX = 'docs/engine.md, "Parity": the same model files and model.dtype on both sides, and vLLM as pinned'
+SUMS_FIX = (
+    "shorter answers (rollout.max_turn_tokens, rollout.max_context), model.dtype=float32, or ratios that are not "
+    'summed (algorithm.ratio=geometric_mean, or algorithm.preset=cispo): docs/engine.md, "Parity"'
+)
 STEP_FIX = "algorithm.refuse_below may be too strict, or the model's numbers are not finite: see learner.log"
 
 
-class CountAloud(Env):
-    """The trial's environment: one short turn with a random reward, so that groups carry signal whatever the model
-    says.
+class TellAStory(Env):
+    """The trial's environment: one long turn with a random reward, so that groups carry signal whatever the model
+    says. A story has the entropy of free text; what is certain, such as counting, hardly shows rounding.
 
     Example:
-        env = CountAloud()
-        messages, _ = await env.reset(task=next(iter(CountAloud.tasks("train"))))
+        env = TellAStory()
+        messages, _ = await env.reset(task=next(iter(TellAStory.tasks("train"))))
     """
 
     max_turns = 1
@@ -62,7 +72,7 @@ class CountAloud(Env):
     def tasks(cls, split: Split, *, data: str | None = None, seed: int = 0) -> Iterable[Task]:
         """Endless for `train`, NUM_TASKS others for `test`."""
         numbers = islice(count(), NUM_TASKS) if split == "test" else count(NUM_TASKS)
-        return (Task(id=f"count-{number}", prompt=f"Count from {number} to {number + 3}.") for number in numbers)
+        return (Task(id=f"story-{number}", prompt=PROMPT.format(number)) for number in numbers)
 
     async def reset(self, *, task: Task, seed: int | None = None) -> tuple[list[Message], dict[str, Any]]:
         """See Env.reset."""
@@ -75,7 +85,7 @@ class CountAloud(Env):
     @classmethod
     def demonstrations(cls, task: Task, *, skill: float = 1.0, seed: int = 0) -> Sequence[Message]:
         """See Env.demonstrations."""
-        return [Message(role="assistant", content=task.prompt.removeprefix("Count from ").replace(" to ", ", "))]
+        return [Message(role="assistant", content=f"Once upon a time. {task.prompt}")]
 
 
 async def one_step_train(
@@ -106,30 +116,50 @@ async def one_step_train(
 
 def judged(report: StepReport, config: Config, *, seconds: float) -> list[Finding]:
     """The findings from the report on the step."""
-    return [_step(report.output, seconds), _sync(report.update, config), parity(report, bound=bound_of(config))]
+    bounds = ParityBounds(mean_bound(config))
+    numbers = [parity(report, bounds), summed_log_ratio(report.output, config)]
+    return [_step(report.output, seconds), _sync(report.update, config), *numbers]
 
 
-def bound_of(config: Config) -> float:
-    """Largest allowed difference of logprobs."""
-    bound = config.engine.parity_bound
-    return PARITY_BOUNDS[config.model.dtype] if bound == "auto" else bound
-
-
-def parity(report: StepReport, *, bound: float) -> Finding:
+def parity(report: StepReport, bounds: ParityBounds) -> Finding:
     """Compares the logprobs of the probe text under the new weights, and those of the tokens that the engine
     sampled."""
     if report.update is None or report.update.parity is None:
         return fail(PARITY, "the engine's update was not probed", PARITY_FIX)
-    probe, output = report.update.parity.max_abs, report.output
-    sampled = math.inf if output.parity_max_abs is None else output.parity_max_abs
+    probe, output = report.update.parity, report.output
+    largest = math.inf if output.parity_max_abs is None else output.parity_max_abs
     mean = math.inf if output.parity_mean_abs is None else output.parity_mean_abs
     found = (
-        f"|engine - learner| at most {probe:.1e} nats on the probe, {sampled:.1e} on sampled tokens ({mean:.1e} on "
-        f"average); {bound:g} is allowed"
+        f"|engine - learner| is {probe.mean_abs:.1e} nats on average on the probe (largest {probe.max_abs:.1e}, KL "
+        f"{probe.kl:.1e}) and {mean:.1e} on sampled tokens (largest {largest:.1e}); {bounds.mean:g} on average, and a "
+        f"KL of {bounds.kl:.2g}, is allowed"
     )
-    if not probe <= bound:
+    if bounds.refuses(probe):
         return fail(PARITY, found, PARITY_FIX)
-    return ok(PARITY, found) if sampled <= bound else warn(PARITY, found, PARITY_FIX)
+    is_usual = not bounds.warns(probe) and mean <= bounds.mean and largest <= bounds.largest
+    return ok(PARITY, found) if is_usual else warn(PARITY, found, PARITY_FIX)
+
+
+def summed_log_ratio(output: StepOutput, config: Config) -> Finding:
+    """What rounding alone does to sequence weights: the spread of log w on-policy, and the ESS ratio that it leaves."""
+    at_lengths = [one for one in (log_ratio_at(length, output.parity_sigmas) for length in LENGTHS) if one]
+    if not at_lengths:
+        return warn(SUMS, "no sampled token was scored under the weights that sampled it", PARITY_FIX)
+    found = "sigma of log w without any staleness, and the ESS ratio that it leaves: " + "; ".join(
+        f"{one.sigma:.2g} and {one.rho:.2g} at {one.length} tokens ({_source(one, output)})" for one in at_lengths
+    )
+    within = [one for one in at_lengths if one.length <= config.rollout.max_context] or at_lengths[:1]
+    if within[-1].rho >= LOW_RHO:
+        return ok(SUMS, found)
+    if config.algorithm.ratio != "sequence":
+        return ok(SUMS, f"{found}. algorithm.ratio={config.algorithm.ratio} does not sum them")
+    return warn(SUMS, found, SUMS_FIX)
+
+
+def _source(one: LogRatio, output: StepOutput) -> str:
+    if not one.is_measured:
+        return "extrapolated"
+    return f"measured on {next(sums.num_sums for sums in output.parity_sigmas if sums.length == one.length)}"
 
 
 def _step(output: StepOutput, seconds: float) -> Finding:
@@ -193,11 +223,12 @@ class _TrialConsole(TrainConsole):
 
 def _trial_config(config: Config, folder: Path) -> Config:
     """One step on one small group, each update probed, nothing restarted; files in `folder`."""
+    room = config.rollout.max_context * 3 // 4  # the prompt has the rest
     changes: dict[str, dict[str, Any]] = {
-        "env": {"target": f"{__name__}:{CountAloud.__name__}", "kwargs": {}, "train_data": None, "eval_data": None}
+        "env": {"target": f"{__name__}:{TellAStory.__name__}", "kwargs": {}, "train_data": None, "eval_data": None}
         | {"max_turns": None, "wrappers": ()},
         "rollout": {"groups_per_step": 1, "group_size": GROUP_SIZE, "canary_every": 0}
-        | {"max_turn_tokens": min(TURN_TOKENS, config.rollout.max_turn_tokens)},
+        | {"max_turn_tokens": max(1, min(TURN_TOKENS[vllm_command.device_of(config.engine)], room))},
         "engine": {"parity_every": 1, "max_restarts": 0},
         "learner": {"checkpoint_every": 0, "save_every": 0, "max_restarts": 0},
         "sandbox": {"max_restarts": 0},

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
-from agentrl.cli.doctor.deep import CountAloud
+from agentrl.cli.doctor.deep import TellAStory
 from agentrl.cli.evaluate import Request, _by_tokens, _engine
 from agentrl.cli.options import PlayOptions
 from agentrl.cli.rollout import _decoder
@@ -70,5 +70,5 @@ async def test_the_configs_renderer_writes_the_prompts(
     raw = replace(by_template, config=by_template.config.model_copy(update={"model": model}))
     assert _decoder(raw)([]) == ""
     with pytest.raises(EngineGone):  # the tokenizer was loaded; nothing listens at the address
-        async with _by_tokens(raw, CountAloud, tmp_path, EvalConsole()):
+        async with _by_tokens(raw, TellAStory, tmp_path, EvalConsole()):
             pass

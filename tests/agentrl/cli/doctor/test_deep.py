@@ -13,15 +13,16 @@ import pytest
 from typer.testing import CliRunner
 
 from agentrl.cli.doctor import plan
-from agentrl.cli.doctor.deep import SYNC_FIX, _failed, judged, one_step_train, parity
+from agentrl.cli.doctor.deep import SYNC_FIX, _failed, judged, one_step_train, parity, summed_log_ratio
 from agentrl.cli.doctor.findings import FindingStatus
 from agentrl.cli.main import app
 from agentrl.config import Config, parse
 from agentrl.engine.base import Parity, WeightUpdate
+from agentrl.engine.parity import ParityBounds
 from agentrl.errors import SandboxError, WeightSyncError
 from agentrl.report.observer import StepReport
 from agentrl.run_folder import RunFolder
-from agentrl.types import StepOutput
+from agentrl.types import StepOutput, SumSigma
 from tests.device import engine_device, engine_settings
 
 QUICKSTART = Path(__file__).parents[4] / "configs" / "quickstart.yaml"
@@ -51,17 +52,43 @@ def config(model: Path, **engine: object) -> Config:
     ],
 )
 def test_logprobs_that_differ_too_much_are_a_fail(probe: float, output: StepOutput, status: str) -> None:
-    assert parity(report(output, probe=probe), bound=1e-4).status == status
+    assert parity(report(output, probe=probe), ParityBounds(1e-4)).status == status
+
+
+def sigmas(*found: tuple[int, float]) -> StepOutput:
+    return replace(OUTPUT, parity_sigmas=tuple(SumSigma(length=n, sigma=sigma, num_sums=9) for n, sigma in found))
+
+
+def test_the_spread_of_summed_log_ratios_says_what_is_measured(tmp_path: Path) -> None:
+    found = summed_log_ratio(sigmas((1, 0.01), (256, 0.2)), config(tmp_path))
+    assert "0.2 and 0.96 at 256 tokens (measured on 9)" in found.found
+    assert "0.4 and 0.85 at 1024 tokens (extrapolated)" in found.found  # twice: four times as many tokens
+    assert found.status is FindingStatus.OK  # the context is 2048; 4096 would leave 0.53
+
+
+@pytest.mark.parametrize(("context", "status"), [(256, "OK"), (2048, "WARN")])
+def test_rounding_that_ruins_sequence_weights_is_a_warning(tmp_path: Path, context: int, status: str) -> None:
+    tree = {"name": "t", "env": {"target": "envs.modmath:ModMath"}, "model": {"path": str(tmp_path)}}
+    rollout = {"max_context": context, "max_turn_tokens": 64, "tool_output_tokens": 64}
+    found = summed_log_ratio(sigmas((1, 0.03)), parse({**tree, "rollout": rollout}, source="test"))
+    assert "1.9 and 0.025 at 4096 tokens (extrapolated)" in found.found
+    assert found.status == status
+    token = {**tree, "rollout": rollout, "algorithm": {"preset": "grpo"}}
+    assert summed_log_ratio(sigmas((1, 0.03)), parse(token, source="test")).status is FindingStatus.OK
+
+
+def test_no_fresh_token_leaves_the_spread_unknown(tmp_path: Path) -> None:
+    assert summed_log_ratio(OUTPUT, config(tmp_path)).status is FindingStatus.WARN
 
 
 def test_an_update_without_a_probe_proves_nothing() -> None:
-    assert parity(report(OUTPUT, probe=None), bound=1e-4).status is FindingStatus.FAIL
+    assert parity(report(OUTPUT, probe=None), ParityBounds(1e-4)).status is FindingStatus.FAIL
 
 
 def test_a_step_that_is_refused_and_an_update_without_checksum_are_warnings(tmp_path: Path) -> None:
     refused = report(replace(OUTPUT, skipped=True), probe=0.0)
     reload = config(tmp_path, device=engine_device(), weight_transfer="reload")
-    assert [one.status for one in judged(refused, reload, seconds=9.0)] == ["WARN", "WARN", "OK"]
+    assert [one.status for one in judged(refused, reload, seconds=9.0)] == ["WARN", "WARN", "OK", "WARN"]
 
 
 def test_a_failed_weight_sync_says_how_to_fix_the_transfer(tmp_path: Path) -> None:
@@ -110,9 +137,10 @@ def test_a_sound_model_passes_and_leaves_nothing_behind(
     assert report["not_checked"] == []
     found = {one["name"]: one for one in report["findings"]}
     assert {one["status"] for one in found.values()} == {"OK"}
-    assert list(found)[2:] == ["one-step train", "weight sync", "logprob parity"]
+    assert list(found)[2:] == ["one-step train", "weight sync", "logprob parity", "summed log-ratio"]
     assert re.search(
         r"versions 0 and 1 taken by safetensors.*one checksum on both sides", found["weight sync"]["found"]
     )
-    assert "0.0001 is allowed" in found["logprob parity"]["found"]
+    assert "0.0001 on average, and a KL of 2.2e-08, is allowed" in found["logprob parity"]["found"]
+    assert re.search(r"at 256 tokens \(measured on \d+\).*at 4096 tokens \(extrap", found["summed log-ratio"]["found"])
     assert list(tmp_path.glob("agentrl-doctor-*")) == []

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,6 +80,13 @@ class VLLMServer:
 @pytest.fixture(scope="session")
 def vllm_server(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMServer]:
     """The real engine, started once with the command that a run uses, and killed after the tests."""
+    with serving_tiny_model(tiny_model_dir, tmp_path_factory.mktemp("engine")) as server:
+        yield server
+
+
+@contextmanager
+def serving_tiny_model(model: Path, folder: Path, dtype: str = "float32", **env_added: str) -> Iterator[VLLMServer]:
+    """A server of `model` with its log in `folder`, and `env_added` in its environment."""
     from agentrl.config import EngineConfig
     from agentrl.engine import vllm_command
     from agentrl.engine import vllm_server as engine_server
@@ -86,21 +94,23 @@ def vllm_server(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) 
 
     server = VLLMServer(
         url=f"http://127.0.0.1:{(port := free_port())}",
-        log_path=tmp_path_factory.mktemp("engine") / "engine.log",
+        log_path=folder / "engine.log",
         model="policy",
     )
     argv, env = vllm_command.command(
-        model_path=str(tiny_model_dir),
+        model_path=str(model),
         served_name=server.model,
         host="127.0.0.1",
         port=port,
         config=EngineConfig(**device.engine_settings()),
         max_context=1024,
-        dtype="float32",
+        dtype=dtype,
         seed=0,
     )
     with server.log_path.open("wb") as log:
-        process = subprocess.Popen(argv, env={**os.environ, **env}, stdout=log, stderr=log, start_new_session=True)
+        process = subprocess.Popen(
+            argv, env={**os.environ, **env, **env_added}, stdout=log, stderr=log, start_new_session=True
+        )
     try:
         waiting = engine_server.wait_ready(
             server.url, poll=process.poll, log=lambda: server.log_path.read_text()[-3000:], timeout_s=170

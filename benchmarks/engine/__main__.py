@@ -14,7 +14,7 @@ from typing import Any
 from agentrl.config import EngineConfig
 from agentrl.engine import vllm_command
 from benchmarks import reporting
-from benchmarks.engine import gap, goals, kv, parity, prefix, throughput
+from benchmarks.engine import gap, goals, head, kv, parity, prefix, throughput
 
 REPORT = reporting.ROOT / "benchmarks" / "engine.md"
 SECTIONS = {
@@ -22,6 +22,7 @@ SECTIONS = {
     "prefix": prefix.measure,
     "gap": gap.measure,
     "parity": parity.measure,
+    "head": head.measure,
     "kv": kv.measure,
 }
 

@@ -20,9 +20,9 @@ _numbers = count(1)
 
 @asynccontextmanager
 async def serve(
-    model: Path, *, config: EngineConfig, dtype: str, max_context: int, log_folder: Path
+    model: Path, *, config: EngineConfig, dtype: str, max_context: int, log_folder: Path, without: str | None = None
 ) -> AsyncIterator[tuple[str, Child]]:
-    """URL and process of the server of a run, but with its statistics switched on.
+    """URL and process of the server of a run, but with its statistics switched on, and without the option `without`.
 
     Raises EngineError with the end of its log.
     """
@@ -38,6 +38,8 @@ async def serve(
         seed=0,
     )
     argv.remove("--disable-log-stats")
+    if without is not None:
+        del argv[argv.index(without) : argv.index(without) + 2]
     url = f"http://{config.host}:{port}"
     async with child("engine", argv, log_path=log_folder / f"engine-{next(_numbers)}.log", env=env) as part:
         await ready(url, part)

@@ -13,8 +13,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from agentrl.config import EngineConfig
 from agentrl.engine.base import parity
 from agentrl.engine.vllm_engine import VLLMEngine
@@ -107,7 +105,8 @@ async def _sampled(engine: VLLMEngine, vocab_size: int, num_texts: int) -> list[
 
 def _row(label: str, model: Any, texts: Sequence[tuple[list[int], list[float]]], head: str) -> list[str]:
     ours = [logprobs for _, logprobs in texts]
-    theirs = [_learner(model, ids, head) for ids, _ in texts]
+    float32_head = head == "float32"
+    theirs = [models.logprobs(model, ids, start=PROMPT_TOKENS, float32_head=float32_head) for ids, _ in texts]
     flat = [[value for text in side for value in text] for side in (ours, theirs)]
     found = parity(flat[0], flat[1])
     apart = [[b - a for a, b in zip(*pair, strict=True)] for pair in zip(ours, theirs, strict=True)]
@@ -120,14 +119,3 @@ def _row(label: str, model: Any, texts: Sequence[tuple[list[int], list[float]]],
 
 def _sums(apart: Sequence[Sequence[float]], length: int) -> list[float]:
     return [sum(text[start : start + length]) for text in apart for start in range(0, len(text) - length + 1, length)]
-
-
-@torch.no_grad()
-def _learner(model: Any, ids: Sequence[int], head: str) -> list[float]:
-    if head == DTYPE:
-        return models.logprobs(model, ids, start=PROMPT_TOKENS)
-    hidden_TD = model.model(torch.tensor([ids]), use_cache=False).last_hidden_state[0]
-    logits_TV = hidden_TD.float() @ model.lm_head.weight.float().t()
-    log_p_TV = logits_TV[PROMPT_TOKENS - 1 : -1].log_softmax(dim=-1)
-    chosen: list[float] = log_p_TV.gather(1, torch.tensor(ids)[PROMPT_TOKENS:, None])[:, 0].tolist()
-    return chosen

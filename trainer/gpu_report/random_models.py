@@ -118,15 +118,30 @@ def disturb(model: Any, *, scale: float, seed: int) -> None:
 
 
 @torch.no_grad()
-def logits(model: Any, token_ids: Sequence[int]) -> Tensor:
-    """Of the next token after each: float32. [T] -> [T, V]"""
-    result: Tensor = model(torch.tensor([token_ids], device=model.device), use_cache=False).logits[0].float().cpu()
-    return result
+def logits(model: Any, token_ids: Sequence[int], *, float32_head: bool = True) -> Tensor:
+    """Of the next token after each: float32. [T] -> [T, V]
+
+    They are computed in float32 from the final hidden states, as engine and learner do; without `float32_head` in the
+    model's dtype, as transformers does.
+    """
+    ids_1T = torch.tensor([token_ids], device=model.device)
+    if not float32_head:
+        rounded_TV: Tensor = model(ids_1T, use_cache=False).logits[0]
+        return rounded_TV.float().cpu()
+    hidden_TD = model.base_model(ids_1T, use_cache=False).last_hidden_state[0]
+    return (hidden_TD.float() @ model.get_output_embeddings().weight.float().t()).cpu()
 
 
-def logprobs(model: Any, token_ids: Sequence[int], sampling: Sampling | None = None, *, start: int = 1) -> list[float]:
+def logprobs(
+    model: Any,
+    token_ids: Sequence[int],
+    sampling: Sampling | None = None,
+    *,
+    start: int = 1,
+    float32_head: bool = True,
+) -> list[float]:
     """Log p(token[t] | token[:t]) for t >= start, of the distribution that `sampling` draws from. [T] -> [T - start]"""
-    logits_TV = logits(model, token_ids)[start - 1 : -1]
+    logits_TV = logits(model, token_ids, float32_head=float32_head)[start - 1 : -1]
     if sampling is not None:
         logits_TV = shaped(logits_TV, sampling)
     chosen_T1 = torch.tensor(token_ids)[start:, None]

@@ -3,6 +3,7 @@
 The worker itself stays synchronous: its asynchronous half copies between devices.
 """
 
+import sys
 from typing import Any
 
 MARK = "AsyncScheduler with a batch queue of"
@@ -30,7 +31,7 @@ def register() -> None:
 
     def scheduler(self: Any, *args: Any, **options: Any) -> None:
         make_scheduler(self, *args, **options)
-        print(MARK, self.vllm_config.max_concurrent_batches, flush=True)
+        sys.stderr.write(f"{MARK} {self.vllm_config.max_concurrent_batches}\n")
 
     CpuPlatform.check_and_update_config = classmethod(checked)
     CPUModelRunner.__init__ = runner

@@ -36,7 +36,7 @@ from agentrl.rollout.group import GroupPlayer
 from agentrl.rollout.settings import settings_of
 from agentrl.supervision.secrets import Secrets
 from agentrl.train import launch
-from agentrl.train.training import is_model_folder
+from agentrl.train.model_folder import is_model_folder
 from agentrl.types import Batch, Probe, Task, TrajectoryGroup, WeightsRef
 from benchmarks import stability_task_report
 from benchmarks.reporting import ROOT

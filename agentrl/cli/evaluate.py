@@ -26,7 +26,7 @@ from agentrl.rollout.group import GroupPlayer
 from agentrl.rollout.settings import settings_of
 from agentrl.supervision.secrets import Secrets
 from agentrl.train import launch
-from agentrl.train.training import check_model
+from agentrl.train.model_folder import check_model
 from agentrl.wrappers import load_wrappers
 
 EVERYTHING = 10**9

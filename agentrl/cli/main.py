@@ -194,7 +194,7 @@ def engine(config_path: ConfigPath, overrides: Overrides = None, debug: Debug = 
     from agentrl import config as configs
     from agentrl.engine.launch_servers import replace_by_engine
     from agentrl.supervision import secrets
-    from agentrl.train.training import check_model, is_model_folder
+    from agentrl.train.model_folder import check_model, is_model_folder
 
     config = configs.load(config_path, overrides or [])
     check_model(config)

@@ -19,7 +19,7 @@ from agentrl.data.source import TaskSource, held_out_tasks
 from agentrl.engine import launch_servers
 from agentrl.env import Env, load_env_class, opened
 from agentrl.env.canary import Canaries
-from agentrl.errors import ConfigError, DiskError
+from agentrl.errors import DiskError
 from agentrl.report.console import TrainConsole
 from agentrl.report.metrics import MetricsLog
 from agentrl.report.observer import Summary
@@ -32,6 +32,7 @@ from agentrl.supervision.serving import serving
 from agentrl.supervision.watchdog import supervised
 from agentrl.train import launch, launch_ranks
 from agentrl.train.learner_api import create_app
+from agentrl.train.model_folder import check_model, check_trainable, is_model_folder
 from agentrl.train.orchestrator import Orchestrator, RolloutParts
 from agentrl.wrappers import load_wrappers
 
@@ -66,6 +67,7 @@ class Training:
         learner_at: tuple[str, int] | None = None,
     ) -> None:
         check_model(config)
+        check_trainable(config)
         if learner_at is None:
             launch_ranks.check_hosts(config.learner)
         self._config = config
@@ -217,35 +219,3 @@ async def train(training: Training, run: RunFolder, console: TrainConsole) -> No
                 write_report(run)
             raise
         console.summary(summary, run.path, write_report(run))
-
-
-def is_model_folder(path: Path) -> bool:
-    """Whether `path` is a model folder in Hugging Face layout."""
-    return (path / "config.json").is_file()
-
-
-def check_model(config: Config) -> None:
-    """Raises ConfigError when the model is neither local nor on the hub, and no warm start is configured to make it."""
-    name = config.model.path
-    if config.model.warmstart is not None or is_model_folder(Path(name)):
-        return
-    if Path(name).exists() or name.startswith((".", "/", "~")) or name.count("/") != 1 or not _on_hub(name):
-        raise ConfigError(
-            f"model.path: {name!r} is neither a folder with a config.json nor a model on the hub that can be reached. "
-            "Give one of these, or add a model.warmstart section to make a small one from the environment's "
-            "demonstrations"
-        )
-
-
-def _on_hub(name: str) -> bool:
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-    from huggingface_hub.utils import logging as hub_logging
-
-    # It would log a line for each retry; the error below is enough.
-    hub_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    try:
-        hf_hub_download(name, "config.json")
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError):
-        return False
-    return True

@@ -129,7 +129,8 @@ def logits(model: Any, token_ids: Sequence[int], *, float32_head: bool = True) -
         rounded_TV: Tensor = model(ids_1T, use_cache=False).logits[0]
         return rounded_TV.float().cpu()
     hidden_TD = model.base_model(ids_1T, use_cache=False).last_hidden_state[0]
-    return (hidden_TD.float() @ model.get_output_embeddings().weight.float().t()).cpu()
+    logits_TV: Tensor = hidden_TD.float() @ model.get_output_embeddings().weight.float().t()
+    return logits_TV.cpu()
 
 
 def logprobs(

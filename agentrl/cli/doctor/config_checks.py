@@ -187,12 +187,13 @@ def ports(engine: EngineConfig, sandbox: SandboxConfig) -> list[Finding]:
 
 def model(config: Config) -> Finding:
     """Whether the model exists, or can be made."""
-    from agentrl.train.training import check_model, is_model_folder
+    from agentrl.train.model_folder import check_model, check_trainable, is_model_folder
 
     path = config.model.path
     if config.model.warmstart is not None and not is_model_folder(Path(path)):
         return ok("model", f"{path} does not exist yet: the warm start makes it in the first run")
     check_model(config)
+    check_trainable(config)
     size = model_size(path)
     if size is None and Path(path).is_dir():
         if any(Path(path).glob("*.bin")):
@@ -206,7 +207,7 @@ def model(config: Config) -> Finding:
 def template(config: Config) -> Finding:
     """The test of turns and tool calls that a run makes at its start."""
     from agentrl.tokens.tokenizer import load_tokenizer
-    from agentrl.train.training import is_model_folder
+    from agentrl.train.model_folder import is_model_folder
 
     settings = config.model
     if settings.warmstart is not None and not is_model_folder(Path(settings.path)):

@@ -24,7 +24,7 @@ from agentrl.supervision.child import child
 from agentrl.supervision.serving import free_port
 from agentrl.tokens.tokenizer import TurnTokenizer
 from agentrl.train import launch, learner_api
-from agentrl.train.training import check_model
+from agentrl.train.model_folder import check_model
 from sandbox.client import SandboxClient
 from tests.agentrl.train.troubles import Trouble, fragments, headings
 from tests.agentrl.train.whole_run import SayYes, YesAndNo, make_config, orchestrating

@@ -1,0 +1,98 @@
+"""Whether the model of a config is there, and of a kind that can be trained: read from its config.json alone.
+
+Loads no weights. Independent of the processes of a run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from agentrl.config import Config
+from agentrl.errors import ConfigError
+
+CONFIG = "config.json"
+NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Keys under which a config.json has the experts of a layer."""
+QUANTISED = ("quantization_config", "compression_config")
+
+
+def is_model_folder(path: Path) -> bool:
+    """Whether `path` is a model folder in Hugging Face layout."""
+    return (path / CONFIG).is_file()
+
+
+def check_model(config: Config) -> None:
+    """Raises ConfigError when the model is neither local nor on the hub, and no warm start is configured to make it."""
+    name = config.model.path
+    if config.model.warmstart is not None or is_model_folder(Path(name)):
+        return
+    if Path(name).exists() or name.startswith((".", "/", "~")) or name.count("/") != 1 or _from_hub(name) is None:
+        raise ConfigError(
+            f"model.path: {name!r} is neither a folder with a config.json nor a model on the hub that can be reached. "
+            "Give one of these, or add a model.warmstart section to make a small one from the environment's "
+            "demonstrations"
+        )
+
+
+def check_trainable(config: Config) -> None:
+    """Raises ConfigError for a quantised model and for a mixture of experts, which no run can train.
+
+    Call `check_model` first: the config.json of a hub's model is loaded there.
+    """
+    name = config.model.path
+    file = Path(name) / CONFIG if is_model_folder(Path(name)) else None
+    if file is None and config.model.warmstart is None:
+        file = _from_hub(name)
+    if file is not None and (reason := why_not_trainable(json.loads(file.read_text()))):
+        raise ConfigError(f"model.path={name} {reason}")
+
+
+def why_not_trainable(model_config: Mapping[str, Any]) -> str | None:
+    """Why a model with this config.json cannot be trained, and what to take instead; None where nothing speaks against.
+
+    Example:
+        >>> why_not_trainable({"model_type": "qwen3"}) is None
+        True
+    """
+    for section in _sections(model_config):
+        for key in QUANTISED:
+            if section.get(key):
+                method = section[key].get("quant_method", "unknown method")
+                return (
+                    f"is quantised ({key} in its config.json: {method}): the learner trains plain weights, and the "
+                    "engine would not find their names in this checkpoint. Take the bfloat16 checkpoint that it was "
+                    "made from, with model.dtype=bfloat16"
+                )
+        for key in NUM_EXPERTS:
+            if isinstance(count := section.get(key), int) and count > 1:
+                return (
+                    f"is a mixture of experts ({key}: {count} in its config.json): gradients of expert weights cannot "
+                    "be split by trajectory, and transformers fuses them under names that are not the checkpoint's. "
+                    "Take a dense model"
+                )
+    return None
+
+
+def _sections(model_config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The config, and the configs inside it, such as the text_config of a model with images."""
+    yield model_config
+    for value in model_config.values():
+        if isinstance(value, Mapping):
+            yield from _sections(value)
+
+
+def _from_hub(name: str) -> Path | None:
+    """The downloaded config.json of a hub's model; None where the hub cannot be reached or has no such model."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.utils import logging as hub_logging
+
+    # It would log a line for each retry; the error of `check_model` is enough.
+    hub_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    try:
+        return Path(hf_hub_download(name, CONFIG))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError):
+        return None

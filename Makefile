@@ -13,7 +13,7 @@ PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=40
 # The tests start hundreds of Python processes, each of which would compile the project again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help other-build setup train test test-slow lint check format docs lock clean
+.PHONY: help other-build setup train test test-slow lint check format docs lock check-cuda clean
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
 
@@ -52,6 +52,9 @@ docs: .venv-docs/.ready ## build the documentation: open site/index.html (dead l
 
 lock: $(READY) ## write both locks: what is installed, and the CUDA build as uv (pinned in lock.txt) resolves it
 	@$(BIN)/python requirements/lock.py
+
+check-cuda: $(READY) ## install the CUDA build (9 GB, no GPU needed), load it, parse our command lines, record the result
+	@$(BIN)/python -m tests.cuda_build.check
 
 clean: ## remove runs, models and caches (not .venv)
 	@rm -rf runs models site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,102 @@
+"""The command lines of vLLM that every shipped config gives on GPUs, with each transfer of the weights it can have.
+
+Needs neither a GPU nor the CUDA build: that there are eight GPUs is pretended.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+from agentrl.config import load
+from agentrl.engine import vllm_command
+from agentrl.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = (*sorted((ROOT / "configs").glob("*.yaml")), ROOT / "configs" / "cluster" / "aime.yaml")
+TRANSFERS = ("safetensors", "nccl", "ipc")
+NUM_GPUS = 8
+CHANGING = ("--host", "--port", "--model", "--seed")
+"""Flags whose values say nothing about vLLM."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandLine:
+    """One engine of one config. Example: `next(command_lines()).argv[0] == "--model"`."""
+
+    config: str
+    transfer: str
+    argv: list[str]
+    """Without the program."""
+    env: dict[str, str]
+
+    @property
+    def name(self) -> str:
+        """Such as `quickstart, nccl`."""
+        return f"{self.config}, {self.transfer}"
+
+
+def command_lines(models: Path | None = None) -> Iterator[CommandLine]:
+    """All of them. `models`: a folder with a model of each config's name; default: the paths that the configs have."""
+    with (
+        mock.patch.object(vllm_command, "check_version", lambda: ("vllm", "0.32.0")),
+        mock.patch.object(vllm_command, "has_nvidia_device", lambda: True),
+    ):
+        for path, transfer in itertools.product(CONFIGS, TRANSFERS):
+            line = _of(path, transfer, models)
+            if line is not None:
+                yield line
+
+
+def _of(path: Path, transfer: str, models: Path | None) -> CommandLine | None:
+    """None where the config cannot have the transfer."""
+    try:
+        config = load(path, [f"engine.weight_transfer={transfer}"])
+        argv, env = vllm_command.command(
+            model_path=str(models / Path(config.model.path).name) if models else config.model.path,
+            served_name="policy",
+            host=config.engine.host,
+            port=8000,
+            config=config.engine,
+            max_context=config.rollout.max_context,
+            dtype=config.model.dtype,
+            seed=config.seed,
+            token="token",
+        )
+    except ConfigError:
+        return None
+    env = {name: value for name, value in env.items() if name not in ("PATH", "CUDA_VISIBLE_DEVICES")}
+    return CommandLine(config=path.stem, transfer=transfer, argv=argv[3:], env=env)
+
+
+def arguments(lines: Sequence[CommandLine]) -> dict[str, list[str]]:
+    """Every flag and environment variable with its values; numbers are left out, as they say little about vLLM.
+
+    Example:
+        arguments(list(command_lines()))["--dtype"] == ["bfloat16", "float32"]
+    """
+    found: dict[str, set[str]] = {}
+    for line in lines:
+        for flag, value in (*_pairs(line.argv), *_variables(line.env)):
+            values = found.setdefault(flag, set())
+            if value is not None and flag not in CHANGING and not _is_number(value):
+                values.add(value)
+    return {flag: sorted(values) for flag, values in sorted(found.items())}
+
+
+def _pairs(argv: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+    for word, following in itertools.zip_longest(argv, argv[1:]):
+        if word.startswith("--"):
+            yield word, None if following is None or following.startswith("--") else following
+
+
+def _variables(env: Mapping[str, str]) -> Iterator[tuple[str, str | None]]:
+    for name, value in env.items():
+        yield name, None if name == vllm_command.secrets.ENGINE else value
+
+
+def _is_number(text: str) -> bool:
+    return text.replace(".", "", 1).isdigit()

@@ -1,0 +1,146 @@
+"""Runs inside the CUDA build, without a GPU: imports it, and has vLLM parse and resolve our command lines.
+
+A pretended H100 answers vLLM's questions about the platform (libcuda.c answers those of the libraries). As a pytest
+plugin (`-p tests.cuda_build.probe`) it pretends the same for the contract tests. Prints one JSON object.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import tempfile
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from tests.cuda_build.command_lines import NUM_GPUS, CommandLine, command_lines
+
+IMPORTS = (
+    "torch",
+    "deepspeed",
+    "flashinfer",
+    "vllm",
+    "vllm._C_stable_libtorch",
+    "vllm.platforms.cuda",
+    "vllm.v1.attention.backends.flash_attn",
+    "vllm.v1.attention.backends.flashinfer",
+)
+VERSIONS = ("vllm", "torch", "triton", "flashinfer-python", "deepspeed", "transformers", "cuda-bindings")
+H100_BYTES = 85_520_809_984
+QWEN2_5_7B = {
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+}
+QWEN3_1_7B = {
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": True,
+}
+TINY = {
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 512,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+}
+MODELS = {
+    "Qwen2.5-7B": ("Qwen2ForCausalLM", "qwen2", QWEN2_5_7B),
+    "Qwen3-1.7B": ("Qwen3ForCausalLM", "qwen3", QWEN3_1_7B),
+    "modmath-tiny": ("Qwen3ForCausalLM", "qwen3", TINY),
+}
+"""Architecture, type and sizes by the last part of model.path, as the published config.json files have them."""
+
+
+def pretend_h100() -> None:
+    """Make vLLM see eight H100."""
+    from vllm import platforms
+    from vllm.platforms.cuda import NonNvmlCudaPlatform
+    from vllm.platforms.interface import DeviceCapability
+
+    answers = {
+        "get_device_capability": DeviceCapability(9, 0),
+        "get_device_name": "NVIDIA H100 80GB HBM3",
+        "get_device_total_memory": H100_BYTES,
+        "device_count": NUM_GPUS,
+    }
+    for name, answer in answers.items():
+        setattr(NonNvmlCudaPlatform, name, classmethod(lambda cls, *_, answer=answer, **__: answer))
+    platforms._current_platform = NonNvmlCudaPlatform()  # type: ignore[attr-defined]
+
+
+def pytest_configure() -> None:
+    """Called by pytest for its plugins."""
+    pretend_h100()
+
+
+def write_models(folder: Path) -> None:
+    """Folders with a config.json each: all that vLLM reads of a model before it loads it."""
+    for name, (architecture, model_type, sizes) in MODELS.items():
+        (folder / name).mkdir()
+        config = {"architectures": [architecture], "model_type": model_type, "dtype": "bfloat16", **sizes}
+        (folder / name / "config.json").write_text(json.dumps(config))
+
+
+def resolved(line: CommandLine) -> dict[str, Any]:
+    """Parse and resolve one command line as vLLM's server does; what it chose."""
+    from vllm.config import set_current_vllm_config
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    from vllm.v1.attention.selector import get_attn_backend
+
+    with mock.patch.dict(os.environ, line.env):
+        args = make_arg_parser(FlexibleArgumentParser()).parse_args(line.argv)
+        validate_parsed_serve_args(args)
+        config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
+        model = config.model_config
+        with set_current_vllm_config(config):
+            attention = get_attn_backend(model.get_head_size(), model.dtype, config.cache_config.cache_dtype)
+    return {
+        "device": config.device_config.device_type,
+        "dtype": str(model.dtype),
+        "head_dtype": str(model.head_dtype),
+        "attention": attention.get_name(),
+        "model_runner": "v2" if config.use_v2_model_runner else "v1",
+        "tensor_parallel": config.parallel_config.tensor_parallel_size,
+        "async_scheduling": config.scheduler_config.async_scheduling,
+        "cuda_graphs": config.compilation_config.cudagraph_mode.name,
+        "weight_transfer": config.weight_transfer_config.backend,
+        "logprobs": model.logprobs_mode,
+    }
+
+
+def main() -> None:
+    """Import, pretend, resolve, print."""
+    os.environ |= {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1"}
+    for name in IMPORTS:
+        importlib.import_module(name)
+    pretend_h100()
+    with tempfile.TemporaryDirectory() as folder:
+        write_models(Path(folder))
+        chosen = {line.name: resolved(line) for line in command_lines(Path(folder))}
+    versions = {name: metadata.version(name) for name in VERSIONS}
+    sys.stdout.write("\n" + json.dumps({"versions": versions, "imports": IMPORTS, "resolved": chosen}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

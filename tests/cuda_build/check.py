@@ -1,4 +1,4 @@
-"""Installs the CUDA build into an environment of its own, runs probe.py and the contract tests in it, and writes record.json.
+"""Installs the CUDA build into an environment of its own, runs probe.py and the contract tests in it, and records that.
 
     make check-cuda
 

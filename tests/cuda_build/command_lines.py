@@ -1,4 +1,4 @@
-"""The command lines of vLLM that every shipped config gives on GPUs, with each transfer of the weights it can have.
+"""The command lines of vLLM that every shipped config gives on GPUs, in each of VARIANTS that it can have.
 
 Needs neither a GPU nor the CUDA build: that there are eight GPUs is pretended.
 """
@@ -17,7 +17,13 @@ from agentrl.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = (*sorted((ROOT / "configs").glob("*.yaml")), ROOT / "configs" / "cluster" / "aime.yaml")
-TRANSFERS = ("safetensors", "nccl", "ipc")
+VARIANTS = {
+    "safetensors": ["engine.weight_transfer=safetensors"],
+    "nccl": ["engine.weight_transfer=nccl"],
+    "ipc": ["engine.weight_transfer=ipc"],
+    "ipc, sleeping": ["engine.weight_transfer=ipc", "engine.sleep_while_training=true", "rollout.max_lag=0"],
+}
+"""Overrides that change the command line, by name."""
 NUM_GPUS = 8
 CHANGING = ("--host", "--port", "--model", "--seed")
 """Flags whose values say nothing about vLLM."""
@@ -28,7 +34,7 @@ class CommandLine:
     """One engine of one config. Example: `next(command_lines()).argv[0] == "--model"`."""
 
     config: str
-    transfer: str
+    variant: str
     argv: list[str]
     """Without the program."""
     env: dict[str, str]
@@ -36,7 +42,7 @@ class CommandLine:
     @property
     def name(self) -> str:
         """Such as `quickstart, nccl`."""
-        return f"{self.config}, {self.transfer}"
+        return f"{self.config}, {self.variant}"
 
 
 def command_lines(models: Path | None = None) -> Iterator[CommandLine]:
@@ -45,16 +51,16 @@ def command_lines(models: Path | None = None) -> Iterator[CommandLine]:
         mock.patch.object(vllm_command, "check_version", lambda: ("vllm", "0.32.0")),
         mock.patch.object(vllm_command, "has_nvidia_device", lambda: True),
     ):
-        for path, transfer in itertools.product(CONFIGS, TRANSFERS):
-            line = _of(path, transfer, models)
+        for path, variant in itertools.product(CONFIGS, VARIANTS):
+            line = _of(path, variant, models)
             if line is not None:
                 yield line
 
 
-def _of(path: Path, transfer: str, models: Path | None) -> CommandLine | None:
-    """None where the config cannot have the transfer."""
+def _of(path: Path, variant: str, models: Path | None) -> CommandLine | None:
+    """None where the config cannot have the variant."""
     try:
-        config = load(path, [f"engine.weight_transfer={transfer}"])
+        config = load(path, VARIANTS[variant])
         argv, env = vllm_command.command(
             model_path=str(models / Path(config.model.path).name) if models else config.model.path,
             served_name="policy",
@@ -69,7 +75,7 @@ def _of(path: Path, transfer: str, models: Path | None) -> CommandLine | None:
     except ConfigError:
         return None
     env = {name: value for name, value in env.items() if name not in ("PATH", "CUDA_VISIBLE_DEVICES")}
-    return CommandLine(config=path.stem, transfer=transfer, argv=argv[3:], env=env)
+    return CommandLine(config=path.stem, variant=variant, argv=argv[3:], env=env)
 
 
 def arguments(lines: Sequence[CommandLine]) -> dict[str, list[str]]:

@@ -132,9 +132,9 @@ def resolved(line: CommandLine) -> dict[str, Any]:
 def main() -> None:
     """Import, pretend, resolve, print."""
     os.environ |= {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1"}
+    pretend_h100()  # first: other modules of vLLM keep the platform that they see when they are imported
     for name in IMPORTS:
         importlib.import_module(name)
-    pretend_h100()
     with tempfile.TemporaryDirectory() as folder:
         write_models(Path(folder))
         chosen = {line.name: resolved(line) for line in command_lines(Path(folder))}

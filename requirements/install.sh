@@ -44,7 +44,8 @@ check_python_and_disk() {
 check_driver() { # CUDA 13 needs it
   [ "$seen" = yes ] || return 0
   local driver
-  driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader | head -n 1)
+  driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader || true)
+  driver=${driver%%$'\n'*} # one line a GPU
   [ "${driver%%.*}" -ge 580 ] 2>/dev/null || stop "NVIDIA's driver is $driver; the CUDA build needs branch 580 or newer." \
     "Install it (Ubuntu: sudo apt-get install -y nvidia-driver-580-server; else https://www.nvidia.com/drivers)," \
     "or take the CPU build: AGENTRL_BUILD=cpu make setup"

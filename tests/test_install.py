@@ -17,7 +17,7 @@ from agentrl.cli.doctor.packages import read_lock
 
 ROOT = Path(__file__).parents[1]
 INSTALL = ROOT / "requirements" / "install.sh"
-NEEDED = ("bash", "dirname", "grep", "awk", "head", "sed", "cat")
+NEEDED = ("bash", "dirname", "grep", "awk", "sed", "cat")
 STARTED = 99
 """Exit code of the pretended `python3 -m venv`: every check was passed, and the installation would begin."""
 GIB_KIB = 2**20

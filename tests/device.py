@@ -16,6 +16,7 @@ import pytest
 
 from agentrl.config import EngineConfig
 from agentrl.engine import vllm_command
+from agentrl.engine.placement import Device
 from agentrl.errors import AgentRLError
 
 HAS_GPU = Path("/dev/nvidiactl").exists()
@@ -26,7 +27,7 @@ CPU_ONLY = "vLLM is a CUDA build here: {reason}"
 
 
 @cache
-def engine_device() -> vllm_command.Device:
+def engine_device() -> Device:
     """Where the installed vLLM runs; `cpu` where none is installed."""
     try:
         return vllm_command.device_of(EngineConfig())

@@ -11,12 +11,13 @@ import pytest
 from agentrl.config import EngineConfig
 from agentrl.engine import vllm_command
 from tests import device
+from tests.agentrl.conftest import pretend_gpus
 
 
 @pytest.fixture
 def a_gpu_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """With the CUDA build of vLLM."""
-    monkeypatch.setattr(vllm_command, "device_of", lambda config: "cuda")
+    pretend_gpus(monkeypatch, 1)
     device.engine_device.cache_clear()
     yield
     monkeypatch.undo()

@@ -20,6 +20,7 @@ MAX_CONSTRUCTOR_ARGUMENTS = 8
 MIN_FILE_LINES = 60
 SMALL_FILES = {
     "agentrl/__main__.py": "`python -m agentrl`",
+    "agentrl/config/hostfile.py": "placement and launcher read it",
     "agentrl/config/section.py": "the base of all sections: each imports it",
     "agentrl/engine/vllm/auth_middleware.py": "loaded by name inside vLLM's server",
     "agentrl/engine/vllm/device.py": "loaded inside vLLM's worker",

@@ -169,7 +169,7 @@ async def _engine(request: Request, logs: Path, console: EvalConsole) -> AsyncIt
             yield await _running_engine(request.url, request, stack)
         return
     async with launch_servers.engine_servers(
-        config, model_path=config.model.path, logs=logs, token=request.secrets.engine
+        config, model_path=config.model.path, logs=logs, token=request.secrets.engine, has_learner=False
     ) as servers:
         with console.phase("starting the engine (vLLM)"):
             await launch_servers.engines_ready(servers, config.engine)

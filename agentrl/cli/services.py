@@ -120,5 +120,5 @@ def _learn(config_path: Path, orchestrator_url: str, weights_dir: Path | None) -
         run_dir=run_dir,
         token_file=Path(path) if (path := os.environ.get(f"{secrets.RUN}_FILE")) else None,
     )
-    added = {secrets.RUN: token, "OMP_NUM_THREADS": str(config.learner.num_threads)}
+    added = {secrets.RUN: token, **launch.learner_environment(config)}
     os.execvpe(command[0], command, {**os.environ, **added})

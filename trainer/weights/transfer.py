@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from agentrl.config import EngineConfig
-from agentrl.engine.vllm_command import LOOPBACK
+from agentrl.engine.placement import LOOPBACK
 from agentrl.errors import ConfigError, LearnerError, boundary
 from agentrl.types import Probe
 from trainer.weights import folder

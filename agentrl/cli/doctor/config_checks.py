@@ -100,7 +100,7 @@ def needs(config: Config, size: ModelSize | None) -> Needs:
         shared_bytes=BASE_SHARED_BYTES + COPIES_OF_WEIGHTS * weights_bytes,
         memory_bytes=BASE_MEMORY_BYTES + engine_bytes + learner_bytes + offload_bytes,
         descriptors=BASE_DESCRIPTORS + DESCRIPTORS_AN_EPISODE * num_episodes,
-        gpus=_wanted_gpus(config.engine),
+        gpus=_wanted_gpus(config),
     )
 
 
@@ -111,21 +111,21 @@ def _device(settings: EngineConfig) -> str:
         return settings.device
 
 
-def _wanted_gpus(settings: EngineConfig) -> int | None:
-    if settings.device == "cpu" or settings.urls:
-        return None
-    width = settings.replicas * settings.tensor_parallel
-    if settings.gpus is not None:
-        return max(width, *(index + 1 for index in settings.gpus), 1)
-    return width if settings.device == "cuda" or (width > 1 and _device(settings) == "cuda") else None
-
-
-def engine_settings(settings: EngineConfig) -> Finding:
-    """How the engine would be started. FAIL for a device or weight transfer that is not available."""
-    if settings.urls:
-        return ok("engine", f"servers that are already running: {', '.join(settings.urls)}")
+def _wanted_gpus(config: Config) -> int | None:
     try:
-        return ok("engine", vllm_command.describe(settings).replace("\n", "; "))
+        return len(vllm_command.placement_of(config).used) or None
+    except ConfigError:  # the check of the engine reports it
+        return None
+
+
+def engine_settings(config: Config) -> Finding:
+    """How the engine would be started, and who would use which GPU. FAIL for what is not available or cannot work."""
+    settings = config.engine
+    try:
+        placement = vllm_command.placement_of(config)
+        if settings.urls:
+            return ok("engine", f"servers that are already running: {', '.join(settings.urls)}; {placement}")
+        return ok("engine", vllm_command.describe(settings, placement).replace("\n", "; "))
     except ConfigError as error:
         return crashed("engine", error)
 

@@ -26,7 +26,7 @@ from agentrl.config import Config
 from agentrl.engine import vllm_command
 from agentrl.engine.base import WeightUpdate
 from agentrl.engine.parity import LogRatio, ParityBounds, log_ratio_at, mean_bound
-from agentrl.engine.vllm_command import Device
+from agentrl.engine.placement import Device
 from agentrl.env import Action, Env, Split, StepResult
 from agentrl.errors import AgentRLError, ConfigError, WeightSyncError
 from agentrl.report.console import TrainConsole
@@ -171,7 +171,7 @@ def _step(output: StepOutput, seconds: float) -> Finding:
 
 def _sync(update: WeightUpdate | None, config: Config) -> Finding:
     """The engine has proven both updates: the version, and the checksum where there is one."""
-    way = vllm_command.transfer_of(config.engine)
+    way = vllm_command.placement_of(config).transfer
     if update is None:
         return fail(SYNC, f"no update by {way} was measured", SYNC_FIX)
     size, gap = f"{update.num_bytes / 1e6:.4g} MB", f"{update.gap_s:.2f} s"

@@ -81,7 +81,7 @@ def _of(config: Config, engine_token: str | None) -> list[Check]:
         Check(name="environment", ask=lambda: config_checks.environment(config)),
         Check(name="model", ask=lambda: config_checks.model(config), deadline_s=MODEL_DEADLINE_S),
         Check(name="chat template", ask=lambda: config_checks.template(config), deadline_s=MODEL_DEADLINE_S),
-        Check(name="engine", ask=lambda: config_checks.engine_settings(config.engine)),
+        Check(name="engine", ask=lambda: config_checks.engine_settings(config)),
         Check(name="learner", ask=lambda: config_checks.learner_settings(config.learner)),
         Check(name="engine.url", ask=partial(config_checks.engine_urls, config.engine, token=engine_token)),
         Check(name="ports", ask=lambda: config_checks.ports(config.engine, config.sandbox)),

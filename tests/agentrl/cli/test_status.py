@@ -34,7 +34,8 @@ def a_run(folder: Path) -> tuple[StatusFile, WaitGraph]:
     wait_graph = WaitGraph()
     gauges = Gauges(step=3, num_steps=9, version=3, lag=1, max_lag=2, ledger={"issued": 12, "failed": 0, "trained": 8})
     wait_graph.measure(lambda: gauges)
-    return StatusFile(folder, wait_graph, stall_timeout_s=900.0, every_s=0.05), wait_graph
+    placement = "learner on GPU 0; engine on GPU 1; weights by nccl"
+    return StatusFile(folder, wait_graph, stall_timeout_s=900.0, every_s=0.05, placement=placement), wait_graph
 
 
 def test_a_living_run_shows_who_waits_for_whom_its_lag_and_its_ledger(folder: Path) -> None:
@@ -48,6 +49,7 @@ def test_a_living_run_shows_who_waits_for_whom_its_lag_and_its_ledger(folder: Pa
         "3 of 9",
         "1 in the last batch, at most 2",
         "issued 12, trained 8",
+        "learner on GPU 0; engine on GPU 1; weights by nccl",
         "the training loop waits for the rollouts (a full batch, ",
     ):
         assert text in result.stdout

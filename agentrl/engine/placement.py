@@ -91,7 +91,7 @@ class Placement:
         ]
         idle = [gpu for gpu in range(len(self.visible.gpus)) if gpu not in self.used]
         where += [f"{self.names(idle)} idle"] if where and idle else []
-        where = where or ["on the CPU" if self.device == "cpu" else "no GPU used here"]
+        where = where or ["no GPU used here"]
         return "; ".join([*where, *(["they share a GPU"] if self.is_shared else []), f"weights by {self.transfer}"])
 
 
@@ -168,18 +168,13 @@ def _seats(
 
 def _named(engine: EngineConfig, visible: VisibleGpus, wanted: int) -> list[int]:
     """The GPUs of `engine.gpus` that the engines take."""
-    gpus = list(engine.gpus or ())
+    gpus = list(engine.gpus or ())[:wanted]
     if outside := [gpu for gpu in gpus if gpu >= len(visible.gpus)]:
         raise ConfigError(
-            f"engine.gpus={gpus} counts the visible GPUs from 0, and this process sees {visible}: there is no GPU "
-            f"{outside[0]}"
+            f"engine.gpus={list(engine.gpus or ())} counts the visible GPUs from 0, and this process sees {visible}: "
+            f"there is no GPU {outside[0]}"
         )
-    if len(gpus) < wanted:
-        raise ConfigError(
-            f"engine.gpus={gpus} names {len(gpus)} GPUs; engine.replicas={engine.replicas} of "
-            f"engine.tensor_parallel={engine.tensor_parallel} need {wanted}: name more, or lower one of those"
-        )
-    return gpus[:wanted]
+    return gpus
 
 
 def _too_few(engine: EngineConfig, visible: VisibleGpus, num_ranks: int, wanted: int) -> ConfigError:

@@ -1,8 +1,9 @@
-"""Ranks exchange records as msgpack: the same record comes out, and other types are refused."""
+"""Ranks exchange records as msgpack: the same record comes out, and other types are refused. GPUs named by UUID."""
 
 from __future__ import annotations
 
 import math
+import os
 
 import msgspec
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from trainer.objective.policy_gradient import Member
 from trainer.orchestrator_client import NoBatch
-from trainer.ranks import _decoded, _encoded
+from trainer.ranks import _decoded, _encoded, hide_uuids
 
 
 @pytest.mark.parametrize("norms", [None, torch.tensor([1.0, math.inf], dtype=torch.float64)])
@@ -37,3 +38,22 @@ def test_other_types_are_refused() -> None:
         _decoded(_encoded(["a"]), list[int])
     with pytest.raises(ValueError, match="ranks do not exchange a Tensor of uint8"):
         _decoded(msgspec.msgpack.encode(("uint8", [1], b"a")), torch.Tensor)
+
+
+@pytest.mark.parametrize(
+    ("mask", "left"), [(None, None), ("0", "0"), ("3, 1", "3, 1"), ("MIG-5f3a", None), ("0,GPU-8932f937", None)]
+)
+def test_deepspeed_finds_the_memory_of_a_gpu_that_the_mask_names_by_uuid(
+    mask: str | None, left: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if mask is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
+        if left is None:
+            with pytest.raises(ValueError, match="invalid literal for int"):
+                CUDA_Accelerator._get_nvml_gpu_id(None, 0)
+    hide_uuids(os.environ)
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == left
+    assert CUDA_Accelerator._get_nvml_gpu_id(None, 0) == (0 if left is None else int(left[0]))

@@ -31,6 +31,8 @@ def test_each_replica_has_its_port_and_its_gpus(monkeypatch: pytest.MonkeyPatch)
         ({"url": "http://a", "replicas": 2}, "give one of them"),
         ({"url": []}, "leave it out"),
         ({"replicas": 2, "tensor_parallel": 2, "gpus": [0, 1, 2]}, "need 4 of gpus"),
+        ({"tensor_parallel": 2, "gpus": [1]}, "need 2 of gpus"),
+        ({"gpus": [1, 1]}, "names one twice"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_with_how_to_fix_them(keys: dict[str, Any], fix: str) -> None:

@@ -177,6 +177,15 @@ def test_engines_without_a_learner_have_all_gpus(monkeypatch: pytest.MonkeyPatch
     assert (placement.ranks, placement.engines) == ((), ((0,), (1,)))
 
 
+def test_the_containers_of_the_gpu_profile_see_one_gpu_each_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = config(url="http://engine:8000", weight_transfer="nccl")
+    pretend_gpus(monkeypatch, 0)
+    assert str(vllm_command.placement_of(run, has_learner=False)) == "no GPU used here; weights by nccl"
+    pretend_gpus(monkeypatch, 1)
+    assert str(vllm_command.placement_of(run)) == "learner on GPU 0; weights by nccl"
+    assert str(vllm_command.placement_alone(run.engine)) == "engine on GPU 0; weights by nccl"
+
+
 def test_the_learner_of_running_engines_has_the_first_gpus_or_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     run = config(url="http://a:1", weight_transfer="nccl")
     pretend_gpus(monkeypatch, 2)

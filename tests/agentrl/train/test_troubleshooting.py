@@ -42,6 +42,12 @@ PROVOKED_ELSEWHERE = {
     "the last ... groups each had": "train/test_orchestrator.py::test_a_task_without_signal_ends_with_a_reason",
     "the engine ended with exit code": "engine/test_vllm_server.py::test_a_server_that_ends_is_reported_with_its_log",
     "no engine is left": "engine/test_pool.py::test_an_update_that_no_engine_takes_is_an_error",
+    "the run needs": "engine/test_placement.py::test_what_cannot_work_is_refused_with_what_would",
+    "engine.gpus=... counts": "engine/test_placement.py::test_what_cannot_work_is_refused_with_what_would",
+    "engine.weight_transfer=... joins": "engine/test_placement.py::test_what_cannot_work_is_refused_with_what_would",
+    "learner.hostfile: DeepSpeed's": "engine/test_placement.py::test_the_first_of_two_nodes",
+    "... is a CUDA build": "engine/test_vllm_command.py::"
+    "test_a_cuda_build_behind_an_empty_mask_is_not_started_with_a_cpu_s_flags",
     "the learner did not deliver": "train/test_stalls.py::test_a_learner_that_never_comes_is_ended_by_its_own_deadline",
     "nothing moved for": "train/test_stalls.py::"
     "test_an_engine_that_falls_silent_in_training_is_named_down_the_whole_chain",

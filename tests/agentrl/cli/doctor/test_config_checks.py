@@ -181,7 +181,7 @@ def test_needs_grow_with_the_model_and_with_what_is_kept() -> None:
 @pytest.mark.parametrize(
     ("num_gpus", "engine", "wanted", "saying"),
     [
-        (0, {}, None, "on the CPU; weights by safetensors"),
+        (0, {}, None, "no GPU used here; weights by safetensors"),
         (1, {}, 1, "learner on GPU 0; engine on GPU 0; they share a GPU; weights by ipc"),
         (2, {}, 2, "learner on GPU 0; engine on GPU 1; weights by nccl"),
         (8, {"tensor_parallel": 2, "replicas": 2}, 5, "engine-1 on GPU 3,4; GPU 5,6,7 idle"),

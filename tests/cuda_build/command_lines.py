@@ -13,6 +13,7 @@ from unittest import mock
 
 from agentrl.config import load
 from agentrl.engine import vllm_command
+from agentrl.engine.gpus import MASK, ORDER, MachineGpu, visible
 from agentrl.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -49,7 +50,7 @@ def command_lines(models: Path | None = None) -> Iterator[CommandLine]:
     """All of them. `models`: a folder with a model of each config's name; default: the paths that the configs have."""
     with (
         mock.patch.object(vllm_command, "check_version", lambda: ("vllm", "0.32.0")),
-        mock.patch.object(vllm_command, "has_nvidia_device", lambda: True),
+        mock.patch.object(vllm_command, "visible_gpus", lambda: visible([MachineGpu()] * NUM_GPUS, None)),
     ):
         for path, variant in itertools.product(CONFIGS, VARIANTS):
             line = _of(path, variant, models)
@@ -74,7 +75,7 @@ def _of(path: Path, variant: str, models: Path | None) -> CommandLine | None:
         )
     except ConfigError:
         return None
-    env = {name: value for name, value in env.items() if name not in ("PATH", "CUDA_VISIBLE_DEVICES")}
+    env = {name: value for name, value in env.items() if name not in ("PATH", MASK, ORDER)}
     return CommandLine(config=path.stem, variant=variant, argv=argv[3:], env=env)
 
 

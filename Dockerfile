@@ -1,7 +1,6 @@
-# Engine, orchestrator and learner of a run; docker-compose.yml defines the containers.
+# All parts of a run but the sandbox; docker-compose.yml defines the containers.
 #   docker build -t agentrl --target cpu .          the CPU builds of torch and vLLM, as requirements/lock.txt has them
-#   docker build -t agentrl-gpu --target gpu .      vLLM's own CUDA image, and the learner's packages
-ARG VLLM_IMAGE=vllm/vllm-openai:v0.32.0
+#   docker build -t agentrl-gpu --target gpu .      the CUDA builds, as requirements/lock-gpu.txt has them
 
 FROM python:3.11-slim AS cpu
 # `mounted` installs nothing: packages of an environment on this machine are mounted over site-packages instead.
@@ -27,14 +26,20 @@ ENV PYTHONPATH=/opt/agentrl PYTHONDONTWRITEBYTECODE=1 HOME=/tmp USER=agentrl HF_
 WORKDIR /work
 ENTRYPOINT ["/opt/agentrl/docker/as-owner", "python3", "-m", "agentrl"]
 
-FROM ${VLLM_IMAGE} AS gpu
+FROM python:3.11-slim AS gpu
 ENV DS_BUILD_OPS=0
+# Triton compiles its launchers when a run starts; Python.h is in the base image.
+RUN apt-get update -qq && apt-get install -qqy --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
+COPY requirements/lock-gpu.txt /opt/agentrl/requirements/lock-gpu.txt
+# As requirements/install.sh does, for the same reasons. The wheels bring CUDA; the driver is the host's.
+RUN cd /opt/agentrl/requirements && pip="pip install --no-cache-dir --root-user-action=ignore --no-deps" && \
+    $pip $(grep -E '^(pip|setuptools|wheel)==' lock-gpu.txt) && \
+    sed -E 's/^(torch[a-z]*)==/\1===/' lock-gpu.txt >/tmp/lock && $pip --no-build-isolation -r /tmp/lock
 COPY . /opt/agentrl
-# The packages of vLLM's image keep their versions.
-RUN python3 -m pip list --format=freeze --exclude agentrl >/tmp/constraints.txt && \
-    python3 -m pip install --no-cache-dir --root-user-action=ignore -c /tmp/constraints.txt \
-      $(grep -E '^(deepspeed|peft|math-verify)==' /opt/agentrl/requirements/lock.txt) -e "/opt/agentrl[trainer,grading,sandbox]" && \
+RUN pip install --no-deps --no-build-isolation --root-user-action=ignore -e /opt/agentrl && \
     python3 -m compileall -q /opt/agentrl
 ENV PYTHONPATH=/opt/agentrl PYTHONDONTWRITEBYTECODE=1 HOME=/tmp USER=agentrl HF_HOME=/work/models/hub
+# NVIDIA's container toolkit refuses to start the container on a driver that is older than CUDA 13 asks for.
+ENV NVIDIA_DRIVER_CAPABILITIES=compute,utility NVIDIA_REQUIRE_CUDA="cuda>=13.0"
 WORKDIR /work
 ENTRYPOINT ["/opt/agentrl/docker/as-owner", "python3", "-m", "agentrl"]

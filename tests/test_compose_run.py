@@ -214,31 +214,31 @@ def _overrides(folder: Path) -> dict[str, Any]:
     return services
 
 
-def test_a_plain_up_takes_the_cpu_and_the_gpu_profile_gpus_by_nccl(docker_environment: dict[str, str]) -> None:
+def test_a_plain_up_takes_the_cpu_and_the_gpu_profile_all_gpus(docker_environment: dict[str, str]) -> None:
     environment = {**os.environ, **docker_environment}
 
-    def config(*arguments: str) -> dict[str, Any]:
+    def services(*arguments: str, **variables: str) -> dict[str, Any]:
         command = ["docker", "compose", *arguments, "config", "--format", "json"]
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, check=True)
-        return dict(json.loads(done.stdout))
+        env = {**environment, **variables}
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, check=True)
+        return dict(json.loads(done.stdout)["services"])
+
+    def devices(service: dict[str, Any]) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = service.get("deploy", {}).get("resources", {}).get("reservations", {})["devices"]
+        return found
 
     common = {"setup", "sandbox", "sandbox-port"}
-    assert set(config()["services"]) == common | set(PARTS)
-    services = config("--profile", "gpu")["services"]
-    assert set(services) == common | {f"{part}-gpu" for part in PARTS}
-    devices = {
-        name: service["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"]
-        for name, service in services.items()
-        if "reservations" in service.get("deploy", {}).get("resources", {})
-    }
-    assert devices == {"engine-gpu": ["1"], "learner-gpu": ["0"]}
-    for part in PARTS:
-        service = services[f"{part}-gpu"]
-        assert (service["image"], service["build"]["target"]) == ("agentrl-gpu", "gpu")
-        assert all(name in common or name.endswith("-gpu") for name in service["depends_on"])
-    for part in ("engine", "orchestrator"):
-        assert part in services[f"{part}-gpu"]["networks"]["run"]["aliases"]
-        assert "engine.weight_transfer=nccl" in services[f"{part}-gpu"]["command"]
+    assert set(services()) == common | set(PARTS)
+    found = services("--profile", "gpu", AGENTRL_WEIGHTS_MEMORY="48g")
+    assert set(found) == common | {"train-gpu"}
+    train = found["train-gpu"]
+    assert (train["image"], train["build"]["target"]) == ("agentrl-gpu", "gpu")
+    assert set(train["depends_on"]) == {"sandbox-port"} and set(train["networks"]) == {"front"}
+    assert int(train["shm_size"]) == 48 * 2**30
+    assert train["cap_drop"] == ["ALL"] and train["read_only"]
+    assert devices(train) == [{"driver": "nvidia", "count": -1, "capabilities": ["gpu"]}]  # -1: all
+    [two] = devices(services("--profile", "gpu", AGENTRL_GPUS="2")["train-gpu"])
+    assert two["count"] == 2
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from agentrl.cli.options import (
     ConfigPath,
     Data,
     Debug,
+    Latest,
     Model,
     Overrides,
     PlayOptions,
@@ -32,7 +33,7 @@ from agentrl.cli.options import (
 from agentrl.cli.options import fail as _fail
 from agentrl.cli.options import guarded as _guarded
 from agentrl.cli.options import run as _run
-from agentrl.cli.services import learner, orchestrator
+from agentrl.cli.services import learner, orchestrator, point, unfinished
 from agentrl.cli.status import status
 from agentrl.errors import ConfigError
 
@@ -66,16 +67,24 @@ def train(
         Path | None,
         typer.Option(metavar="RUN", help="Continue the run in this folder, after a crash, Ctrl-C or its last step."),
     ] = None,
+    latest: Latest = None,
     debug: Debug = False,
 ) -> None:
     """Start sandbox, engine and learner on this machine, train, write the run folder with report.html, stop them.
 
     `agentrl explain` documents the keys of a config.
     """
-    _guarded(lambda: _run(_train(*_new_or_resumed(config, overrides or [], resume)), debug=debug), debug=debug)
+
+    def main() -> None:
+        loaded, run = _new_or_resumed(config, overrides or [], resume, latest)
+        _run(_train(loaded, run, latest), debug=debug)
+
+    _guarded(main, debug=debug)
 
 
-def _new_or_resumed(config: str | None, overrides: list[str], resume: Path | None) -> tuple[Config, RunFolder | None]:
+def _new_or_resumed(
+    config: str | None, overrides: list[str], resume: Path | None, latest: Path | None
+) -> tuple[Config, RunFolder | None]:
     from agentrl import config as configs
     from agentrl.train.resume import reopen
 
@@ -84,10 +93,11 @@ def _new_or_resumed(config: str | None, overrides: list[str], resume: Path | Non
         return resumed, run
     if config is None:
         raise ConfigError("give a config, e.g. agentrl train configs/quickstart.yaml, or --resume with a run's folder")
-    return configs.load(config, overrides), None
+    loaded = configs.load(config, overrides)
+    return loaded, unfinished(latest, loaded)
 
 
-async def _train(config: Config, resumed: RunFolder | None) -> None:
+async def _train(config: Config, resumed: RunFolder | None, latest: Path | None) -> None:
     from agentrl.report.console import TrainConsole
     from agentrl.run_folder import RunFolder
     from agentrl.supervision.secrets import Secrets
@@ -95,7 +105,10 @@ async def _train(config: Config, resumed: RunFolder | None) -> None:
 
     console = TrainConsole(total_steps=config.train.steps)
     training = Training(config, console, secrets=Secrets.from_environment(os.environ))
-    await train(training, resumed or RunFolder.create(config.out_dir, config.name, config=config), console)
+    run = resumed or RunFolder.create(config.out_dir, config.name, config=config)
+    if latest is not None:
+        point(latest, run.path)
+    await train(training, run, console)
 
 
 @app.command(name="eval")

@@ -22,6 +22,13 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="e.g. learner.lr=1e-4 train.steps=20", show_default=False),
 ]
+Latest = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="LINK",
+        help="Keep a link to the run's folder here. If it leads to a run that is not over, that run continues.",
+    ),
+]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")]
 
 # Options of both `agentrl eval` and `agentrl rollout`: PlayOptions.

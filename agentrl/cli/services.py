@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from agentrl.cli import options
-from agentrl.cli.options import ConfigPath, Debug, Overrides
+from agentrl.cli.options import ConfigPath, Debug, Latest, Overrides
 from agentrl.errors import ConfigError
 from agentrl.supervision import secrets
 
@@ -26,13 +26,7 @@ def orchestrator(
     overrides: Overrides = None,
     host: Annotated[str, typer.Option(help="Address that the learner connects to.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8400,
-    latest: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="LINK",
-            help="Keep a link to the run's folder here. If it leads to a run that is not over, that run continues.",
-        ),
-    ] = None,
+    latest: Latest = None,
     debug: Debug = False,
 ) -> None:
     """Play episodes and serve batches to a learner that is started separately. Both need the same AGENTRL_TOKEN."""
@@ -68,13 +62,13 @@ def _orchestrate(
     config = configs.load(config_path, overrides)
     console = TrainConsole(total_steps=config.train.steps)
     training = Training(config, console, secrets=secrets.Secrets.from_environment(os.environ), learner_at=at)
-    run = _unfinished(latest, config) or RunFolder.create(config.out_dir, config.name, config=config)
+    run = unfinished(latest, config) or RunFolder.create(config.out_dir, config.name, config=config)
     if latest is not None:
-        _point(latest, run.path)
+        point(latest, run.path)
     options.run(train(training, run, console), debug=debug)
 
 
-def _unfinished(latest: Path | None, config: Config) -> RunFolder | None:
+def unfinished(latest: Path | None, config: Config) -> RunFolder | None:
     """The run that `latest` leads to, if it has this config and is not over. Prints why not otherwise."""
     from agentrl.run_folder import RunFolder
     from agentrl.train import resume
@@ -91,7 +85,7 @@ def _unfinished(latest: Path | None, config: Config) -> RunFolder | None:
     return run
 
 
-def _point(link: Path, folder: Path) -> None:
+def point(link: Path, folder: Path) -> None:
     """Point `link` to `folder` in one step. It is relative, so that it works where both are mounted elsewhere."""
     fresh = link.with_name(f".{link.name}.{os.getpid()}")
     fresh.unlink(missing_ok=True)

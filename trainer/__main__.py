@@ -49,8 +49,10 @@ def _run(arguments: argparse.Namespace) -> None:
 
     transformers_logging.disable_progress_bar()
     # After the defaults are set: DeepSpeed reads its accelerator when it is imported.
-    from trainer import loop
+    from trainer import gpu_memory, loop
 
+    if arguments.weight_transfer == "ipc":
+        gpu_memory.check_allocator(os.environ)
     loop.run(
         config,
         orchestrator_url=arguments.orchestrator,
@@ -58,6 +60,7 @@ def _run(arguments: argparse.Namespace) -> None:
         weights_dir=arguments.weights_dir,
         run_dir=arguments.run_dir,
         weight_transfer=arguments.weight_transfer,
+        shares_gpu=arguments.shares_gpu,
         resume=arguments.resume,
     )
 
@@ -75,6 +78,7 @@ def _arguments() -> argparse.Namespace:
         default="safetensors",
         help="how weights reach the engines: engine.weight_transfer, resolved",
     )
+    parser.add_argument("--shares-gpu", action="store_true", help="an engine uses the GPU of a rank")
     parser.add_argument("--resume", type=Path, help="checkpoint of the learner to continue from, or a folder of them")
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)  # the DeepSpeed launcher passes it
     return parser.parse_args()

@@ -18,10 +18,12 @@ import torch
 
 from agentrl.config import Config
 from agentrl.config.engine import Transfer
+from agentrl.engine.vllm_server import start_timeout_s
 from agentrl.errors import WeightsWanted
 from agentrl.run_folder import RunFolder
 from agentrl.types import Batch, Probe
 from trainer import checkpoint, ranks
+from trainer.gpu_memory import GpuShare
 from trainer.learner import Learner
 from trainer.orchestrator_client import NoBatch, OrchestratorClient
 from trainer.weights import folder
@@ -43,30 +45,36 @@ def run(
     weights_dir: Path,
     run_dir: Path,
     weight_transfer: Transfer,
+    shares_gpu: bool = False,
     resume: Path | None = None,
 ) -> None:
     """Train until the orchestrator says that the run is over, then export to `run_dir/checkpoints/final`.
 
     Args:
         weight_transfer: how weights reach the engines: `engine.weight_transfer`, resolved.
+        shares_gpu: an engine uses the GPU of a rank.
         resume: a checkpoint, or a folder of them, to continue from; the orchestrator must be at its version.
 
     Raises LearnerError, StaleTrajectoryError or ConfigError; the calling process should then end with an error.
     """
     torch.set_num_threads(config.learner.num_threads)
-    learner = Learner(config)
-    if resume is not None:
-        checkpoint.load(learner, resume)
+    ranks.join(timeout_s=config.learner.step_timeout_s)
+    share = GpuShare(config.engine, is_shared=shares_gpu)
+    with share.explained():
+        learner = Learner(config)
+        if resume is not None:
+            checkpoint.load(learner, resume)
     source = WeightSource(learner.model, dtype=getattr(torch, config.model.dtype))
     # An engine may have to be restarted within one publication, and to receive the weights twice.
-    timeout_s = config.engine.start_timeout_s + 2 * config.engine.update_timeout_s + config.engine.request_timeout_s
+    start_s, update_s = start_timeout_s(config.engine), config.engine.update_timeout_s
+    timeout_s = start_s + 2 * update_s + config.engine.request_timeout_s
     orchestrator = OrchestratorClient(orchestrator_url, token=token, publish_timeout_s=timeout_s)
     transfer = TransferSettings(
         backend=weight_transfer, rank=ranks.index(), weights_dir=weights_dir, timeout_s=timeout_s
     )
     try:
-        with closing(publisher(transfer, config.engine, source=source, link=orchestrator)) as sender:
-            _LearnerLoop(learner, orchestrator, source=source, sender=sender, run_dir=run_dir).run()
+        with share.explained(), closing(publisher(transfer, config.engine, source=source, link=orchestrator)) as sender:
+            _LearnerLoop(learner, orchestrator, source=source, sender=sender, run_dir=run_dir, share=share).run()
     finally:
         orchestrator.close()
         ranks.leave()
@@ -83,11 +91,13 @@ class _LearnerLoop:
         source: WeightSource,
         sender: Publisher,
         run_dir: Path,
+        share: GpuShare,
     ) -> None:
         self._learner = learner
         self._orchestrator = orchestrator
         self._source = source
         self._sender = sender
+        self._share = share
         self._run = RunFolder(path=run_dir)
         self._first_version = learner.policy_version
         self._probe_ids = list(range(min(PROBE_TOKENS, learner.model.config.vocab_size)))
@@ -101,6 +111,7 @@ class _LearnerLoop:
                 batch = self._next_batch()
             if batch is None:
                 return self._finish()
+            self._share.begin_step()
             output = self._learner.step(batch)
             self._probe_ids = batch.trajectories()[0].token_ids()[:PROBE_TOKENS]
             if ranks.is_first():
@@ -114,6 +125,7 @@ class _LearnerLoop:
     def _publish(self) -> dict[str, float]:
         """Publish the present version, and again for an engine that was restarted meanwhile. Returns metrics."""
         version = self._learner.policy_version
+        self._share.make_room()
         with _clock() as publish_s:
             probe = Probe(token_ids=tuple(self._probe_ids), logprobs=tuple(self._learner.logprobs(self._probe_ids)))
             while (num_bytes := _agreed(lambda: self._sent(version, probe), int | None)) is None:

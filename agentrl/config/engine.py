@@ -65,10 +65,12 @@ class EngineConfig(Section):
     """0 picks a free port."""
     max_num_seqs: PositiveInt = 64
     """Sequences that one engine generates at once."""
-    kv_cache_bytes: PositiveInt = 268_435_456
-    """Size of the KV cache on a CPU, in bytes."""
-    gpu_memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.9
-    """Share of a GPU's memory that vLLM takes. Lower it where the learner uses the same GPU."""
+    kv_cache_bytes: PositiveInt | None = None
+    """Size of the KV cache, in bytes, on the CPU or on each GPU. null: 256 MiB on a CPU; on a GPU what is left of
+    gpu_memory_fraction."""
+    gpu_memory_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Share of a GPU's memory that the engine takes. null: 0.9; where the learner uses the same GPU 0.3, and 0.5 with
+    sleep_while_training."""
     gpus: tuple[Annotated[int, Field(ge=0)], ...] | None = None
     """Which of the visible GPUs the engines use, counted from 0, e.g. [2, 3]: with CUDA_VISIBLE_DEVICES=4,5,6,7 these
     are GPUs 6 and 7. null: those after the learner's. See docs/engine.md, "Placement"."""
@@ -90,8 +92,9 @@ class EngineConfig(Section):
     max_restarts: Annotated[int, Field(ge=0)] = 3
     """How often an engine that died is restarted with the current weights; its requests continue. Each hour without a
     failure adds one restart, up to this number."""
-    start_timeout_s: PositiveFloat = 180.0
-    """Deadline for an engine to load the model and answer."""
+    start_timeout_s: PositiveFloat | None = None
+    """Deadline for an engine to load the model and answer. null: 180 on a machine without a GPU, 600 with one, where a
+    first start compiles the model."""
     request_timeout_s: PositiveFloat = 120.0
     """Longest wait for an answer, or for its next tokens."""
     update_timeout_s: PositiveFloat = 300.0

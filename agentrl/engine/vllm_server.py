@@ -11,13 +11,16 @@ from collections.abc import Callable
 
 import httpx
 
+from agentrl.config import EngineConfig
+from agentrl.engine.vllm_command import has_nvidia_device
 from agentrl.errors import EngineError
 
 POLL_S = 0.1
+CPU_START_TIMEOUT_S, GPU_START_TIMEOUT_S = 180.0, 600.0  # a first start on a GPU compiles the model and its kernels
 FIXES = (
     (
-        r"out of memory|can't allocate memory|cannot allocate memory|bad_alloc|memory .*is less than requested|Killed",
-        "it ran out of memory: lower engine.kv_cache_bytes (CPU) or engine.gpu_memory_fraction (GPU), "
+        r"out of memory|can't allocate memory|cannot allocate memory|bad_alloc|is less than (requested|desired)|Killed",
+        "it ran out of memory: lower engine.kv_cache_bytes or, on a GPU, engine.gpu_memory_fraction, "
         "engine.max_num_seqs or rollout.max_context, or take a smaller model",
     ),
     (
@@ -33,6 +36,13 @@ FIXES = (
 """Patterns of a log, and how to fix the cause."""
 ERROR_LINE = re.compile(r"^\s*[\w.]*(?:Error|Exception): .*(?:\n\s+\S.*){0,2}", re.MULTILINE)
 TAIL_LINES = 12
+
+
+def start_timeout_s(config: EngineConfig) -> float:
+    """How long an engine may take to load its model and answer: `engine.start_timeout_s`, or by what it runs on."""
+    if config.start_timeout_s is not None:
+        return config.start_timeout_s
+    return GPU_START_TIMEOUT_S if config.urls or has_nvidia_device() else CPU_START_TIMEOUT_S
 
 
 async def wait_ready(url: str, *, poll: Callable[[], int | None], log: Callable[[], str], timeout_s: float) -> None:

@@ -1,8 +1,9 @@
 """The learner process: optimizer steps on batches from the orchestrator, with DeepSpeed and VCPO, and their weights.
 
 May import: `agentrl`, and `sandbox.client` for the warm start. Within the package each module imports earlier ones
-only: ranks, whole_folder -> objective -> packing, step_stats -> gradient -> split_variance, diagnostics -> lora, model
--> startup_proof -> weights -> deepspeed_settings, learner -> checkpoint, orchestrator_client -> loop -> __main__.
+only: ranks, whole_folder, gpu_memory -> objective -> packing, step_stats -> gradient -> split_variance, diagnostics ->
+lora, model -> startup_proof -> weights -> deepspeed_settings, learner -> checkpoint, orchestrator_client -> loop ->
+__main__.
 Two stand apart: warmstart/ makes a small model before a run, and its command shows errors as those of `agentrl` do
 (`agentrl.cli.options`); gpu_report/ measures, and no run imports it. Start reading in `learner.py`; the loss is
 `objective/policy_gradient.py`, the norms `gradient/norms.py`, the weight update `weights/transfer.py`.

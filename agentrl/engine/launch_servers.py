@@ -89,7 +89,7 @@ async def _ready(server: EngineServer, settings: EngineConfig) -> None:
         server.url,
         poll=part.poll if part else lambda: None,
         log=partial(part.log_tail, num_lines=2000, max_bytes=2**18) if part else lambda: "",
-        timeout_s=settings.start_timeout_s,
+        timeout_s=vllm_server.start_timeout_s(settings),
     )
     if part:
         part.allow_restarts(settings.max_restarts)
@@ -105,7 +105,7 @@ def engine_client(
     """A client of servers that are ready: of the only one, or a pool of all. `on_tokens` is called as tokens arrive."""
     settings = config.engine
     common: dict[str, Any] = {"token": token, "on_tokens": on_tokens}
-    return_timeout_s = settings.start_timeout_s if settings.max_restarts else 0.0
+    return_timeout_s = vllm_server.start_timeout_s(settings) if settings.max_restarts else 0.0
     if len(servers) == 1:
         return vllm_client(servers[0], config, return_timeout_s=return_timeout_s, **common)
     # A pool does not wait for a server that is gone: it has others, and takes this one back itself.

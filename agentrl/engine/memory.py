@@ -69,9 +69,15 @@ def kv_cache_bytes(config: EngineConfig, *, total_bytes: int | None, weights_byt
         raise ConfigError(
             f"engine.gpu_memory_fraction={engine_fraction(config, is_shared=True):g} of a GPU of "
             f"{total_bytes / 1e9:.3g} GB leaves no KV cache: the weights take {weights_bytes / 1e9:.3g} GB, and about "
-            f"{(share - left - weights_bytes) / 1e9:.2g} GB go to activations and CUDA. Raise it, or take a smaller model"
+            f"{(share - left - weights_bytes) / 1e9:.2g} GB go to activations and CUDA. Raise it, or take a smaller "
+            "model"
         )
     return left
+
+
+def cpu_kv_cache_bytes(config: EngineConfig) -> int:
+    """The KV cache of an engine on the CPU. Example: `cpu_kv_cache_bytes(EngineConfig())` is 256 MiB."""
+    return CPU_KV_CACHE_BYTES if config.kv_cache_bytes is None else config.kv_cache_bytes
 
 
 def checked_fraction(*, total_bytes: int | None, weights_bytes: int | None) -> float:

@@ -14,7 +14,9 @@ from pathlib import Path
 from agentrl.config import Config, EngineConfig, LearnerConfig
 from agentrl.config.engine import Transfer
 from agentrl.config.hostfile import read_hostfile
+from agentrl.engine import memory
 from agentrl.engine.gpus import visible_gpus
+from agentrl.engine.model_size import model_size
 from agentrl.engine.placement import Device, Placement, place, place_engine
 from agentrl.errors import ConfigError, MissingDependencyError
 from agentrl.supervision import secrets
@@ -141,9 +143,10 @@ def describe(config: EngineConfig, placement: Placement) -> str:
     """A few lines that describe what `command` chose."""
     name, version = check_version()
     if placement.device == "cpu":
-        where = f"on the CPU, one thread, eager, KV cache {config.kv_cache_bytes // 2**20} MiB"
+        where = f"on the CPU, one thread, eager, KV cache {memory.cpu_kv_cache_bytes(config) // 2**20} MiB"
     else:
-        where = f"on GPUs, {config.gpu_memory_fraction:.0%} of their memory, tensor parallel {config.tensor_parallel}"
+        fraction = memory.engine_fraction(config, is_shared=placement.is_shared)
+        where = f"on GPUs, {fraction:.0%} of their memory, tensor parallel {config.tensor_parallel}"
     return (
         f"{name} {version} {where}; {config.max_num_seqs} sequences at once\n"
         f"{placement}; KV of running requests after an update: {config.kv_on_update}, "
@@ -189,9 +192,11 @@ def command(
         *("--enable-scale-out", "--disable-log-stats", "--disable-uvicorn-access-log"),
         *("--uvicorn-log-level", "warning"),
     ]
-    device_argv, device_env = (
-        _on_cpu(config, max_context) if placement.device == "cpu" else _on_gpus(config, placement, index)
-    )
+    if placement.device == "cpu":
+        device_argv, device_env = _on_cpu(config, max_context)
+    else:
+        device_argv, device_env = _on_gpus(config, placement, index)
+        device_argv += _gpu_memory(config, placement, model_path=model_path, dtype=dtype)
     numeric_argv, numeric_env = _numerics(dtype, placement.device)
     argv += numeric_argv + device_argv
     env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", **numeric_env, **device_env}
@@ -212,18 +217,40 @@ def _on_cpu(config: EngineConfig, max_context: int) -> tuple[list[str], dict[str
             "engine.sleep_while_training releases the memory of a GPU, and the engine runs on the CPU: leave it out"
         )
     argv = ["--enforce-eager", "--distributed-executor-backend", "uni"]
-    argv += ["--kv-cache-memory-bytes", str(config.kv_cache_bytes)]
+    argv += ["--kv-cache-memory-bytes", str(memory.cpu_kv_cache_bytes(config))]
     argv += _for_seeds(config, max_context) if config.request_seeds else []
     return argv, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
 
 
 def _on_gpus(config: EngineConfig, placement: Placement, index: int) -> tuple[list[str], dict[str, str]]:
     """Flags and environment of the `index`-th server of a run on GPUs."""
-    argv = ["--gpu-memory-utilization", str(config.gpu_memory_fraction)]
-    argv += ["--tensor-parallel-size", str(config.tensor_parallel)]
+    argv = ["--tensor-parallel-size", str(config.tensor_parallel)]
     argv += ["--enable-sleep-mode"] if config.sleep_while_training else []
     programs = {"PATH": _with_own_programs(os.environ.get("PATH", os.defpath))}
     return argv, programs | placement.engine_environment(index)
+
+
+def _gpu_memory(config: EngineConfig, placement: Placement, *, model_path: str, dtype: str) -> list[str]:
+    """Flags for the memory of each GPU. Beside the learner the KV cache has a fixed size: vLLM does not measure.
+
+    Raises ConfigError where the share of a GPU leaves no KV cache, and where a server should sleep for nobody.
+    """
+    if not placement.is_shared:
+        if config.sleep_while_training and placement.ranks:
+            raise ConfigError(
+                f"engine.sleep_while_training gives the engine's memory to a learner on the same GPU, and here they "
+                f"share none ({placement}): leave it out"
+            )
+        fraction, kv_bytes = memory.engine_fraction(config, is_shared=False), config.kv_cache_bytes
+    else:
+        size = model_size(model_path, ask_hub=True)
+        width = (4 if dtype == "float32" else 2) / config.tensor_parallel
+        weights_bytes = None if size is None else round(size.num_parameters * width)
+        total_bytes = placement.engine_gpu_bytes
+        fraction = memory.checked_fraction(total_bytes=total_bytes, weights_bytes=weights_bytes)
+        kv_bytes = memory.kv_cache_bytes(config, total_bytes=total_bytes, weights_bytes=weights_bytes)
+    fixed = [] if kv_bytes is None else ["--kv-cache-memory-bytes", str(kv_bytes)]
+    return ["--gpu-memory-utilization", str(fraction), *fixed]
 
 
 def _numerics(dtype: str, device: Device) -> tuple[list[str], dict[str, str]]:

@@ -147,12 +147,12 @@ def learner_command(
     The learner reads its token from the environment, or from `token_file`, which ranks started by ssh need. Raises
     ConfigError, MissingDependencyError.
     """
-    run = RunFolder(path=run_dir)
+    run, placement = RunFolder(path=run_dir), vllm_command.placement_of(config)
     return [
         *launch_ranks.launcher(config.learner, token_file=token_file),
         *("--config", str(config_path), "--orchestrator", orchestrator_url),
         *("--weights-dir", str(weights_dir), "--run-dir", str(run_dir)),
-        *("--weight-transfer", vllm_command.placement_of(config).transfer),
+        *("--weight-transfer", placement.transfer, *(["--shares-gpu"] if placement.is_shared else [])),
         *(["--resume", str(run.states)] if any(run.states.glob("v*")) else []),
     ]
 

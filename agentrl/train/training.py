@@ -17,6 +17,7 @@ from agentrl.config import Config
 from agentrl.data.duplicates import refuse_overlap
 from agentrl.data.source import TaskSource, held_out_tasks
 from agentrl.engine import launch_servers, vllm_command
+from agentrl.engine.vllm_server import start_timeout_s
 from agentrl.env import Env, load_env_class, opened
 from agentrl.env.canary import Canaries
 from agentrl.errors import DiskError
@@ -145,7 +146,7 @@ class Training:
         ):
             with self._phase("starting the engine (vLLM)"):
                 tokenizer = await asyncio.to_thread(load_tokenizer, self._config.model, model_path)
-                within_s = self._config.engine.start_timeout_s
+                within_s = start_timeout_s(self._config.engine)
                 with self._wait_graph.waiting("run", on="engine", what="its start", within_s=within_s):
                     await launch_servers.engines_ready(servers, self._config.engine)
             make_env = monitored(make_env, self._wait_graph)

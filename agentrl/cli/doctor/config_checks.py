@@ -5,14 +5,14 @@ Starts only a sandbox; cli/doctor/deep.py starts engine and learner.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
 from agentrl.cli.doctor.findings import Finding, crashed, fail, ok, shortened, warn
 from agentrl.cli.doctor.machine import GIB
 from agentrl.config import Config, EngineConfig, LearnerConfig, SandboxConfig
-from agentrl.engine import vllm_command
+from agentrl.engine import memory, vllm_command
+from agentrl.engine.model_size import ModelSize, model_size
 from agentrl.errors import ConfigError, EngineError
 from agentrl.train import launch_ranks
 
@@ -24,14 +24,6 @@ DESCRIPTORS_AN_EPISODE = 3  # to the engine, to the sandbox, and one of its own
 COPIES_OF_WEIGHTS = 3  # the previous version, the current one, and the next while it is written
 STRONG = ("namespaces", "docker")
 SANDBOX_FIXES = 'docs/sandbox.md, "When it does not start", has the usual causes'
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSize:
-    """Parameters and bytes of the files in a model's folder. Example: `model_size("models/tiny").num_bytes`."""
-
-    num_parameters: int
-    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,31 +44,6 @@ class Needs:
     """None: the run needs none."""
 
 
-def model_size(path: str) -> ModelSize | None:
-    """The size from the headers of safetensors files, also of a downloaded hub model; None where there are none."""
-    folder = Path(path) if Path(path).is_dir() else _downloaded(path)
-    files = sorted(folder.glob("*.safetensors")) if folder else []
-    if not files:
-        return None
-    from safetensors import safe_open
-
-    num_parameters = 0
-    for file in files:
-        with safe_open(file, framework="numpy") as tensors:
-            num_parameters += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.offset_keys())
-    return ModelSize(num_parameters=num_parameters, num_bytes=sum(file.stat().st_size for file in files))
-
-
-def _downloaded(name: str) -> Path | None:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(name, local_files_only=True))
-    except (HFValidationError, LocalEntryNotFoundError, OSError):
-        return None
-
-
 def needs(config: Config, size: ModelSize | None) -> Needs:
     """Computed from the config: weights in its dtype, Adam's two float32 states, and float32 weights if dtype differs.
 
@@ -90,7 +57,9 @@ def needs(config: Config, size: ModelSize | None) -> Needs:
     num_exports = 1 + (config.train.steps // learner.save_every if learner.save_every else 0)
     num_states = learner.keep_checkpoints + 1 if learner.checkpoint_every else 0
     is_on_cpu = _device(config.engine) == "cpu"
-    engine_bytes = (weights_bytes + config.engine.kv_cache_bytes) * config.engine.replicas if is_on_cpu else 0
+    engine_bytes = (
+        (weights_bytes + memory.cpu_kv_cache_bytes(config.engine)) * config.engine.replicas if is_on_cpu else 0
+    )
     learner_bytes = weights_bytes + adam_bytes + 8 * num_parameters if is_on_cpu else 0
     offload_bytes = adam_bytes if learner.offload_optimizer and not is_on_cpu else 0
     num_episodes = (rollout.max_lag + 1) * rollout.groups_per_step * rollout.group_size
@@ -116,6 +85,15 @@ def _wanted_gpus(config: Config) -> int | None:
         return len(vllm_command.placement_of(config).used) or None
     except ConfigError:  # the check of the engine reports it
         return None
+
+
+def engine_fraction(config: Config) -> float:
+    """The share of its GPUs' memory that the engine takes."""
+    try:
+        is_shared = vllm_command.placement_of(config).is_shared
+    except ConfigError:  # the check of the engine reports it
+        is_shared = False
+    return memory.engine_fraction(config.engine, is_shared=is_shared)
 
 
 def engine_settings(config: Config) -> Finding:

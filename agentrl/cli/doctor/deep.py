@@ -27,6 +27,7 @@ from agentrl.engine import vllm_command
 from agentrl.engine.base import WeightUpdate
 from agentrl.engine.parity import LogRatio, ParityBounds, log_ratio_at, mean_bound
 from agentrl.engine.placement import Device
+from agentrl.engine.vllm_server import start_timeout_s
 from agentrl.env import Action, Env, Split, StepResult
 from agentrl.errors import AgentRLError, ConfigError, WeightSyncError
 from agentrl.report.console import TrainConsole
@@ -247,4 +248,4 @@ def _deadline_s(config: Config) -> float:
     """The time that a run allows its parts, one after the other."""
     engine, learner = config.engine, config.learner
     updates_s = 2 * engine.update_timeout_s + engine.request_timeout_s
-    return SLACK_S + engine.start_timeout_s + learner.start_timeout_s + learner.step_timeout_s + updates_s
+    return SLACK_S + start_timeout_s(engine) + learner.start_timeout_s + learner.step_timeout_s + updates_s

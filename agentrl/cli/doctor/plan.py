@@ -12,6 +12,7 @@ from agentrl.cli.doctor import config_checks, machine, packages
 from agentrl.cli.doctor.findings import Check, Finding, ok
 from agentrl.config import Config, SandboxConfig
 from agentrl.engine import vllm_command
+from agentrl.engine.model_size import ModelSize, model_size
 
 T = TypeVar("T")
 
@@ -99,9 +100,9 @@ def _once(work: Callable[[], T]) -> Callable[[], T]:
     return ask
 
 
-def _size(config: Config) -> config_checks.ModelSize | None:
+def _size(config: Config) -> ModelSize | None:
     try:
-        return config_checks.model_size(config.model.path)
+        return model_size(config.model.path)
     except Exception:  # the check of the model reports it
         return None
 
@@ -111,7 +112,7 @@ def _gpus(config: Config | None, needs: Callable[[], config_checks.Needs]) -> li
     torch = machine.ask_torch() if found and "torch" in packages.installed_packages() else None
     findings = [machine.gpus(found, torch, has_device=has_device, wanted=needs().gpus)]
     if found and torch and torch.num_gpus and config and not config.engine.urls:
-        findings.append(machine.gpu_memory(found, fraction=config.engine.gpu_memory_fraction))
+        findings.append(machine.gpu_memory(found, fraction=config_checks.engine_fraction(config)))
     return findings
 
 

@@ -10,8 +10,13 @@ from agentrl.config import EngineConfig
 from agentrl.engine import memory
 from agentrl.engine.model_size import model_size
 from agentrl.errors import ConfigError
+from tests.agentrl.train.troubles import Trouble
 
 GIB = 2**30
+NO_CACHE = Trouble(
+    "engine.gpu_memory_fraction=... leaves no KV cache: the weights take ... GB, and about ... GB go to activations "
+    "and CUDA."
+)
 H100 = 85 * 10**9
 
 
@@ -46,8 +51,9 @@ def test_weights_and_work_come_before_the_cache() -> None:
     ],
 )
 def test_a_cache_that_cannot_be_computed_names_what_to_set(total: int | None, weights: int | None, reason: str) -> None:
-    with pytest.raises(ConfigError, match=reason):
+    with pytest.raises(ConfigError, match=reason) as found:
         memory.kv_cache_bytes(EngineConfig(), total_bytes=total, weights_bytes=weights)
+    assert total is None or weights is None or NO_CACHE.is_in(found.value)
 
 
 @pytest.mark.parametrize("settings", [{}, {"sleep_while_training": True}, {"gpu_memory_fraction": 0.6}])

@@ -20,8 +20,10 @@ from tests.agentrl.engine.test_pool import SAMPLING, Breakable, pool_of, until
 from tests.agentrl.engine.test_pool import ref as any_ref
 from tests.agentrl.engine.test_weight_updates import ref
 from tests.agentrl.engine.vllm_double import VLLMDouble, vllm_double
+from tests.agentrl.train.troubles import Trouble
 from tests.conftest import VLLMServer
 
+CANNOT = Trouble("engine at ... cannot release its memory: start it on a GPU with --enable-sleep-mode")
 TAKE = ["start_weight_update", "update_weights", "finish_weight_update"]
 PROVE = ["collective_rpc", "inference/v1/generate"]
 WOKEN = ["wake_up weights", *TAKE, "wake_up kv_cache", "resume", *PROVE]
@@ -89,9 +91,10 @@ async def test_a_server_started_without_sleep_mode_is_refused(double: VLLMDouble
     double.enables_sleep = False
     async with VLLMEngine(double.url):
         pass
-    with pytest.raises(EngineError, match=r"start it on a GPU with --enable-sleep-mode.*sleep_while_training=false"):
+    with pytest.raises(EngineError, match=r"or set engine\.sleep_while_training=false") as found:
         async with VLLMEngine(double.url, updates=UpdateSettings(sleeps=True)):
             pass
+    assert CANNOT.is_in(found.value)
 
 
 async def test_a_pool_sleeps_and_wakes_together(tokenizer: TurnTokenizer) -> None:

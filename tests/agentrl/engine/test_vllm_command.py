@@ -42,7 +42,8 @@ def pretend_installed(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
 
 
 def config(**engine: object) -> Config:
-    return Config.model_validate({"name": "run", "env": {"target": "a:B"}, "model": {"path": "m"}, "engine": engine})
+    tree = {"name": "run", "env": {"target": "a:B"}, "model": {"path": "m"}, "rollout": {"max_lag": 0}}
+    return Config.model_validate({**tree, "engine": engine})
 
 
 def test_the_command_carries_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,6 +110,43 @@ def test_sleep_mode_is_a_flag_of_a_gpu_and_is_refused_on_a_cpu(monkeypatch: pyte
     pretend_gpus(monkeypatch, 1)
     assert "--enable-sleep-mode" in command(config=config)[0]
     assert "--enable-sleep-mode" not in command(config=EngineConfig())[0]
+
+
+def of_memory(run: Config, **changes: object) -> dict[str, str]:
+    """The flags of vLLM's memory."""
+    argv, _ = command(config=run.engine, placement=vllm_command.placement_of(run), **changes)
+    return {flag: value for flag, value in itertools.pairwise(argv) if "memory" in flag}
+
+
+def test_an_engine_beside_the_learner_has_a_cache_of_a_fixed_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_gpus(monkeypatch, 1)
+    # 0.3 of 80 GB, less a tenth of that, 1 GiB, and 2 or 4 GB of weights, whose room must be free at the start
+    half = {"--gpu-memory-utilization": "0.025", "--kv-cache-memory-bytes": str(21_600_000_000 - 2**30 - 2 * 10**9)}
+    full = {"--gpu-memory-utilization": "0.05", "--kv-cache-memory-bytes": str(21_600_000_000 - 2**30 - 4 * 10**9)}
+    assert of_memory(config(), dtype="bfloat16") == half
+    assert of_memory(config()) == full
+    assert of_memory(config(kv_cache_bytes=5 * 10**9))["--kv-cache-memory-bytes"] == "5000000000"
+    with pytest.raises(ConfigError, match=r"gpu_memory_fraction=0\.05 of a GPU of 80 GB leaves no KV cache"):
+        of_memory(config(gpu_memory_fraction=0.05))
+
+
+def test_an_engine_on_a_gpu_of_its_own_measures(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_gpus(monkeypatch, 2)
+    assert of_memory(config()) == {"--gpu-memory-utilization": "0.9"}
+    assert of_memory(config(kv_cache_bytes=7, gpu_memory_fraction=0.5)) == {
+        "--gpu-memory-utilization": "0.5",
+        "--kv-cache-memory-bytes": "7",
+    }
+    run = config(sleep_while_training=True)
+    with pytest.raises(ConfigError, match=r"here they share none \(learner on GPU 0; engine on GPU 1"):
+        of_memory(run)
+
+
+def test_an_engine_that_sleeps_has_half_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_gpus(monkeypatch, 1)
+    run = config(sleep_while_training=True)
+    assert "50% of their memory" in vllm_command.describe(run.engine, vllm_command.placement_of(run))
+    assert of_memory(run)["--kv-cache-memory-bytes"] == str(36 * 10**9 - 2**30 - 4 * 10**9)
 
 
 @pytest.mark.parametrize(

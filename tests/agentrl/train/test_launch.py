@@ -15,9 +15,18 @@ from agentrl.config import Config
 from agentrl.errors import ConfigError
 from agentrl.supervision.child import ChildDied
 from agentrl.supervision.serving import configured_port
-from agentrl.train.launch import WEIGHTS_PREFIX, _progress_or_log, sandbox_ready, sandbox_service, weights_folder
+from agentrl.train.launch import (
+    WEIGHTS_PREFIX,
+    _progress_or_log,
+    learner_command,
+    sandbox_ready,
+    sandbox_service,
+    weights_folder,
+)
 from sandbox.client import SandboxClient
+from tests.agentrl.conftest import pretend_gpus
 from tests.agentrl.train.troubles import Trouble
+from tests.agentrl.train.whole_run import make_config
 
 TAKEN = Trouble("...: cannot listen on ...: Address already in use. Choose another, or 0 for any free port")
 
@@ -48,6 +57,21 @@ def test_weights_for_an_engine_on_another_machine_lie_in_the_runs_folder(tmp_pat
         assert folder.parent == tmp_path.resolve()
     with weights_folder(tmp_path, urls=["http://localhost:8000"]) as folder:
         assert folder.parent == Path("/dev/shm")
+
+
+@pytest.mark.parametrize("num_gpus", [1, 2])
+def test_the_learner_knows_whether_an_engine_uses_its_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_gpus: int
+) -> None:
+    pretend_gpus(monkeypatch, num_gpus)
+    command = learner_command(
+        make_config(tmp_path),
+        config_path=tmp_path / "config.json",
+        orchestrator_url="http://127.0.0.1:8400",
+        weights_dir=tmp_path,
+        run_dir=tmp_path,
+    )
+    assert ("--shares-gpu" in command) == (num_gpus == 1)
 
 
 def test_what_a_library_prints_between_progress_goes_to_the_log(tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ from fastapi.responses import JSONResponse
 from safetensors.numpy import save_file
 
 from agentrl.cli.doctor import config_checks
-from agentrl.cli.doctor.config_checks import ModelSize
 from agentrl.cli.doctor.findings import FindingStatus
 from agentrl.cli.doctor.machine import GIB
 from agentrl.config import Config, EngineConfig, LearnerConfig, SandboxConfig, parse
+from agentrl.engine.model_size import ModelSize, model_size
 from agentrl.supervision.serving import free_port, serving
 from tests.agentrl.conftest import QWEN_LIKE, pretend_gpus, write_tokenizer
 from tests.device import engine_device
@@ -35,7 +35,7 @@ def model_folder(folder: Path, *, template: str | None = QWEN_LIKE) -> Path:
 
 def test_a_models_size_is_read_from_its_files(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "m")
-    size = config_checks.model_size(str(folder))
+    size = model_size(str(folder))
     assert size is not None
     assert size.num_parameters == 17
     assert "17 parameters" in config_checks.model(config(folder)).found

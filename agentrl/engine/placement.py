@@ -11,7 +11,7 @@ use its result. "GPU i" is the i-th visible one, counted from 0: `engine.gpus` c
 | `engine.gpus` given | engines have those, in that order; ranks the first others, or, if too few are left, the first |
 | `learner.hostfile` | ranks have the first: DeepSpeed's launcher numbers them so on every machine |
 | `engine.url` | ranks have the first |
-| an engine alone (`agentrl engine`) | the first, or `engine.gpus` |
+| an engine alone (`agentrl engine`) | the last, or `engine.gpus` |
 
 | where they are | `weight_transfer: auto` |
 |---|---|
@@ -140,7 +140,9 @@ def place(
 
 def place_engine(engine: EngineConfig, *, visible: VisibleGpus, device: Device) -> Placement:
     """Place one engine that is started by itself, for a run that names it by `engine.url`. Raises ConfigError."""
-    alone = engine.model_copy(update={"url": None, "replicas": 1})
+    count, width = len(visible.gpus), engine.tensor_parallel
+    last = tuple(range(count - width, count)) if count >= width else None  # a learner here would have the first
+    alone = engine.model_copy(update={"url": None, "replicas": 1, "gpus": engine.gpus or last})
     return place(alone, LearnerConfig(), visible=visible, device=device, num_ranks=0)
 
 

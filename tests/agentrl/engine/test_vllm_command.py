@@ -203,8 +203,9 @@ def test_the_server_loads_the_backend_of_the_transfer(
 
 def test_a_server_by_itself_takes_the_weights_as_a_run_gives_them_to_a_url(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_gpus(monkeypatch, 4)
-    alone = vllm_command.placement_alone(EngineConfig(tensor_parallel=2, gpus=(2, 3)))
-    assert (alone.engines, alone.transfer) == (((2, 3),), "safetensors")
+    alone = vllm_command.placement_alone(EngineConfig(tensor_parallel=2))
+    assert (alone.engines, alone.transfer) == (((2, 3),), "safetensors")  # not where a learner here would be
+    assert vllm_command.placement_alone(EngineConfig(gpus=(0,))).engines == ((0,),)
     assert vllm_command.placement_of(config(url="http://a:1")).transfer == "safetensors"
     assert vllm_command.placement_alone(EngineConfig(weight_transfer="nccl")).transfer == "nccl"
 

@@ -26,7 +26,7 @@ ORDER = "CUDA_DEVICE_ORDER"
 BY_BUS = "PCI_BUS_ID"
 """The order of nvidia-smi. CUDA's own default puts the fastest GPU first."""
 WSL_SMI = "/usr/lib/wsl/lib/nvidia-smi"
-QUERY = ("--query-gpu=uuid,memory.total,mig.mode.current", "--format=csv,noheader,nounits")
+QUERY = ("--query-gpu=uuid,memory.total,mig.mode.current,compute_mode", "--format=csv,noheader,nounits")
 SMI_TIMEOUT_S = 20.0
 _GPU_LINE = re.compile(r"GPU \d+: .*\(UUID: (GPU-[^)]+)\)")
 _MIG_LINE = re.compile(r"\s+MIG .*\(UUID: (MIG-[^)]+)\)")
@@ -40,6 +40,7 @@ class MachineGpu:
     total_bytes: int | None = None
     is_split: bool = False  # in MIG mode: only its instances can be used
     instances: tuple[str, ...] = ()  # UUIDs of its MIG instances
+    is_exclusive: bool = False  # one process alone may use it: compute mode Exclusive_Process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +50,7 @@ class VisibleGpu:
     entry: str
     """How CUDA_VISIBLE_DEVICES names it: "3", "GPU-8932f937-..." or "MIG-..."."""
     is_mig: bool = False
+    is_exclusive: bool = False
     total_bytes: int | None = None  # None where it is not known
 
 
@@ -108,14 +110,21 @@ def visible(machine: Sequence[MachineGpu], mask: str | None, *, order: str | Non
 def _all(machine: Sequence[MachineGpu]) -> tuple[VisibleGpu, ...]:
     """Numbers; where a GPU is split into MIG instances, UUIDs, since CUDA numbers what is left in another way."""
     if not any(gpu.is_split for gpu in machine):
-        return tuple(VisibleGpu(entry=str(at), total_bytes=gpu.total_bytes) for at, gpu in enumerate(machine))
+        return tuple(_seen(gpu, str(at)) for at, gpu in enumerate(machine))
     found: list[VisibleGpu] = []
     for gpu in machine:
-        if gpu.is_split:
-            found += (VisibleGpu(entry=uuid, is_mig=True) for uuid in gpu.instances)
-        else:
-            found.append(VisibleGpu(entry=gpu.uuid, total_bytes=gpu.total_bytes))
+        found += [_seen(gpu, uuid) for uuid in gpu.instances] if gpu.is_split else [_seen(gpu, gpu.uuid)]
     return tuple(found)
+
+
+def _seen(gpu: MachineGpu, entry: str) -> VisibleGpu:
+    """The GPU, or an instance of it, under this name."""
+    return VisibleGpu(
+        entry=entry,
+        is_mig=gpu.is_split,
+        is_exclusive=gpu.is_exclusive,
+        total_bytes=None if gpu.is_split else gpu.total_bytes,
+    )
 
 
 def _named(machine: Sequence[MachineGpu], name: str, *, by_number: bool) -> VisibleGpu | None:
@@ -129,8 +138,7 @@ def _named(machine: Sequence[MachineGpu], name: str, *, by_number: bool) -> Visi
     if name.isdigit():
         if int(name) >= len(machine):
             return None
-        gpu = machine[int(name)]
-        return VisibleGpu(entry=str(int(name)), is_mig=gpu.is_split, total_bytes=_whole_bytes(gpu))
+        return _seen(machine[int(name)], str(int(name)))
     if name.startswith("MIG-"):
         return VisibleGpu(entry=name, is_mig=True)
     if not name.startswith("GPU-"):
@@ -140,12 +148,7 @@ def _named(machine: Sequence[MachineGpu], name: str, *, by_number: bool) -> Visi
         return None if all(gpu.uuid for gpu in machine) else VisibleGpu(entry=name)
     gpu = machine[matches[0]]
     is_plain = by_number and not any(one.is_split for one in machine)
-    entry = str(matches[0]) if is_plain else gpu.uuid
-    return VisibleGpu(entry=entry, is_mig=gpu.is_split, total_bytes=_whole_bytes(gpu))
-
-
-def _whole_bytes(gpu: MachineGpu) -> int | None:
-    return None if gpu.is_split else gpu.total_bytes
+    return _seen(gpu, str(matches[0]) if is_plain else gpu.uuid)
 
 
 @cache
@@ -163,16 +166,18 @@ def machine_gpus() -> tuple[MachineGpu, ...]:
 def read_machine(smi: str, *, timeout_s: float = SMI_TIMEOUT_S) -> tuple[MachineGpu, ...]:
     """What nvidia-smi lists. Raises OSError, ValueError or SubprocessError when it fails or takes too long."""
     rows = csv.reader(_answer([smi, *QUERY], timeout_s).splitlines(), skipinitialspace=True)
-    queried = [(uuid, memory, mode == "Enabled") for uuid, memory, mode in rows]
-    instances = parse_instances(_answer([smi, "-L"], timeout_s)) if any(split for *_, split in queried) else {}
+    queried = [(uuid, memory, mig == "Enabled", mode) for uuid, memory, mig, mode in rows]
+    is_any_split = any(is_split for _, _, is_split, _ in queried)
+    instances = parse_instances(_answer([smi, "-L"], timeout_s)) if is_any_split else {}
     return tuple(
         MachineGpu(
             uuid=uuid,
             total_bytes=int(memory) * 2**20 if memory.isdigit() else None,  # [N/A] where it is the host's memory
             is_split=is_split,
             instances=instances.get(uuid, ()),
+            is_exclusive=mode == "Exclusive_Process",
         )
-        for uuid, memory, is_split in queried
+        for uuid, memory, is_split, mode in queried
     )
 
 

@@ -135,6 +135,7 @@ def place(
         visible=visible,
         sets_ranks=not fixed,
     )
+    _check_exclusive(placement)
     return replace(placement, transfer=_transfer(engine, placement, is_split=learner.zero_stage == 3, on_wsl=on_wsl))
 
 
@@ -218,6 +219,15 @@ def _check_instances(visible: VisibleGpus, ranks: Sequence[int], engines: Sequen
     if any(len(engine) > 1 and is_mig(engine) for engine in engines):
         raise ConfigError(
             "engine.tensor_parallel > 1 on MIG instances: a process sees only one. Set engine.tensor_parallel=1"
+        )
+
+
+def _check_exclusive(placement: Placement) -> None:
+    """A GPU in compute mode Exclusive_Process refuses a second process."""
+    if placement.is_shared and any(placement.visible.gpus[gpu].is_exclusive for gpu in placement.ranks):
+        raise ConfigError(
+            f"learner and engine share a GPU ({placement.names(placement.used)}) in compute mode Exclusive_Process, "
+            "which one process alone may use: `sudo nvidia-smi -c DEFAULT`, or give them different ones"
         )
 
 

@@ -26,6 +26,7 @@ from agentrl.tokens.tokenizer import TurnTokenizer
 from agentrl.train import launch
 from agentrl.types import Completion, Sampling, WeightsRef
 from tests.agentrl.train.whole_run import TOKEN, orchestrating
+from tests.device import num_gpus
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -100,6 +101,7 @@ def settings(folder: Path, model: Path, **learner: Any) -> Config:
             "out_dir": str(folder),
             "env": {"target": "unused:Unused"},
             "model": {"path": str(model)},
+            "engine": {"url": "http://127.0.0.1:1"},  # a script is the engine: no GPU is kept for one
             "rollout": {"groups_per_step": 3, "group_size": 4, "max_lag": 0, "max_retries": 0},
             "learner": {"lr": 1e-3, "checkpoint_every": 2, "save_every": 0, **learner},
             "train": {"steps": STEPS, "stall_timeout_s": 60},
@@ -109,6 +111,7 @@ def settings(folder: Path, model: Path, **learner: Any) -> Config:
     )
 
 
+@pytest.mark.skipif(num_gpus() == 1, reason="two ranks need two GPUs where there are any")
 async def test_two_ranks_that_a_hostfile_names_make_the_run_that_one_rank_makes(
     tmp_path: Path, tiny_model_dir: Path
 ) -> None:

@@ -215,11 +215,14 @@ def test_torchrun_is_the_module_that_agentrl_train_starts() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(550)
 def test_two_ranks_under_torchrun_go_on_under_deepspeed_as_if_never_stopped(
-    tiny_model_dir: Path, tiny_model: Any, tmp_path: Path
+    tiny_model_dir: Path, tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They also publish again, together, for a restarted engine."""
+    for name, value in without_gpus().items():
+        monkeypatch.setenv(name, value)
     learner = {"lr": 1e-3, "zero_stage": 2, "checkpoint_every": 2, "num_ranks": 2}
-    settings = config(tiny_model_dir, learner=learner, algorithm={"rho_base": "auto"})
+    engine = {"url": "http://127.0.0.1:1"}  # the recorder takes the weights: no GPU is kept for an engine
+    settings = config(tiny_model_dir, learner=learner, engine=engine, algorithm={"rho_base": "auto"})
     whole, again = tmp_path / "whole", tmp_path / "again"
     for folder in (whole, again):
         folder.mkdir()

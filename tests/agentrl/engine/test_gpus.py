@@ -11,9 +11,9 @@ from agentrl.engine import gpus
 from agentrl.engine.gpus import BY_BUS, MASK, ORDER, MachineGpu, device_files, machine_gpus, read_machine, visible
 
 QUERIED = """\
-GPU-aaaaaaaa-1111-2222-3333-444444444444, 81559, Enabled
-GPU-bbbbbbbb-1111-2222-3333-444444444444, 81559, Disabled
-GPU-cccccccc-1111-2222-3333-444444444444, [N/A], [N/A]
+GPU-aaaaaaaa-1111-2222-3333-444444444444, 81559, Enabled, Default
+GPU-bbbbbbbb-1111-2222-3333-444444444444, 81559, Disabled, Exclusive_Process
+GPU-cccccccc-1111-2222-3333-444444444444, [N/A], [N/A], Default
 """
 LISTED = """\
 GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-aaaaaaaa-1111-2222-3333-444444444444)
@@ -40,6 +40,7 @@ def test_gpus_and_mig_instances_are_read_from_nvidia_smi(tmp_path: Path) -> None
     found = visible([split, whole, shared], None).gpus
     assert [gpu.entry[:12] for gpu in found] == ["MIG-dddddddd", "MIG-eeeeeeee", "GPU-bbbbbbbb", "GPU-cccccccc"]
     assert [gpu.is_mig for gpu in found] == [True, True, False, False]
+    assert [gpu.is_exclusive for gpu in found] == [False, False, True, False]
 
 
 @pytest.mark.parametrize("text", ["print('no driver'); sys.exit(9)", "time.sleep(60)", "print('garbage')"])

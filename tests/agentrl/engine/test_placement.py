@@ -138,6 +138,16 @@ def test_parameters_that_zero_releases_are_not_shared() -> None:
         placed(1, None, 1, {"weight_transfer": "ipc"}, zero_stage=3)
 
 
+def test_a_gpu_for_one_process_is_not_shared() -> None:
+    def on(num_gpus: int) -> Placement:
+        here = visible([MachineGpu(uuid=uuid, is_exclusive=True) for uuid in UUIDS[:num_gpus]], None)
+        return place(EngineConfig(), LearnerConfig(), visible=here, device="cuda")
+
+    assert on(2).transfer == "nccl"
+    with pytest.raises(ConfigError, match=r"Exclusive_Process.*nvidia-smi -c DEFAULT"):
+        on(1)
+
+
 MIG_MACHINE = [MachineGpu(uuid=UUIDS[0], is_split=True, instances=MIG), MachineGpu(uuid=UUIDS[1], total_bytes=GIB)]
 
 

@@ -19,14 +19,15 @@ from torch import Tensor
 from agentrl.config import Config
 from agentrl.errors import LearnerError, StaleTrajectoryError
 from agentrl.types import Batch, StepOutput, TrajectoryGroup
-from trainer import diagnostics, ranks, startup_proof
+from trainer import diagnostics, packing, ranks, startup_proof
 from trainer.deepspeed_settings import set_rates, start_engine
 from trainer.gradient import handoff
+from trainer.gradient.logprobs import score
 from trainer.gradient.norms import total_norm
 from trainer.gradient.step_gradient import Estimator
 from trainer.model import checkpoint_layers, load_model
 from trainer.objective import vcpo
-from trainer.packing import share_of_rank
+from trainer.packing import ActionTensors, share_of_rank
 from trainer.ranks import whole_shape
 from trainer.split_variance import SplitVariance
 from trainer.step_stats import GroupStats
@@ -158,12 +159,13 @@ class Learner:
         set_rates(self.engine, self.config)
 
     def logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        """log p(token[t+1] | token[:t+1]) under the present weights. [T-1]. Raises LearnerError for broken weights."""
-        ids_T = torch.tensor(token_ids, device=self.device)
-        with torch.no_grad():
-            logits_TV = self.model(input_ids=ids_T[None], use_cache=False).logits[0]
-        log_p_TV = logits_TV[:-1].float().log_softmax(dim=-1)
-        result: list[float] = log_p_TV.gather(1, ids_T[1:, None])[:, 0].tolist()
+        """log p(token[t+1] | token[:t+1]) under the present weights, by the same code as in a step. [T-1].
+
+        Raises LearnerError for broken weights.
+        """
+        if len(token_ids) < 2:
+            return []
+        result: list[float] = score(self.model, packing.join([_probe(token_ids, self.device)])).logprob_N.tolist()
         if not all(map(math.isfinite, result)):
             raise LearnerError(
                 f"the weights of version {self.policy_version} are broken: their logprobs are NaN or infinite. "
@@ -270,6 +272,19 @@ def _scaled_rate(param_groups: Sequence[dict[str, Any]], scale: float) -> Iterat
     finally:
         for group, rate in zip(param_groups, rates, strict=True):
             group["lr"] = rate
+
+
+def _probe(token_ids: Sequence[int], device: torch.device) -> ActionTensors:
+    """A text whose tokens are all actions but the first."""
+    ids_T = torch.tensor(token_ids, device=device)
+    num_actions = len(token_ids) - 1
+    return ActionTensors(
+        input_ids_S=ids_T[:-1],
+        predictor_N=torch.arange(num_actions, device=device),
+        target_N=ids_T[1:],
+        behavior_logprob_N=torch.zeros(num_actions, dtype=torch.float64),
+        policy_version_N=torch.zeros(num_actions, dtype=torch.int64),
+    )
 
 
 def _own_share(groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from agentrl.errors import ConfigError
@@ -20,7 +21,7 @@ from trainer import lora, packing
 from trainer.gradient import attention
 from trainer.gradient.logprobs import score
 from trainer.gradient.norms import squared_norm, total_norm
-from trainer.gradient.recorded_modules import check_modules, recording, tied_weight
+from trainer.gradient.recorded_modules import check_modules, forwards, recording, tied_weight
 from trainer.gradient.recorder import Recorder
 from trainer.gradient.sums import GradientSums
 from trainer.packing import ActionTensors
@@ -78,10 +79,15 @@ def _text(model: Any, index: int, num_tokens: int, num_actions: int) -> ActionTe
 
 
 def _by_autograd(model: Any, members: list[ActionTensors], sums: GradientSums) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and score norms from the model's own logits, text by text; sums -= the weighted gradients."""
+    """Log-probabilities and score norms from the model's own logits, text by text; sums -= the weighted gradients.
+
+    The head is computed in float32, like ours: see trainer/gradient/logprobs.py.
+    """
+    head = model.get_output_embeddings()
     logprobs, norms = [], []
     for member, coefficient in zip(members, _COEFFICIENTS, strict=True):
-        logits_SV = model(input_ids=member.input_ids_S[None], use_cache=False).logits[0]
+        with forwards([(head, lambda hidden: F.linear(hidden.float(), head.weight.float()))]):
+            logits_SV = model(input_ids=member.input_ids_S[None], use_cache=False).logits[0]
         log_p_NV = logits_SV[member.predictor_N].float().log_softmax(dim=-1)
         logprob_N = log_p_NV.gather(1, member.target_N[:, None])[:, 0]
         squares: list[Tensor] = []

@@ -1,7 +1,8 @@
 """Log-probability and entropy of each action token under the model. Independent of rewards and weights.
 
 The output head is applied to action positions only and in chunks, forward and backward: a whole [tokens, vocabulary]
-tensor never exists.
+tensor never exists. Logits are float32 whatever the model's type, as in the engine (vLLM's `head_dtype`): a bfloat16
+logit of 30 is 0.125 wide.
 Shapes: _N action tokens, _C tokens of a chunk, _V vocabulary, _D hidden size, _U ids of a segment.
 """
 
@@ -24,6 +25,9 @@ from trainer.packing import Pack
 
 # Elements of a float32 chunk [tokens, vocabulary]: 64 MiB on a CPU; 1 GiB on a GPU, whose products need many rows.
 CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 2**28, "meta": 2**28}
+
+CPU_WEIGHT_ELEMENTS = 2**22
+"""Elements of a bfloat16 head that are converted to float32 at a time: 16 MiB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +81,7 @@ class _Head(torch.autograd.Function):
         logprob_N, entropy_N, sum_pi2_N, log_sum_N = torch.empty(4, len(hidden_ND), device=hidden_ND.device)
         for start in range(0, len(hidden_ND), rows):
             at = slice(start, start + rows)
-            logits_CV = (hidden_ND[at] @ head.weight.t()).float()
+            logits_CV = float32_logits(hidden_ND[at], head.weight)
             log_sum_N[at] = logits_CV.logsumexp(dim=-1)
             log_pi_CV = logits_CV.sub_(log_sum_N[at, None])
             logprob_N[at] = log_pi_CV.gather(1, pack.target_N[at, None])[:, 0]
@@ -99,13 +103,30 @@ class _Head(torch.autograd.Function):
         for at in _chunks(ctx.recorder.action_bounds, ctx.rows):
             pi_CV, ctx.pi_CV = ctx.pi_CV, None
             if pi_CV is None:
-                pi_CV = (hidden_ND[at] @ ctx.head.weight.t()).float().sub_(log_sum_N[at, None]).exp_()
+                pi_CV = float32_logits(hidden_ND[at], ctx.head.weight).sub_(log_sum_N[at, None]).exp_()
             grad_CV = pi_CV.mul_(-seed_N[at, None])
             grad_CV.scatter_add_(1, ctx.pack.target_N[at, None], seed_N[at, None])
             grad_CV = grad_CV.to(hidden_ND.dtype)
             grad_ND[at] = grad_CV @ ctx.head.weight
             pieces.add(at, grad_CV, hidden_ND[at])
         return grad_ND, None, None, None, None
+
+
+def float32_logits(hidden_CD: Tensor, weight_VD: Tensor) -> Tensor:
+    """h W^T with float32 results: products of bfloat16 numbers are exact in it, and their sums are not rounded to
+    bfloat16. [C, V]"""
+    if hidden_CD.dtype == torch.float32:
+        return hidden_CD @ weight_VD.t()
+    if hidden_CD.is_cuda:
+        return torch.mm(hidden_CD, weight_VD.t(), out_dtype=torch.float32)
+    # torch has no such product on CPUs; block by block, so that no float32 copy of the whole weight exists.
+    rows = max(1, CPU_WEIGHT_ELEMENTS // weight_VD.shape[1])
+    wide_CD = hidden_CD.float()
+    logits_CV = wide_CD.new_empty(len(hidden_CD), len(weight_VD))
+    for start in range(0, len(weight_VD), rows):
+        at = slice(start, start + rows)
+        logits_CV[:, at] = wide_CD @ weight_VD[at].float().t()
+    return logits_CV
 
 
 def _chunks(bounds: tuple[int, ...], rows: int) -> Iterator[slice]:

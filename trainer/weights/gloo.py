@@ -75,7 +75,7 @@ class GlooTrainerEngine(TrainerWeightTransferEngine[GlooTrainerInitInfo]):  # ty
         def join() -> Group:
             return Group(store, rank=SENDER, world_size=world_size, address=address, timeout_s=timeout_s)
 
-        self._group = _alongside(lambda: self.client.init_weight_transfer_engine(asdict(theirs)), join)
+        self._group = alongside(lambda: self.client.init_weight_transfer_engine(asdict(theirs)), join)
 
     def send_weights(self) -> None:
         """Update all engines. Other ranks than the sender only take part in gathering. A failure closes the group."""
@@ -93,7 +93,7 @@ class GlooTrainerEngine(TrainerWeightTransferEngine[GlooTrainerInitInfo]):  # ty
         )
         self.client.start_weight_update()
         try:
-            _alongside(lambda: self.client.update_weights(asdict(update)), self._broadcast)
+            alongside(lambda: self.client.update_weights(asdict(update)), self._broadcast)
         except BaseException:
             self.shutdown()
             raise
@@ -119,7 +119,7 @@ class GlooTrainerEngine(TrainerWeightTransferEngine[GlooTrainerInitInfo]):  # ty
             self._group = None
 
 
-def _alongside(theirs: Callable[[], None], ours: Callable[[], T]) -> T:
+def alongside(theirs: Callable[[], None], ours: Callable[[], T]) -> T:
     """Run both at the same time, `theirs` in a thread. Returns the result of `ours` once both are done.
 
     `theirs` must have a deadline. If it failed too, its error is raised in place of a broken connection, since the

@@ -116,7 +116,7 @@ class GlooEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):  # type: i
         """Load the received tensors. Raises ValueError when there are none."""
         if not self._received:
             raise ValueError("nothing was received between start_weight_update and finish_weight_update")
-        self.checksum = loading.load(self, self.expected, self._received.items())
+        loading.load(self, self.expected, self._received.items())
         self._received.clear()
 
     def shutdown(self) -> None:

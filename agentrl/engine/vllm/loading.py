@@ -24,16 +24,17 @@ class LoadingModel:
     """Replaces vLLM's model while weights are loaded, to compute their checksum. Loading needs nothing else of a
     model.
 
-    Example: `LoadingModel(model).load_weights(tensors)`, then `.checksum.hexdigest()`.
+    Example: `LoadingModel(model, device).load_weights(tensors)`, then `.checksum.hexdigest()`.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, device: torch.device) -> None:
         self.checksum = Checksum()
         self._model = model
+        self._device = device
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Any:
-        """vLLM's own, with the same tensors."""
-        return self._model.load_weights(_summed(self.checksum, weights))
+        """vLLM's own, with the same tensors on the model's device."""
+        return self._model.load_weights(_summed(self.checksum, weights, self._device))
 
 
 class Expected:
@@ -74,37 +75,45 @@ class Expected:
                 method.process_weights_after_loading(layer)
 
 
-def _summed(checksum: Checksum, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yields the same tensors. The checksum of those in host memory is computed in a thread, while vLLM loads them."""
+def _summed(
+    checksum: Checksum, tensors: Iterable[tuple[str, Tensor]], device: torch.device
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors, copied to `device`, and computes their checksum there: one core would be slower than the
+    copy. On a CPU a thread computes it, while vLLM loads them.
+    """
+    if device.type != "cpu":
+        for name, tensor in tensors:
+            tensor = tensor.to(device)
+            checksum.add(name, tensor)  # on the stream that brought it
+            yield name, tensor
+        return
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="checksum") as executor:
         sums: deque[Future[None]] = deque()
         for name, tensor in tensors:
-            if tensor.device.type == "cpu":
-                sums.append(executor.submit(checksum.add, name, tensor))
-                if len(sums) > MAX_UNSUMMED:
-                    sums.popleft().result()
-            else:
-                checksum.add(name, tensor)  # on the stream that brought it
+            sums.append(executor.submit(checksum.add, name, tensor))
+            if len(sums) > MAX_UNSUMMED:
+                sums.popleft().result()
             yield name, tensor
         for left in sums:
             left.result()
 
 
-def load(engine: Any, expected: Expected, tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Replace all weights of a vLLM weight-transfer engine's model. Returns the checksum of the tensors.
+def load(engine: Any, expected: Expected, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Replace all weights of a vLLM weight-transfer engine's model, and its `checksum`.
 
-    `tensors` must have passed `Expected.check`; a failure here leaves the model half-changed.
+    `tensors` must have passed `Expected.check`. A failure here leaves the model half-changed and without a checksum.
     """
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+    engine.checksum = ""
     initialize_layerwise_reload(engine.model)
-    loading = LoadingModel(engine.model)
+    loading = LoadingModel(engine.model, engine.device)
     loading.load_weights(tensors)
     finalize_layerwise_reload(engine.model, engine.model_config)
     expected.renew_tied_layers(engine.model)
     if engine.device.type != "cpu":
         torch.accelerator.synchronize()
-    return loading.checksum.hexdigest()
+    engine.checksum = loading.checksum.hexdigest()
 
 
 def shards(folder: Path) -> list[Path]:

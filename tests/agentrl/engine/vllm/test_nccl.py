@@ -1,0 +1,177 @@
+"""vLLM's NCCL backend on both ends, with our mixin and our sender, over a communicator that needs no GPU."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from agentrl.engine.checksum import checksum_of
+from agentrl.engine.vllm.gloo_group import GroupError
+from agentrl.supervision.serving import free_port
+from tests import fake_nccl
+from tests.agentrl.engine.vllm.small_engines import Engine, Orchestrator, Source
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(autouse=True)
+def pretended() -> Iterator[None]:
+    with fake_nccl.installed():
+        yield
+
+
+def engines(tmp_path: Path, *tensor_parallel: int) -> list[Engine]:
+    from agentrl.engine.vllm.device import NCCLEngine
+
+    return [Engine(NCCLEngine, tmp_path, tensor_parallel=size) for size in tensor_parallel]
+
+
+def sender(
+    orchestrator: Orchestrator, source: Any, *, timeout_s: float = 30.0, buffer_bytes: int = 20_000, packed: bool = True
+) -> Any:
+    from trainer.weights.nccl import NCCLTrainerEngine, SenderInfo
+
+    world_size = 1 + sum(len(engine.workers) for engine in orchestrator.engines)
+    info = SenderInfo("127.0.0.1", free_port(), world_size, packed, buffer_bytes, rank=0, timeout_s=timeout_s)
+    return NCCLTrainerEngine.trainer_init(info, client=orchestrator, source=source)
+
+
+def assert_hold(engine: Engine, value: float) -> None:
+    expected = dict(Source(value))
+    for name, tensor in engine.weights().items():
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0)
+    assert engine.checksums == {checksum_of(expected.items())}
+    assert engine.is_whole
+
+
+@pytest.mark.parametrize("sizes", [(1,), (1, 1), (1, 1, 1, 1), (2, 2)], ids=["1", "2", "4", "2 of TP 2"])
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "one by one"])
+def test_all_engines_take_weights_through_one_communicator(tmp_path: Path, sizes: tuple[int, ...], packed: bool) -> None:
+    all_engines = engines(tmp_path, *sizes)
+    source = Source(1.0)
+    ours = sender(Orchestrator(all_engines), source, packed=packed)
+    for value in (1.0, 2.0):
+        source.value = value
+        ours.send_weights()
+        for engine in all_engines:
+            assert_hold(engine, value)
+    ranks = sorted(worker.model_update_group.rank for engine in all_engines for worker in engine.workers)
+    assert ranks == list(range(1, 1 + sum(sizes)))
+    ours.shutdown()
+
+
+def test_a_refused_update_moves_no_layer_and_the_next_one_arrives(tmp_path: Path) -> None:
+    all_engines = engines(tmp_path, 1, 1)
+    source = Source(1.0)
+    ours = sender(Orchestrator(all_engines), source)
+    ours.send_weights()
+    sums = all_engines[0].checksums
+    foreign = nn.ModuleDict({"embed": nn.Linear(16, 64, bias=False)})
+    ours.source = Source(9.0, foreign)
+    with pytest.raises(ValueError, match=r"lacks 4 of 1 tensors.*layers\.0"):
+        ours.send_weights()
+    for engine in all_engines:
+        assert engine.is_whole and engine.checksums == sums
+        assert_hold(engine, 1.0)
+    with pytest.raises(RuntimeError, match="connect again"):
+        ours.send_weights()
+    sender(Orchestrator(all_engines), Source(2.0)).send_weights()
+    for engine in all_engines:
+        assert_hold(engine, 2.0)
+
+
+class Breaking(Source):
+    """Calls `act` before its third tensor is sent."""
+
+    def __init__(self, value: float, act: Any) -> None:
+        super().__init__(value)
+        self._act = act
+
+    def __iter__(self) -> Any:
+        for at, pair in enumerate(super().__iter__()):
+            if at == 3:
+                self._act()
+            yield pair
+
+
+def fails() -> None:
+    raise ConnectionError("gathering failed")
+
+
+def test_a_broken_update_leaves_no_checksum_and_a_complete_one_repairs_it(tmp_path: Path) -> None:
+    all_engines = engines(tmp_path, 1, 2)
+    ours = sender(Orchestrator(all_engines), source := Source(1.0))
+    ours.send_weights()
+    ours.source = Breaking(5.0, fails)
+    with pytest.raises(ConnectionError, match="gathering failed"):
+        ours.send_weights()
+    del source
+    until_idle(ours.client)
+    for engine in all_engines:
+        assert engine.checksums == {""} and not engine.is_whole
+    sender(Orchestrator(all_engines), Source(7.0)).send_weights()
+    for engine in all_engines:
+        assert_hold(engine, 7.0)
+
+
+def until_idle(orchestrator: Orchestrator) -> None:
+    """The sender does not wait for the engines' answers after a failure."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("ThreadPoolExecutor") and thread is not threading.current_thread():
+            thread.join(20)
+
+
+def test_an_engine_that_dies_in_mid_broadcast_costs_neither_the_sender_nor_the_others(tmp_path: Path) -> None:
+    all_engines = engines(tmp_path, 1, 1, 1)
+    victim = all_engines[1]
+    orchestrator = Orchestrator(all_engines)
+
+    def dies(update_info: dict[str, Any]) -> None:
+        worker = victim.workers[0]
+        worker.start_weight_update()
+        group, send = worker.model_update_group, worker.model_update_group.broadcast
+
+        def last(tensor: Any, src: int, stream: Any = None) -> None:
+            if group.num_broadcasts == 1:
+                group.destroy()
+                raise ConnectionError("the engine is dead")
+            send(tensor, src)
+
+        group.broadcast = last
+        worker.update_weights(update_info)
+
+    victim.update = dies  # type: ignore[method-assign]
+    with pytest.raises((ConnectionError, GroupError)):
+        sender(orchestrator, Source(5.0), timeout_s=10.0).send_weights()
+    until_idle(orchestrator)
+    others = [all_engines[0], all_engines[2]]
+    assert all(engine.checksums == {""} for engine in others)
+    sender(Orchestrator(others), Source(7.0)).send_weights()
+    for engine in others:
+        assert_hold(engine, 7.0)
+
+
+def test_an_engine_that_does_not_join_is_noticed_at_once(tmp_path: Path) -> None:
+    all_engines = engines(tmp_path, 1, 1)
+
+    def refuses(init_info: dict[str, Any]) -> None:
+        raise ConnectionError("nothing listens there")
+
+    all_engines[1].init = refuses  # type: ignore[method-assign]
+    orchestrator = Orchestrator(all_engines)
+    finished = threading.Event()
+    with pytest.raises(ConnectionError, match="nothing listens"):
+        orchestrator_ends_all(orchestrator)
+        sender(orchestrator, Source(1.0), timeout_s=60.0)
+    assert not finished.is_set()
+    assert all_engines[0].workers[0].model_update_group is None
+
+
+def orchestrator_ends_all(orchestrator: Orchestrator) -> None:
+    """The pool raises the first error without waiting for the other engines."""

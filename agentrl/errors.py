@@ -10,6 +10,7 @@ AgentRLError
  |   +- EngineError        the engine failed
  |   |   +- EngineGone        its process is gone, or the connection to it broke
  |   |   +- WeightSyncError   an engine does not hold the weights it should; always ends the run
+ |   |       +- PreviousWeightsKept   an update failed, and the engine is proven to hold the previous weights
  |   +- LearnerError       the learner process failed
  |   +- JournalError       the run's journal could not be written or read
  |   +- DiskError          another file of the run could not be written
@@ -74,8 +75,13 @@ class WeightSyncError(EngineError):
     """An engine does not hold the weights it should hold."""
 
 
+class PreviousWeightsKept(WeightSyncError):
+    """An update failed. The engine is proven to hold the previous weights and serves them."""
+
+
 class WeightsWanted(AgentRLError):
-    """An engine was restarted and only the learner can give it the current weights: it must publish them again."""
+    """An engine was restarted, or an update broke off: only the learner can give it the current weights, and must
+    publish them again."""
 
 
 class LearnerError(InfraError):

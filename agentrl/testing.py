@@ -14,6 +14,7 @@ from agentrl.types import (
     EpisodeRecord,
     FinishReason,
     Message,
+    Receivers,
     Sampling,
     StopReason,
     Task,
@@ -145,6 +146,10 @@ class ScriptedEngine:
     def wants_weights(self) -> bool:
         """Never."""
         return False
+
+    async def receivers(self, policy_version: int) -> Receivers:
+        """Itself."""
+        return Receivers(engines=("scripted",))
 
     async def init_transfer(self, init: TransferInit) -> None:
         """No-op: there is no group to join."""

@@ -33,9 +33,7 @@ class FakeCommunicator:
         self.num_broadcasts = 0
         assert group.broadcast_obj("unique id" if self.rank == 0 else None, src=0) == "unique id"
         store: Any = distributed.PrefixStore("nccl", group.store)  # type: ignore[attr-defined]
-        self._gloo = Group(
-            store, rank=self.rank, world_size=self.world_size, address="127.0.0.1", timeout_s=LONGEST_S
-        )
+        self._gloo = Group(store, rank=self.rank, world_size=self.world_size, address="127.0.0.1", timeout_s=LONGEST_S)
 
     def broadcast(self, tensor: Tensor, src: int, stream: Any = None) -> None:
         if self.disabled:

@@ -15,7 +15,7 @@ import httpx
 
 from agentrl.errors import LearnerError, WeightsWanted, boundary
 from agentrl.train import learner_api as api
-from agentrl.types import Batch, StepOutput, TransferInit, WeightsRef
+from agentrl.types import Batch, Receivers, StepOutput, TransferInit, WeightsRef
 
 GONE_AFTER_S = 30.0
 RETRY_EVERY_S = 0.5
@@ -77,18 +77,30 @@ class OrchestratorClient:
         """Report a finished step. Raises LearnerError."""
         self._post(api.STEP, output, timeout_s=self._gone_after_s)
 
+    def receivers(self, policy_version: int) -> Receivers:
+        """The engines that will take this version from the learner's group. Waits for one that runs.
+
+        Raises LearnerError.
+        """
+        params = {"policy_version": policy_version}
+        response = self._call(lambda: self._client.get(api.RECEIVERS, params=params, timeout=self._publish_timeout_s))
+        with boundary(LearnerError, "reading which engines take the weights"):
+            return api.decode(response.content, Receivers)
+
     def open_transfer(self, init: TransferInit) -> None:
-        """Return once every engine has joined the learner's group. Raises LearnerError."""
-        self._post(api.TRANSFER, init, timeout_s=self._publish_timeout_s)
+        """Return once they have joined the learner's group. Raises LearnerError, WeightsWanted."""
+        response = self._post(api.TRANSFER, init, timeout_s=self._publish_timeout_s)
+        if response.status_code == AGAIN:
+            raise WeightsWanted("an engine could not join the learner's group")
 
     def publish(self, ref: WeightsRef) -> None:
         """Return once every engine has the weights and has proven it.
 
-        Raises LearnerError; WeightsWanted if an engine was restarted meanwhile and the weights must be published again.
+        Raises LearnerError; WeightsWanted if the transfer broke off and the weights must be published again.
         """
         response = self._post(api.WEIGHTS, ref, timeout_s=self._publish_timeout_s)
         if response.status_code == AGAIN:
-            raise WeightsWanted(f"an engine was restarted while it took version {ref.policy_version}")
+            raise WeightsWanted(f"an engine did not get all of version {ref.policy_version}")
 
     def finish(self) -> None:
         """Report that the last weights were exported. Raises LearnerError."""

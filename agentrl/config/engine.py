@@ -56,7 +56,7 @@ class EngineConfig(Section):
     replicas: PositiveInt = 1
     """Servers to start here; each uses `tensor_parallel` GPUs of its own."""
     update_order: UpdateOrder = "simultaneous"
-    """How several engines take new weights."""
+    """How several engines take new weights. gloo and nccl reach all at once."""
     device: Device = "auto"
     """Where the engine runs."""
     host: str = "127.0.0.1"
@@ -98,7 +98,8 @@ class EngineConfig(Section):
     request_timeout_s: PositiveFloat = 120.0
     """Longest wait for an answer, or for its next tokens."""
     update_timeout_s: PositiveFloat = 300.0
-    """Deadline of one weight update. After it the engine continues with the previous weights."""
+    """Deadline of one weight update. After it the engine continues with the previous weights, or is given all of the
+    new ones again where it has taken a part (nccl, ipc)."""
     parity_bound: PositiveFloat | Literal["auto"] = "auto"
     """Largest allowed mean of |engine - learner| over the logprobs of the probe text after an update; a KL of 20/9 of
     its square is the other bound, and a single logprob that is 10/3 of it off is a warning. auto: by device and
@@ -112,10 +113,15 @@ class EngineConfig(Section):
             raise ValueError("replicas starts servers here and url names running ones: give one of them")
         if self.url == ():
             raise ValueError("url is an empty list: name a server, or leave it out to have one started")
-        if self.num_engines > 1 and self.weight_transfer in ("gloo", "nccl", "ipc"):
+        if self.num_engines > 1 and self.weight_transfer == "ipc":
             raise ValueError(
-                f"weight_transfer={self.weight_transfer} joins one engine to the learner: several take their weights "
-                "from a folder that all can read, safetensors or reload"
+                "weight_transfer=ipc shares the memory of one GPU with one engine: several take their weights by nccl, "
+                "gloo, safetensors or reload"
+            )
+        if self.num_engines > 1 and self.weight_transfer in ("gloo", "nccl") and self.update_order == "rolling":
+            raise ValueError(
+                f"update_order=rolling: weight_transfer={self.weight_transfer} reaches all engines in one broadcast. "
+                "Use update_order=simultaneous, or weight_transfer=safetensors or reload"
             )
         return self
 

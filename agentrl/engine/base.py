@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from agentrl.types import Completion, Sampling, TransferInit, WeightsRef
+from agentrl.types import Completion, Receivers, Sampling, TransferInit, WeightsRef
 
 
 class Engine(Protocol):
@@ -41,11 +41,15 @@ class TrainableEngine(Engine, Protocol):
 
     @property
     def wants_weights(self) -> bool:
-        """Whether the learner must publish the current version again: the engine lost it in a restart."""
+        """Whether the learner must publish the current version again: an engine lost it, or has a part of it."""
+        ...
+
+    async def receivers(self, policy_version: int) -> Receivers:
+        """Which engines the next group of the learner consists of, to publish `policy_version`. Raises EngineError."""
         ...
 
     async def init_transfer(self, init: TransferInit) -> None:
-        """Join the learner's group. Raises EngineError."""
+        """Let those of the last `receivers` join the learner's group. Raises EngineError, WeightsWanted."""
         ...
 
     async def sleep(self) -> None:
@@ -56,7 +60,10 @@ class TrainableEngine(Engine, Protocol):
         ...
 
     async def update_weights(self, ref: WeightsRef) -> WeightUpdate:
-        """Swap weights while requests run, and prove that the engine holds them. Raises WeightSyncError."""
+        """Swap weights while requests run, and prove that the engine holds them.
+
+        Raises WeightSyncError; WeightsWanted where the learner must publish them again.
+        """
         ...
 
     def metrics(self) -> dict[str, float]:

@@ -137,6 +137,7 @@ def vllm_client(
             parity_every=settings.parity_every,
         ),
         num_starts=lambda: part.num_starts if part else 0,
+        end_server=part.end_all if part else None,
         on_tokens=on_tokens,
         token=token,
     )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from agentrl.engine.base import TrainableEngine, WeightUpdate
 from agentrl.supervision.wait_graph import WaitGraph
-from agentrl.types import Completion, Sampling, TransferInit, WeightsRef
+from agentrl.types import Completion, Receivers, Sampling, TransferInit, WeightsRef
 
 
 class BusyClock:
@@ -85,6 +85,11 @@ class MeteredEngine:
     def wants_weights(self) -> bool:
         """See TrainableEngine.wants_weights."""
         return self._engine.wants_weights
+
+    async def receivers(self, policy_version: int) -> Receivers:
+        """See TrainableEngine.receivers."""
+        with self.wait_graph.waiting("learner", on=self.name, what="running engines"):
+            return await self._engine.receivers(policy_version)
 
     async def init_transfer(self, init: TransferInit) -> None:
         """See TrainableEngine.init_transfer."""

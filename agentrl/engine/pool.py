@@ -12,62 +12,24 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from dataclasses import dataclass
+from contextlib import AsyncExitStack
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from agentrl.config.engine import UpdateOrder
-from agentrl.engine.base import TrainableEngine, WeightUpdate
+from agentrl.engine.base import WeightUpdate
+from agentrl.engine.pooled_engine import PooledEngine, Replica
+from agentrl.engine.transfer_group import Failure, TransferGroup
 from agentrl.errors import EngineError, EngineGone, WeightSyncError
 from agentrl.supervision.backoff import backoff_s
-from agentrl.types import Completion, Sampling, TransferInit, WeightsRef
+from agentrl.types import Completion, Receivers, Sampling, TransferInit, WeightsRef
 
 log = logging.getLogger(__name__)
 
 MAX_SESSIONS = 100_000
 MAX_FAILURES = 3
 """Failures in a row after which an engine is taken out even if it answers."""
-MAX_FALSE_UPDATES = 3
-"""Failed weight updates, or proofs, in a row after which an engine is given up."""
 FIRST_RETURN_S = 0.5
-
-
-class Replica(TrainableEngine, AbstractAsyncContextManager["Replica"], Protocol):
-    """An engine that can be in a pool. `generate` must not wait for a server that is gone: the pool has others.
-
-    Example: `VLLMEngine(url)`, whose `return_timeout_s` is 0.
-    """
-
-    @property
-    def url(self) -> str:
-        """The server, for messages."""
-        ...
-
-    async def health(self) -> None:
-        """Raises EngineError unless the engine runs."""
-        ...
-
-    async def recover(self) -> None:
-        """After a restart before the first update: find out which weights it holds. Raises EngineError."""
-        ...
-
-
-@dataclass(kw_only=True, eq=False)
-class _PooledEngine:
-    """An engine of the pool, and its state."""
-
-    client: Replica
-    is_serving: bool = True
-    num_running: int = 0
-    failures: int = 0
-    """In a row."""
-    false_updates: int = 0
-    """In a row."""
-
-    @property
-    def is_lost(self) -> bool:
-        return self.false_updates >= MAX_FALSE_UPDATES
 
 
 class EnginePool:
@@ -88,10 +50,10 @@ class EnginePool:
     def __init__(
         self, engines: Sequence[Replica], *, order: UpdateOrder = "simultaneous", return_timeout_s: float = 180.0
     ) -> None:
-        self._engines = [_PooledEngine(client=engine) for engine in engines]
+        self._engines = [PooledEngine(client=engine) for engine in engines]
         self._order = order
         self._return_timeout_s = return_timeout_s
-        self._engine_of: OrderedDict[str, _PooledEngine] = OrderedDict()
+        self._engine_of: OrderedDict[str, PooledEngine] = OrderedDict()
         self._changed = asyncio.Condition()
         self._updating = asyncio.Lock()  # one update, or one return, at a time
         self._awake = asyncio.Event()  # cleared between `sleep` and the next update: no engine returns
@@ -101,7 +63,8 @@ class EnginePool:
         self._returns: set[asyncio.Task[None]] = set()
         self._num_ejections = 0
         self._num_moved = 0
-        self._last_error: EngineError | None = None
+        self._last_error: Failure | None = None
+        self._group = TransferGroup(self._engines, leave=self._eject, return_timeout_s=return_timeout_s)
 
     async def __aenter__(self) -> Self:
         try:
@@ -118,6 +81,7 @@ class EnginePool:
         for task in self._returns:
             task.cancel()
         await asyncio.gather(*self._returns, return_exceptions=True)
+        await self._group.close()
         await self._stack.aclose()
 
     async def generate(
@@ -153,14 +117,25 @@ class EnginePool:
 
     @property
     def wants_weights(self) -> bool:
-        """Never: an engine that returns takes the weights from a folder."""
-        return False
+        """Whether the learner streams its weights, and an engine that runs does not have the current ones."""
+        ref = self._ref
+        return (
+            ref is not None
+            and self._group.is_used
+            and any(
+                (member.is_serving or member.is_back) and not member.has(ref.policy_version)
+                for member in self._engines
+                if not member.is_lost
+            )
+        )
+
+    async def receivers(self, policy_version: int) -> Receivers:
+        """See TransferGroup.receivers."""
+        return await self._group.receivers(policy_version)
 
     async def init_transfer(self, init: TransferInit) -> None:
-        """Raises EngineError: a process group would have to be made again whenever an engine leaves."""
-        raise EngineError(
-            "several engines take their weights from a folder: set engine.weight_transfer to safetensors or reload"
-        )
+        """Let the engines of the last `receivers` join the learner's group. Raises WeightsWanted when one cannot."""
+        await self._group.join(init)
 
     async def sleep(self) -> None:
         """Release the GPU memory of every engine that serves; one that cannot leaves the pool.
@@ -177,11 +152,17 @@ class EnginePool:
     async def update_weights(self, ref: WeightsRef) -> WeightUpdate:
         """Swap weights in every engine that serves; one that cannot leaves, and takes them when it returns.
 
-        Returns the longest gap and the worst parity. Raises WeightSyncError when no engine took them.
+        Returns the longest gap and the worst parity. Raises WeightSyncError when no engine took them, WeightsWanted
+        when the learner's group broke.
         """
         async with self._updating:
             self._ref = ref
             self._awake.set()
+            if ref.path is None:
+                try:
+                    return _worst(await self._group.update(ref))
+                finally:
+                    await self._notify()
             serving = [member for member in self._engines if member.is_serving]
             if self._order == "rolling":
                 outcomes = [await self._updated(member, ref) for member in serving]
@@ -205,13 +186,13 @@ class EnginePool:
             "engine/moved_requests": float(self._num_moved),
         }
 
-    async def _engine_for(self, session: str | None) -> _PooledEngine:
+    async def _engine_for(self, session: str | None) -> PooledEngine:
         """Where the session is, or the engine with the least to do. Waits while there is none."""
         member = None if session is None else self._engine_of.get(session)
-        if member is None or not member.is_serving:
+        if member is None or not member.takes_requests:
             await self._someone_serves()
             member = min(
-                (member for member in self._engines if member.is_serving), key=lambda member: member.num_running
+                (member for member in self._engines if member.takes_requests), key=lambda member: member.num_running
             )
         if session is None:
             return member
@@ -224,13 +205,7 @@ class EnginePool:
     async def _someone_serves(self) -> None:
         """Wait until an engine serves. Raises EngineError past `return_timeout_s`, or when all are given up."""
         try:
-            async with asyncio.timeout(self._return_timeout_s), self._changed:
-                await self._changed.wait_for(
-                    lambda: (
-                        any(member.is_serving for member in self._engines)
-                        or all(member.is_lost for member in self._engines)
-                    )
-                )
+            await self._changed_to_serving()
         except TimeoutError:
             raise EngineError(
                 f"none of {len(self._engines)} engines came back within {self._return_timeout_s:g} s: "
@@ -239,7 +214,23 @@ class EnginePool:
         if all(member.is_lost for member in self._engines):
             raise WeightSyncError(f"no engine is left: {self._last_error}") from self._last_error
 
-    async def _is_engines_fault(self, member: _PooledEngine, error: EngineError) -> bool:
+    async def _changed_to_serving(self) -> None:
+        """Wait until an engine serves, or all are given up. Raises TimeoutError past `return_timeout_s`."""
+        while True:
+            try:
+                async with asyncio.timeout(self._return_timeout_s), self._changed:
+                    await self._changed.wait_for(
+                        lambda: (
+                            any(member.takes_requests for member in self._engines)
+                            or all(member.is_lost for member in self._engines)
+                        )
+                    )
+                    return
+            except TimeoutError:
+                if not self.wants_weights:  # the learner that they wait for has deadlines of its own
+                    raise
+
+    async def _is_engines_fault(self, member: PooledEngine, error: EngineError) -> bool:
         """Whether another engine may succeed; otherwise the request itself is wrong."""
         member.failures += 1
         if isinstance(error, EngineGone | WeightSyncError) or not member.is_serving or member.failures >= MAX_FAILURES:
@@ -250,8 +241,9 @@ class EnginePool:
             return True
         return False
 
-    async def _eject(self, member: _PooledEngine, error: EngineError) -> None:
+    async def _eject(self, member: PooledEngine, error: Failure) -> None:
         self._last_error = error
+        member.num_exits += 1
         if not member.is_serving:
             return
         member.is_serving = False
@@ -261,7 +253,7 @@ class EnginePool:
         self._returns.add(task)
         task.add_done_callback(self._returns.discard)
 
-    async def _bring_back(self, member: _PooledEngine) -> None:
+    async def _bring_back(self, member: PooledEngine) -> None:
         """Try until it serves the current weights again, or has failed to take them too often."""
         began, number = time.monotonic(), 0
         while not member.is_lost:
@@ -269,22 +261,29 @@ class EnginePool:
             number += 1
             try:
                 await member.client.health()
-                await self._renewed(member)
+                if not self._group.is_used or self._ref is None:
+                    await self._renewed(member)
+                elif not member.is_serving:
+                    member.is_back, number = True, 0  # the learner gives it the weights
             except WeightSyncError as error:
                 member.false_updates += 1
                 self._last_error = error
                 log.warning("%s", error)
             except EngineError as error:
+                member.is_back = False
                 self._last_error = error
-            else:
+            if member.is_serving:
                 log.warning("the engine at %s serves again, after %.1f s", member.client.url, time.monotonic() - began)
                 break
         else:
             log.error("the engine at %s is given up: %s", member.client.url, self._last_error)
+        await self._notify()
+
+    async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
 
-    async def _slept(self, member: _PooledEngine) -> EngineError | None:
+    async def _slept(self, member: PooledEngine) -> EngineError | None:
         try:
             await member.client.sleep()
         except EngineError as error:
@@ -292,7 +291,7 @@ class EnginePool:
             return error
         return None
 
-    async def _renewed(self, member: _PooledEngine) -> None:
+    async def _renewed(self, member: PooledEngine) -> None:
         await self._awake.wait()
         async with self._updating:
             if self._ref is None:
@@ -302,7 +301,7 @@ class EnginePool:
             member.failures = member.false_updates = 0
             member.is_serving = True
 
-    async def _updated(self, member: _PooledEngine, ref: WeightsRef) -> WeightUpdate | EngineError:
+    async def _updated(self, member: PooledEngine, ref: WeightsRef) -> WeightUpdate | EngineError:
         try:
             return await member.client.update_weights(ref)
         except EngineError as error:

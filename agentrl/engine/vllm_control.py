@@ -91,9 +91,9 @@ class VLLMControl:
         """Whether `sleep` releases memory. False for a CPU, and for a server without our worker extension."""
         return await self._every_worker_says_yes("can_sleep")
 
-    async def init_transfer(self, init_info: dict[str, Any]) -> None:
+    async def init_transfer(self, init_info: dict[str, Any], *, timeout_s: float) -> None:
         """Join the learner's group; returns when the learner has joined too."""
-        await self._server.post("/init_weight_transfer_engine", {"init_info": init_info}, Anything)
+        await self._server.post("/init_weight_transfer_engine", {"init_info": init_info}, Anything, timeout_s=timeout_s)
 
     async def load(self, update_info: dict[str, Any], *, version: int, timeout_s: float) -> None:
         """Take new weights through vLLM's weight transfer, and label them `version`."""

@@ -21,7 +21,7 @@ from agentrl.engine.vllm_control import VLLMControl
 from agentrl.engine.vllm_schema import Chunk
 from agentrl.engine.weight_updates import UpdateSettings, WeightUpdater
 from agentrl.errors import EngineError, EngineGone, boundary
-from agentrl.types import Completion, FinishReason, Sampling, TransferInit, WeightsRef
+from agentrl.types import Completion, FinishReason, Receivers, Sampling, TransferInit, WeightsRef
 
 MAX_BREAKS = 5  # interruptions of one request, after which it is not retried on a server that seems healthy
 UNCERTAIN = 0.01
@@ -49,6 +49,7 @@ class VLLMEngine:
         request_timeout_s: longest wait for an answer, or for its next tokens.
         updates: how weights are updated and proven.
         num_starts: number of starts of the server so far, if this process starts it.
+        end_server: ends the server's process, if this process restarts it then.
         on_tokens: called whenever tokens of any answer arrive.
         token: the bearer token of the server, if it requires one (engine/vllm/auth_middleware.py).
 
@@ -64,6 +65,7 @@ class VLLMEngine:
         request_timeout_s: float = 120.0,
         updates: UpdateSettings | None = None,
         num_starts: Callable[[], int] = lambda: 1,
+        end_server: Callable[[], None] | None = None,
         on_tokens: Callable[[], None] = lambda: None,
         token: str | None = None,
     ) -> None:
@@ -83,6 +85,7 @@ class VLLMEngine:
             url=self.url,
             weights_change=self._weights_change,
             num_starts=num_starts,
+            end_server=end_server,
         )
 
     async def __aenter__(self) -> Self:
@@ -106,7 +109,7 @@ class VLLMEngine:
 
     @property
     def wants_weights(self) -> bool:
-        """Whether it was restarted, and only the learner can give it the present weights."""
+        """Whether only the learner can give it the current weights: it was restarted, or an update broke off."""
         return self._weights.wants_weights
 
     def metrics(self) -> dict[str, float]:
@@ -169,9 +172,14 @@ class VLLMEngine:
         """Log p(token[t+1] | token[:t+1]) under the weights the engine holds now. [T] -> [T-1]. Raises EngineError."""
         return await self._weights.score(token_ids)
 
+    async def receivers(self, policy_version: int) -> Receivers:
+        """Itself, once it runs. Raises EngineError when it does not return in time."""
+        await self._weights.running()
+        return Receivers(engines=(f"{self.url}#{self._weights.num_restarts}",))
+
     async def init_transfer(self, init: TransferInit) -> None:
         """Join the learner's group. Raises EngineError."""
-        await self.control.init_transfer(init.init_info)
+        await self._weights.join(init.init_info)
 
     async def sleep(self) -> None:
         """Release the GPU memory of weights and KV cache until the next update; requests wait. Raises EngineError."""

@@ -10,13 +10,14 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from agentrl.config.engine import KvOnUpdate
 from agentrl.engine.base import Parity, WeightUpdate, parity
 from agentrl.engine.generation_stream import INITIAL_LABEL
 from agentrl.engine.parity import ParityBounds
 from agentrl.engine.vllm_control import VLLMControl
-from agentrl.errors import EngineError, EngineGone, WeightsWanted, WeightSyncError
+from agentrl.errors import EngineError, EngineGone, PreviousWeightsKept, WeightsWanted, WeightSyncError
 from agentrl.types import WeightsRef
 
 log = logging.getLogger(__name__)
@@ -53,6 +54,7 @@ class WeightUpdater:
         weights_change: called when an update begins, before the first call to the server.
         num_starts: number of starts of the server so far, where that is known: a server that died and returned between
             two requests holds the wrong weights without any other sign of it.
+        end_server: ends the server's process, which is then restarted. None where it was not started here.
 
     Example:
         await updater.connect("policy")
@@ -68,12 +70,14 @@ class WeightUpdater:
         url: str,
         weights_change: Callable[[], None],
         num_starts: Callable[[], int],
+        end_server: Callable[[], None] | None = None,
     ) -> None:
         self._control = control
         self._settings = settings
         self._url = url
         self._weights_change = weights_change
         self._num_starts = num_starts
+        self._end_server = end_server
         self._seen_starts = num_starts()
         self._model = ""
         self._changing = asyncio.Lock()  # one update, or one recovery, at a time
@@ -83,10 +87,12 @@ class WeightUpdater:
         self._ref: WeightsRef | None = None  # the weights it holds; None: those it was started with
         self._num_updates = 0
         self._is_asleep = False
+        self._is_torn = False  # an update broke off and left it with a part of the new weights
         self.version = 0
         self.num_restarts = 0
         self.wants_weights = False
-        """Whether the server was restarted and only the learner can give it the current weights."""
+        """Whether only the learner can give the server the current weights: it was restarted, or an update broke
+        off."""
 
     async def connect(self, model: str) -> None:
         """Ask the server which weights it holds. Raises EngineError when they cannot be known."""
@@ -147,6 +153,14 @@ class WeightUpdater:
             await self._wait_until_back(error)
             await self._control.sleep(timeout_s=timeout_s)
 
+    async def running(self) -> None:
+        """Return once the server runs, whatever weights it holds. Raises EngineError when it does not return."""
+        await self._wait_until_back(EngineGone(f"engine at {self._url} is gone"))
+
+    async def join(self, init_info: dict[str, Any]) -> None:
+        """Let it join the learner's group. Raises EngineError past the deadline of an update."""
+        await self._control.init_transfer(init_info, timeout_s=self._settings.update_timeout_s)
+
     async def update(self, ref: WeightsRef) -> WeightUpdate:
         """See VLLMEngine.update_weights."""
         async with self._changing:
@@ -166,7 +180,7 @@ class WeightUpdater:
             except BaseException:
                 self._open.set()
                 raise
-            self._ref, self._distrust, self.wants_weights = ref, None, False
+            self._ref, self._distrust, self.wants_weights, self._is_torn = ref, None, False, False
             self._open.set()
             return update
 
@@ -272,21 +286,53 @@ class WeightUpdater:
         return found
 
     async def _restored(self, error: EngineError, what: str) -> WeightSyncError:
-        """The error to raise. If the engine is proven to hold the previous weights, it is trusted again."""
-        if self._ref is None:
+        """The error to raise. If the engine is proven to hold the previous weights, it is trusted again.
+
+        Raises WeightsWanted where it has a part of the new weights. It is not resumed before it has all of them.
+        """
+        if (ref := self._ref) is None:
             return WeightSyncError(f"{what}: {error}")
         try:
             async with asyncio.timeout(self._settings.update_timeout_s):
-                if self._ref.path is not None:
-                    await self._swap(self._ref)
-                else:
-                    await self._control.resume()
-                self._num_updates = 0  # probe now
-                await self._prove(self._ref)
+                is_torn = ref.path is None and not await self._still_holds(ref)
+                if not is_torn:
+                    await (self._control.resume() if ref.path is None else self._swap(ref))
+                    self._num_updates = 0  # probe now
+                    await self._prove(ref)
         except (EngineError, TimeoutError) as second:
-            return WeightSyncError(f"{what}: {error}; the previous weights could not be restored either: {second}")
+            why = f"{what}: {error}; the previous weights could not be restored either: {second}"
+            if ref.path is not None or await self._is_gone():
+                return WeightSyncError(why)
+            return await self._ended(why)  # a broadcast may hang in it
+        if is_torn:
+            return await self._torn(f"{what}: {error}")
         self._distrust = None
-        return WeightSyncError(f"{what}: {error}. It continues with version {self.version}")
+        return PreviousWeightsKept(f"{what}: {error}. It continues with version {self.version}")
+
+    async def _still_holds(self, ref: WeightsRef) -> bool:
+        """Whether no layer has changed since the update with `ref`: every worker still reports its checksum."""
+        return not self._is_asleep and set(await self._control.checksums()) == {ref.checksum}
+
+    async def _torn(self, why: str) -> WeightSyncError:
+        """After the first update that broke off the server waits for a complete one; after the second it is ended."""
+        if self._is_torn:
+            return await self._ended(f"{why}; the update before it broke off too")
+        self._is_torn = True
+        raise WeightsWanted(f"{why}; it has a part of them and waits for all")
+
+    async def _ended(self, why: str) -> WeightSyncError:
+        """End the server, whose weights are unknown. Raises WeightsWanted when it is back, if that is waited for."""
+        self._is_torn = False
+        if self._end_server is None:
+            return WeightSyncError(f"{why}. It is not resumed: restart the engine at {self._url}")
+        log.warning("%s. The engine at %s is ended and started again", why, self._url)
+        self._end_server()
+        try:
+            await self._wait_until_back(EngineGone(f"{why}. It was ended"))
+        except EngineGone as gone:
+            return WeightSyncError(str(gone))
+        self.num_restarts += 1
+        raise WeightsWanted(why)
 
     async def _wait_until_back(self, error: EngineError) -> None:
         """Raises `error` when nothing answers within `return_timeout_s`."""

@@ -87,8 +87,9 @@ class Child:
         except OSError as error:
             raise InfraError(f"the {self.name} process could not be started: {error}") from error
 
-    def end_left_over(self) -> None:
-        """End the processes of this part that the orphan guard did not end because it was killed itself."""
+    def end_all(self) -> None:
+        """End every process of this part at once. `watch` then starts it again. Also ends those that the orphan guard
+        did not end because it was killed itself."""
         for path in Path("/proc").glob("[0-9]*/environ"):
             with suppress(OSError):
                 if f"{MARK_VARIABLE}={self._mark}".encode() in path.read_bytes().split(b"\0"):
@@ -113,7 +114,7 @@ class Child:
         restart is left, InfraError when it cannot be started.
         """
         while (code := await self.process.wait()) or not self._may_end():
-            self.end_left_over()
+            self.end_all()
             what = self._how_it_ended(code)
             if (used := self._restarts.take(time.monotonic() - self._started)) is None:
                 again = f" (started {self.num_starts} times)" if self.num_starts > 1 else ""
@@ -187,7 +188,7 @@ async def child(
         yield part
     finally:
         await _stop(part.process)
-        part.end_left_over()
+        part.end_all()
         await asyncio.gather(*readers)
 
 

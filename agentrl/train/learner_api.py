@@ -1,16 +1,17 @@
-"""The HTTP API between orchestrator and learner: its contract, the session of one learner process, and the five routes.
+"""The HTTP API between orchestrator and learner: its contract, the session of one learner process, and the six routes.
 
     GET  /v1/batch?policy_version=V   -> 200 Batch | 204 not yet, ask again | 205 publish V again | 410 the run is over
     POST /v1/step      StepOutput     -> 200
-    POST /v1/transfer  TransferInit   -> 200 once every engine joined the learner's group
+    GET  /v1/receivers?policy_version=V -> 200 Receivers: the engines that will take V from the learner's group
+    POST /v1/transfer  TransferInit   -> 200 once they all joined the learner's group | 205 publish again
     POST /v1/weights   WeightsRef     -> 200 once every engine holds them and has proven it | 205 publish again
     POST /v1/finished                 -> 200 after 410: the last weights are in the run's folder
 
 Bodies are msgpack and are decoded into typed records only. Every call carries the header x-agentrl-learner: an id that
 each learner process makes up. A new id means that the learner was restarted: its first call waits until the run has
 gone back to the version of that learner; the process that it replaced gets 409. Repeating any call is safe: the same
-version gets the same batch until its step was reported. 205 is the answer after an engine was restarted and only the
-learner can give it the current weights: the learner opens its transfer again and publishes them again.
+version gets the same batch until its step was reported. 205 is the answer after an engine was restarted, or a transfer
+broke off, and only the learner can give it the current weights: it opens its transfer again and publishes them again.
 
 Independent of the buffer and the rollouts.
 """
@@ -33,7 +34,7 @@ from agentrl.engine.metered import MeteredEngine
 from agentrl.errors import AgentRLError, ConfigError, EngineError, LearnerError, LearnerReplaced, WeightsWanted
 from agentrl.supervision.secrets import is_bearer
 from agentrl.supervision.serving import BodyTooLarge, read_body
-from agentrl.types import Batch, StepOutput, TransferInit, WeightsRef
+from agentrl.types import Batch, Receivers, StepOutput, TransferInit, WeightsRef
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ T = TypeVar("T")
 
 MEDIA_TYPE = "application/msgpack"
 BATCH, STEP, TRANSFER, WEIGHTS = "/v1/batch", "/v1/step", "/v1/transfer", "/v1/weights"
-FINISHED = "/v1/finished"
+RECEIVERS, FINISHED = "/v1/receivers", "/v1/finished"
 LEARNER_HEADER = "x-agentrl-learner"
 LONG_POLL_S = 10.0
 MAX_BODY_BYTES = 64 * 1024**2
@@ -76,8 +77,12 @@ class LearnerCalls(Protocol):
         """Report a step."""
         ...
 
+    async def receivers(self, policy_version: int) -> Receivers:
+        """The engines that will take this version from the learner's group. Raises EngineError."""
+        ...
+
     async def transfer_opened(self, init: TransferInit) -> None:
-        """Return once every engine joined the learner's group. Raises EngineError."""
+        """Return once they all joined the learner's group. Raises EngineError, WeightsWanted."""
         ...
 
     async def weights_published(self, ref: WeightsRef) -> None:
@@ -85,7 +90,7 @@ class LearnerCalls(Protocol):
         ...
 
     async def engine_failed(self, error: EngineError) -> None:
-        """One of the two calls above failed, and not because the learner went away."""
+        """One of the three calls above failed, and not because the learner went away."""
         ...
 
     async def finished(self) -> None:
@@ -202,6 +207,10 @@ class LearnerSession:
         self.made_version = output.policy_version
         self._outputs.put_nowait(output)
 
+    async def receivers(self, policy_version: int) -> Receivers:
+        """Which engines the learner's next group consists of. Raises EngineError."""
+        return await self._engine.receivers(policy_version)
+
     async def transfer_opened(self, init: TransferInit) -> None:
         """Let the engine join the learner's group. Raises EngineError."""
         await self._engine.init_transfer(init)
@@ -292,6 +301,7 @@ def create_app(sessions: SessionOf, *, token: str) -> FastAPI:
         raise ConfigError("the token between learner and orchestrator is empty: set AGENTRL_TOKEN")
     app = FastAPI(title="agentrl orchestrator", openapi_url=None, dependencies=[Depends(_bearer(token))])
     app.add_exception_handler(LearnerReplaced, _conflict)
+    app.add_exception_handler(WeightsWanted, _publish_again)
 
     async def session_of(request: Request) -> LearnerCalls:
         return await sessions.session_of(request.headers.get(LEARNER_HEADER, ""))
@@ -304,41 +314,38 @@ def create_app(sessions: SessionOf, *, token: str) -> FastAPI:
                 record = await session.next_batch(policy_version)
         except TimeoutError:
             return Response(status_code=204)
-        except WeightsWanted:
-            return Response(status_code=205)
         except RunOver:
             return Response(status_code=410)
         return Response(content=encode(record), media_type=MEDIA_TYPE)
 
     @app.post(STEP)
-    async def step(request: Request) -> Response:
+    async def step(request: Request) -> None:
         output = await _record(request, StepOutput)
         await (await session_of(request)).step_done(output)
-        return Response(status_code=200)
+
+    @app.get(RECEIVERS)
+    async def receivers(request: Request, policy_version: int) -> Response:
+        session = await session_of(request)
+        async with _reporting_failures(session, request):
+            return Response(content=encode(await session.receivers(policy_version)), media_type=MEDIA_TYPE)
 
     @app.post(TRANSFER)
-    async def transfer(request: Request) -> Response:
+    async def transfer(request: Request) -> None:
         init = await _record(request, TransferInit)
         session = await session_of(request)
         async with _reporting_failures(session, request):
             await session.transfer_opened(init)
-        return Response(status_code=200)
 
     @app.post(WEIGHTS)
-    async def weights(request: Request) -> Response:
+    async def weights(request: Request) -> None:
         ref = await _record(request, WeightsRef)
         session = await session_of(request)
-        try:
-            async with _reporting_failures(session, request):
-                await session.weights_published(ref)
-        except WeightsWanted:
-            return Response(status_code=205)
-        return Response(status_code=200)
+        async with _reporting_failures(session, request):
+            await session.weights_published(ref)
 
     @app.post(FINISHED)
-    async def finished(request: Request) -> Response:
+    async def finished(request: Request) -> None:
         await (await session_of(request)).finished()
-        return Response(status_code=200)
 
     return app
 
@@ -355,6 +362,10 @@ def _bearer(token: str) -> Callable[[Request], Awaitable[None]]:
 
 async def _conflict(request: Request, error: Exception) -> Response:
     return JSONResponse({"detail": str(error)}, status_code=409)
+
+
+async def _publish_again(request: Request, error: Exception) -> Response:
+    return Response(status_code=205)
 
 
 @asynccontextmanager

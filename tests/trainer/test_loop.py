@@ -22,7 +22,7 @@ from agentrl.supervision.child import Child, child
 from agentrl.supervision.serving import free_port, serving
 from agentrl.train import launch
 from agentrl.train.learner_api import RunOver, create_app
-from agentrl.types import Batch, StepOutput, TransferInit, WeightsRef
+from agentrl.types import Batch, Receivers, StepOutput, TransferInit, WeightsRef
 from tests.device import without_gpus
 from tests.one_session import OneSession
 from tests.trainer.trainer_builders import batch, config, mixed_groups, plain_logprobs
@@ -57,6 +57,9 @@ class Recorder:
         tensors = load_file(Path(ref.path) / "model.safetensors")
         assert checksum_of(tensors.items()) == ref.checksum
         self.published.append(tensors)
+
+    async def receivers(self, policy_version: int) -> Receivers:
+        raise AssertionError("a folder needs no group")
 
     async def transfer_opened(self, init: TransferInit) -> None:
         raise AssertionError("a folder needs no connection")

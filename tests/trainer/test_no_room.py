@@ -62,6 +62,7 @@ class Nobody:
     def publish(self, ref: WeightsRef) -> None:
         raise AssertionError("weights that were not written must not be announced")
 
+    receivers: Any = None
     open_transfer: Any = None
 
 

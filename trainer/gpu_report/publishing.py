@@ -14,7 +14,7 @@ from agentrl.config.engine import Transfer
 from agentrl.engine import vllm_command
 from agentrl.engine.base import WeightUpdate
 from agentrl.engine.vllm_engine import VLLMEngine
-from agentrl.types import Probe, TransferInit, WeightsRef
+from agentrl.types import Probe, Receivers, TransferInit, WeightsRef
 from trainer.weights.publisher import TransferSettings
 from trainer.weights.source import WeightSource
 from trainer.weights.transfer import publisher
@@ -47,6 +47,10 @@ class _Link:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
+
+    def receivers(self, policy_version: int) -> Receivers:
+        """The engine."""
+        return self._wait(self.engine.receivers(policy_version))
 
     def open_transfer(self, init: TransferInit) -> None:
         """Returns once the engine has joined."""

@@ -110,15 +110,6 @@ class NCCLTrainerEngine(NCCLTrainerWeightTransferEngine):  # type: ignore[misc]
         finally:
             self.client = theirs
 
-    def _broadcast(self, source: Any, meta: Any) -> None:
-        pairs = iter(source)
-        try:
-            super()._broadcast(pairs, meta)
-        except BaseException:
-            for _ in pairs:
-                pass  # the other ranks gather with us until the end
-            raise
-
     def shutdown(self) -> None:
         """Leave the group: call off what the engines wait for, and abort the communicator. May be called again, and
         while another thread sends."""

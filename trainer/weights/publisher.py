@@ -8,16 +8,20 @@ from typing import Protocol
 
 from agentrl.config.engine import Transfer
 from agentrl.errors import ConfigError
-from agentrl.types import Probe, TransferInit, WeightsRef
+from agentrl.types import Probe, Receivers, TransferInit, WeightsRef
 
 FOLDER, STREAMED = ("safetensors", "reload"), ("gloo", "nccl", "ipc")
 
 
 class Link(Protocol):
-    """What a publisher needs from the orchestrator. Both methods raise LearnerError."""
+    """What a publisher needs from the orchestrator. All methods raise LearnerError."""
+
+    def receivers(self, policy_version: int) -> Receivers:
+        """The engines that will take this version from a group; none if all have it."""
+        ...
 
     def open_transfer(self, init: TransferInit) -> None:
-        """Return once every engine has joined."""
+        """Return once they have all joined. Raises WeightsWanted too."""
         ...
 
     def publish(self, ref: WeightsRef) -> None:

@@ -56,11 +56,19 @@ class StreamedPublisher:
         self._source = _FinishedSource(source)
         self._client = _SyncClient(link)
         self._engine: Any = None
+        self._receivers: tuple[str, ...] = ()  # of the open group
 
     def publish(self, *, policy_version: int, probe: Probe) -> int:
         """Connect if necessary, compute the checksum, send. Raises LearnerError, WeightsWanted."""
-        if self._engine is None:
-            self._engine = self._within_deadline("connecting to the engines", self._opened)
+        is_sender = self._transfer.rank == 0
+        try:
+            if is_sender:
+                self._choose_receivers(policy_version)
+            if self._engine is None and (self._receivers or not is_sender):
+                self._engine = self._within_deadline("connecting to the engines", self._opened)
+        except WeightsWanted:
+            self._take_part(num_passes=2)
+            raise
         checksum = Checksum()
         for name, tensor in self._source:
             checksum.add(name, tensor)
@@ -71,8 +79,26 @@ class StreamedPublisher:
             checksum=checksum.hexdigest(),
             probe=probe,
         )
-        self._within_deadline(f"sending weights of version {policy_version}", self._sent)
+        if is_sender and not self._receivers:  # all took them before the transfer broke off
+            self._take_part(num_passes=1)
+            self._client.update_weights({})
+        else:
+            self._within_deadline(f"sending weights of version {policy_version}", self._sent)
         return checksum.num_bytes
+
+    def _choose_receivers(self, policy_version: int) -> None:
+        """Ask who takes the weights. The group is made anew when an engine has left it or has to join it."""
+        receivers = self._client.receivers(policy_version)
+        if receivers != self._receivers:
+            self.close()
+            self._receivers = receivers
+
+    def _take_part(self, *, num_passes: int) -> None:
+        """Gather with the other ranks, which do so for the checksum and for the sending."""
+        if self._source.is_split:
+            for _ in range(num_passes):
+                for _ in self._source:
+                    pass
 
     def reopen(self) -> None:
         """Close the connections; the next publication connects again."""
@@ -91,7 +117,7 @@ class StreamedPublisher:
             raise MissingDependencyError(
                 f"--weight-transfer {self._transfer.backend} needs vLLM where the learner runs: {error}"
             ) from error
-        init_info = _init_info(self._transfer, self._config)
+        init_info = _init_info(self._transfer, self._config, num_engines=len(self._receivers))
         return WeightTransferTrainerFactory.trainer_init(init_info, client=self._client, source=self._source)
 
     def _sent(self) -> None:
@@ -185,6 +211,10 @@ class _SyncClient:
         """Cleared while the orchestrator is being asked. Its answer has a deadline."""
         self.idle.set()
 
+    def receivers(self, policy_version: int) -> tuple[str, ...]:
+        """The engines that will take this version."""
+        return self._link.receivers(policy_version).engines
+
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._ask(lambda: self._link.open_transfer(TransferInit(init_info=init_info)))
 
@@ -270,20 +300,24 @@ def _cut(engine: Any) -> None:
         log.warning("closing the connection to the engines: %s", error)
 
 
-def _init_info(transfer: TransferSettings, engine: EngineConfig) -> Any:
-    """vLLM's init info for this rank. Rank 0 of the group is the sender; the engine's workers follow."""
+def _init_info(transfer: TransferSettings, engine: EngineConfig, *, num_engines: int) -> Any:
+    """vLLM's init info for this rank. Rank 0 of the group is the sender; the workers of all engines follow."""
     from agentrl.engine.vllm.gloo_group import own_address
-    from trainer.weights import gloo
 
     if transfer.backend == "ipc":
         from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
         return IPCTrainerInitInfo(rank=transfer.rank)
-    address, world_size = own_address(engine_host(engine)), 1 + engine.tensor_parallel
+    address, world_size = own_address(engine_host(engine)), 1 + num_engines * engine.tensor_parallel
     if transfer.backend == "nccl":
-        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+        from trainer.weights import nccl
 
-        return NCCLTrainerInitInfo(address, free_port(address), world_size, rank=transfer.rank)
+        nccl.register()
+        return nccl.SenderInfo(
+            address, free_port(address), world_size, rank=transfer.rank, timeout_s=engine.update_timeout_s
+        )
+    from trainer.weights import gloo
+
     gloo.register()
     return gloo.GlooTrainerInitInfo(
         master_address=address, world_size=world_size, timeout_s=engine.update_timeout_s, rank=transfer.rank

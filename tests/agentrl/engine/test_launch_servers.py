@@ -26,8 +26,9 @@ def test_each_replica_has_its_port_and_its_gpus(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("keys", "fix"),
     [
-        ({"replicas": 2, "weight_transfer": "nccl"}, "safetensors or reload"),
-        ({"url": ["http://a", "http://b"], "weight_transfer": "gloo"}, "safetensors or reload"),
+        ({"replicas": 2, "weight_transfer": "ipc"}, "several take their weights by nccl"),
+        ({"replicas": 2, "weight_transfer": "nccl", "update_order": "rolling"}, "update_order=simultaneous"),
+        ({"url": ["http://a", "http://b"], "weight_transfer": "gloo", "update_order": "rolling"}, "one broadcast"),
         ({"url": "http://a", "replicas": 2}, "give one of them"),
         ({"url": []}, "leave it out"),
         ({"replicas": 2, "tensor_parallel": 2, "gpus": [0, 1, 2]}, "need 4 of gpus"),

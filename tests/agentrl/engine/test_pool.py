@@ -12,10 +12,11 @@ import pytest
 
 from agentrl.config.engine import UpdateOrder
 from agentrl.engine import pool as engine_pool
+from agentrl.engine import pooled_engine
 from agentrl.engine.base import Parity, WeightUpdate
 from agentrl.engine.pool import EnginePool
-from agentrl.errors import EngineError, EngineGone, WeightSyncError
-from agentrl.types import Completion, FinishReason, Probe, Sampling, TransferInit, VersionSpan, WeightsRef
+from agentrl.errors import EngineError, EngineGone, PreviousWeightsKept, WeightsWanted, WeightSyncError
+from agentrl.types import Completion, FinishReason, Probe, Receivers, Sampling, TransferInit, VersionSpan, WeightsRef
 
 SAMPLING = Sampling(max_tokens=4)
 
@@ -34,6 +35,7 @@ class Breakable:
     latency_s: float = 0.0
     updates: list[tuple[str, int]] = field(default_factory=list)
     wants_weights: bool = False
+    joins: list[tuple[int, int]] = field(default_factory=list)
 
     async def __aenter__(self) -> Self:
         self._fail("enter")
@@ -71,8 +73,12 @@ class Breakable:
     async def recover(self) -> None:
         self._fail("recover")
 
+    async def receivers(self, policy_version: int) -> Receivers:
+        raise AssertionError("a pool knows its engines")
+
     async def init_transfer(self, init: TransferInit) -> None:
-        raise AssertionError("a pool joins nobody")
+        self.joins.append((init.init_info["rank_offset"], init.init_info["world_size"]))
+        self._fail("join")
 
     async def sleep(self) -> None:
         self._fail("sleep")
@@ -195,9 +201,9 @@ async def test_an_engine_that_never_proves_its_weights_is_given_up() -> None:
     false = Breakable("a", breaks=lambda what: WeightSyncError("a checksum") if what == "update" else None)
     async with pool_of(false, Breakable("b")) as pool:
         await pool.update_weights(ref(1))
-        await until(lambda: len(false.updates) == engine_pool.MAX_FALSE_UPDATES)
+        await until(lambda: len(false.updates) == pooled_engine.MAX_FALSE_UPDATES)
         await asyncio.sleep(0.1)
-    assert len(false.updates) == engine_pool.MAX_FALSE_UPDATES
+    assert len(false.updates) == pooled_engine.MAX_FALSE_UPDATES
 
 
 async def test_an_update_that_no_engine_takes_is_an_error() -> None:
@@ -238,3 +244,144 @@ async def test_one_that_cannot_be_entered_leaves_none_entered() -> None:
         async with pool_of(*engines):
             pass
     assert not any(engine.is_entered for engine in engines)
+
+
+def streamed(version: int) -> WeightsRef:
+    probe = Probe(token_ids=(1, 2), logprobs=(-1.0,))
+    return WeightsRef(policy_version=version, num_bytes=7, update_info={}, checksum="", probe=probe)
+
+
+async def published(pool: EnginePool, version: int, workers: int = 1) -> WeightUpdate:
+    """As the learner does, until every engine of a group has taken it."""
+    while True:
+        number = len((await pool.receivers(version)).engines)
+        try:
+            if number:
+                info = {"rank_offset": 1, "world_size": 1 + number * workers}
+                await pool.init_transfer(TransferInit(init_info=info))
+            return await pool.update_weights(streamed(version))
+        except WeightsWanted:
+            continue
+
+
+async def test_all_engines_join_one_group_with_ranks_of_their_own() -> None:
+    engines = [Breakable("a"), Breakable("b"), Breakable("c")]
+    async with pool_of(*engines) as pool:
+        update = await published(pool, 1, workers=2)
+        assert [engine.joins for engine in engines] == [[(1, 7)], [(3, 7)], [(5, 7)]]
+        assert {engine.version for engine in engines} == {1} and update.gap_s == pytest.approx(0.1)
+        assert not pool.wants_weights
+        before = await pool.receivers(2)
+        assert before == await pool.receivers(2) and len(before.engines) == 3  # the group can stay
+
+
+async def test_an_engine_that_fails_in_a_group_leaves_and_the_others_take_the_weights_without_it() -> None:
+    state: dict[str, EngineError | None] = {}
+    dead, alive = Breakable("a", breaks=dying_in("update", state)), Breakable("b")
+    async with pool_of(dead, alive) as pool:
+        await published(pool, 1)
+        state["alive"] = EngineError()
+        await published(pool, 2)
+        assert (dead.version, alive.version) == (1, 2)
+        assert alive.joins == [(2, 3)] * 2 and dead.joins == [(1, 3)] * 2
+        answers = [await pool.generate([1], SAMPLING, request_id=f"{i}-0") for i in range(3)]
+        assert {answer.version_spans[0].version for answer in answers} == {2}
+        assert not pool.wants_weights
+        state.clear()
+        await until(lambda: pool.wants_weights)
+        num_updates = len(alive.updates)
+        await published(pool, 2)
+        assert dead.joins[-1] == (1, 2) and dead.version == 2  # a group of its own
+        assert len(alive.updates) == num_updates and pool.metrics()["engine/num_serving"] == 2
+
+
+def dying_in(what: str, state: dict[str, EngineError | None]) -> Callable[[str], EngineError | None]:
+    """Dies at the first `what`, and is gone until `state` is cleared."""
+
+    def breaks(now: str) -> EngineError | None:
+        if now == what and state.pop("alive", None) is not None:
+            state.update(update=EngineGone("a is dead"), health=EngineGone("a is dead"), join=EngineGone("a is dead"))
+        return state.get(now)
+
+    return breaks
+
+
+class Hanging(Breakable):
+    """Stays in the broadcast until the learner ends it."""
+
+    learner_ends: asyncio.Event
+
+    async def update_weights(self, ref: WeightsRef) -> WeightUpdate:
+        if ref.policy_version == 2 and not self.learner_ends.is_set():
+            await self.learner_ends.wait()
+            raise WeightsWanted("it has a part of them")
+        return await super().update_weights(ref)
+
+
+async def test_the_learner_is_told_at_once_when_one_engine_of_a_group_dies_while_the_others_wait() -> None:
+    state: dict[str, EngineError | None] = {}
+    dead, waits = Breakable("a", breaks=dying_in("update", state)), Hanging("b")
+    waits.learner_ends = asyncio.Event()
+    async with pool_of(dead, waits) as pool:
+        await published(pool, 1)
+        state["alive"] = EngineError()
+        await pool.receivers(2)
+        await pool.init_transfer(TransferInit(init_info={"rank_offset": 1, "world_size": 3}))
+        with pytest.raises(WeightsWanted, match="a is dead"):
+            await pool.update_weights(streamed(2))
+        waits.learner_ends.set()
+        await published(pool, 2)
+        assert waits.version == 2 and pool.metrics()["engine/num_serving"] == 1
+
+
+async def test_one_that_cannot_join_breaks_the_group_for_this_time_only() -> None:
+    state: dict[str, EngineError | None] = {"alive": EngineError()}
+    dead, alive = Breakable("a", breaks=dying_in("join", state)), Breakable("b")
+    async with pool_of(dead, alive) as pool:
+        await pool.receivers(1)
+        with pytest.raises(WeightsWanted, match="a did not join: a is dead"):
+            await pool.init_transfer(TransferInit(init_info={"rank_offset": 1, "world_size": 3}))
+        await published(pool, 1)
+        assert (dead.version, alive.version) == (0, 1) and alive.joins == [(2, 3), (1, 2)]
+
+
+async def test_an_engine_that_kept_the_previous_weights_goes_on_with_them_until_the_next_publication() -> None:
+    state: dict[str, EngineError | None] = {}
+    engines = [Breakable("a", breaks=state.get), Breakable("b", breaks=state.get)]
+    async with pool_of(*engines) as pool:
+        await published(pool, 1)
+        state["update"] = PreviousWeightsKept("the learner died")
+        await pool.receivers(2)
+        with pytest.raises(WeightsWanted, match="the learner died"):
+            await pool.update_weights(streamed(2))
+        assert (await pool.generate([1], SAMPLING, request_id="0-0")).version_spans[0].version == 1
+        assert pool.wants_weights and pool.metrics()["engine/ejections"] == 0
+        state.clear()
+        await published(pool, 2)
+        assert {engine.version for engine in engines} == {2}
+
+
+async def test_a_publication_that_all_engines_refuse_again_and_again_ends_the_run() -> None:
+    kept = PreviousWeightsKept("another model's weights")
+    engines = [Breakable(url, breaks=lambda what: kept if what == "update" else None) for url in "ab"]
+    async with pool_of(*engines) as pool:
+        with pytest.raises(WeightSyncError, match="no engine took version 1: another model"):
+            await published(pool, 1)
+
+
+async def test_engines_that_never_prove_streamed_weights_end_the_run() -> None:
+    engines = [
+        Breakable(url, breaks=lambda what: WeightSyncError("a checksum") if what == "update" else None) for url in "ab"
+    ]
+    async with pool_of(*engines) as pool:
+        with pytest.raises(WeightSyncError, match="no engine"):
+            await published(pool, 1)
+
+
+async def test_a_publication_waits_for_an_engine_and_then_says_so() -> None:
+    gone = EngineGone("dead")
+    async with pool_of(
+        Breakable("a", breaks=lambda what: gone if what != "enter" else None), return_timeout_s=0.1
+    ) as pool:
+        with pytest.raises(EngineError, match=r"no engine came back within 0.1 s: dead"):
+            await pool.receivers(1)

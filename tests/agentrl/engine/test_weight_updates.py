@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
 
 from agentrl.engine.vllm_engine import VLLMEngine
+from agentrl.engine.weight_updates import UpdateSettings
+from agentrl.errors import PreviousWeightsKept, WeightsWanted, WeightSyncError
 from agentrl.testing import ScriptedEngine
 from agentrl.tokens.tokenizer import TurnTokenizer
-from agentrl.types import Probe, Sampling, WeightsRef
+from agentrl.types import Completion, Probe, Sampling, WeightsRef
 from tests.agentrl.engine.vllm_double import VLLMDouble, vllm_double
 
 
@@ -43,3 +50,83 @@ async def test_a_request_that_waits_for_one_update_waits_for_the_next_one_too(to
         await updating
         assert set(completion.policy_versions()) == {2}
         assert double.lies == []
+
+
+def streamed(version: int, *, moves: bool = True) -> WeightsRef:
+    """Weights without a folder. A double that refuses them holds them nevertheless, unless they do not move."""
+    probe = Probe(token_ids=(1, 2), logprobs=(-1.0 - version,))
+    info = {"version": version} if moves else {}
+    return WeightsRef(policy_version=version, num_bytes=1, update_info=info, checksum=f"weights {version}", probe=probe)
+
+
+@asynccontextmanager
+async def holding_version_1(tokenizer: TurnTokenizer, **options: Any) -> AsyncIterator[tuple[VLLMDouble, VLLMEngine]]:
+    script = ScriptedEngine(tokenizer=tokenizer, script=lambda prompt: "yes")
+    async with (
+        vllm_double(script) as double,
+        VLLMEngine(double.url, updates=UpdateSettings(update_timeout_s=20), **options) as engine,
+    ):
+        await engine.update_weights(streamed(1))
+        yield double, engine
+
+
+async def request(engine: VLLMEngine) -> Completion:
+    return await engine.generate([1, 2], Sampling(max_tokens=8), request_id="a-0", session_id="a")
+
+
+async def test_a_streamed_update_that_is_refused_before_a_layer_moves_keeps_the_old_weights(
+    tokenizer: TurnTokenizer,
+) -> None:
+    async with holding_version_1(tokenizer) as (double, engine):
+        double.refuses = lambda path: path == "update_weights"
+        with pytest.raises(PreviousWeightsKept, match=r"out of luck.*continues with version 1"):
+            await engine.update_weights(streamed(2, moves=False))
+        assert set((await request(engine)).policy_versions()) == {1}
+        assert double.lies == [] and not engine.wants_weights
+
+
+async def test_a_streamed_update_that_broke_off_is_never_resumed_and_a_complete_one_ends_the_wait(
+    tokenizer: TurnTokenizer,
+) -> None:
+    async with holding_version_1(tokenizer) as (double, engine):
+        num_resumed = double.asked["resume"]
+        double.refuses = lambda path: path == "update_weights"
+        with pytest.raises(WeightsWanted, match=r"out of luck.*it has a part of them"):
+            await engine.update_weights(streamed(2))
+        assert double.asked["resume"] == num_resumed and engine.wants_weights
+        waiting = asyncio.create_task(request(engine))
+        double.refuses = lambda path: False
+        await engine.update_weights(streamed(2))
+        assert set((await waiting).policy_versions()) == {2}
+        assert double.lies == [] and not engine.wants_weights
+
+
+async def test_a_server_whose_updates_break_off_twice_is_ended(tokenizer: TurnTokenizer) -> None:
+    ended: list[str] = []
+    async with holding_version_1(tokenizer, end_server=lambda: ended.append("now")) as (double, engine):
+        double.refuses = lambda path: path == "update_weights"
+        for _ in range(2):
+            assert ended == []
+            with pytest.raises(WeightsWanted, match="out of luck"):
+                await engine.update_weights(streamed(2))
+        assert ended == ["now"]
+
+
+async def test_a_server_that_is_not_ours_has_to_be_restarted_by_its_owner(tokenizer: TurnTokenizer) -> None:
+    async with holding_version_1(tokenizer) as (double, engine):
+        double.refuses = lambda path: path == "update_weights"
+        with pytest.raises(WeightsWanted):
+            await engine.update_weights(streamed(2))
+        num_resumed = double.asked["resume"]
+        with pytest.raises(WeightSyncError, match=f"restart the engine at {double.url}"):
+            await engine.update_weights(streamed(2))
+        assert double.asked["resume"] == num_resumed
+
+
+async def test_a_server_that_does_not_tell_what_it_holds_is_ended(tokenizer: TurnTokenizer) -> None:
+    ended: list[str] = []
+    async with holding_version_1(tokenizer, end_server=lambda: ended.append("now")) as (double, engine):
+        double.refuses = lambda path: path in ("update_weights", "collective_rpc")
+        with pytest.raises(WeightsWanted, match="could not be restored"):
+            await engine.update_weights(streamed(2))
+        assert ended == ["now"]

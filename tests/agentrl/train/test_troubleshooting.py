@@ -41,6 +41,12 @@ PROVOKED_ELSEWHERE = {
     "... is being trained by process": "train/test_resume.py::test_two_processes_do_not_train_one_run",
     "the last ... groups each had": "train/test_orchestrator.py::test_a_task_without_signal_ends_with_a_reason",
     "the engine ended with exit code": "engine/test_vllm_server.py::test_a_server_that_ends_is_reported_with_its_log",
+    "weights of version ...; it has a part": "engine/test_weight_updates.py::"
+    "test_a_streamed_update_that_broke_off_is_never_resumed_and_a_complete_one_ends_the_wait",
+    "...; the update before it broke off too": "engine/test_weight_updates.py::"
+    "test_a_server_that_is_not_ours_has_to_be_restarted_by_its_owner",
+    "update_order=rolling": "engine/test_launch_servers.py::"
+    "test_settings_that_cannot_work_are_refused_with_how_to_fix_them",
     "no engine is left": "engine/test_pool.py::test_an_update_that_no_engine_takes_is_an_error",
     "the run needs": "engine/test_placement.py::test_what_cannot_work_is_refused_with_what_would",
     "engine.gpus=... counts": "engine/test_placement.py::test_what_cannot_work_is_refused_with_what_would",

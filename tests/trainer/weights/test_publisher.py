@@ -19,7 +19,7 @@ import trainer.weights.streamed
 from agentrl.config import EngineConfig
 from agentrl.engine.vllm.gloo_group import Deadline, Group, meet
 from agentrl.errors import ConfigError, LearnerError, WeightsWanted
-from agentrl.types import Probe, TransferInit, WeightsRef
+from agentrl.types import Probe, Receivers, TransferInit, WeightsRef
 from trainer.weights.publisher import Publisher, TransferSettings
 from trainer.weights.source import WeightSource
 from trainer.weights.streamed import EXIT_HUNG, StreamedPublisher, _init_info, json_safe, within
@@ -28,6 +28,9 @@ from trainer.weights.transfer import publisher
 
 class Silent:
     """An orchestrator that does not answer."""
+
+    def receivers(self, policy_version: int) -> Receivers:
+        return Receivers(engines=("one",))
 
     def open_transfer(self, init: TransferInit) -> None:
         time.sleep(30)
@@ -287,13 +290,14 @@ def test_ipc_handles_travel_in_vllms_own_format() -> None:
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 def test_the_group_is_the_sender_and_every_worker(backend: str) -> None:
-    info = _init_info(transfer(backend), EngineConfig(tensor_parallel=4, url="http://localhost:1"))
-    assert (info.backend, info.master_address, info.world_size, info.rank) == (backend, "127.0.0.1", 5, 0)
+    settings = EngineConfig(tensor_parallel=4, url="http://localhost:1", update_timeout_s=7)
+    info = _init_info(transfer(backend), settings, num_engines=3)
+    assert (info.master_address, info.world_size, info.rank, info.timeout_s) == ("127.0.0.1", 13, 0, 7)
     assert info.is_sender
 
 
 def test_ipc_needs_no_group() -> None:
-    info = _init_info(replace(transfer("ipc"), rank=1), EngineConfig())
+    info = _init_info(replace(transfer("ipc"), rank=1), EngineConfig(), num_engines=1)
     assert (info.backend, info.packed, info.is_sender) == ("ipc", False, False)
 
 

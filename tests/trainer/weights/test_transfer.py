@@ -27,7 +27,7 @@ from agentrl.engine.weight_updates import UpdateSettings
 from agentrl.errors import EngineError, WeightSyncError
 from agentrl.supervision.serving import serving
 from agentrl.train.learner_api import RunOver, create_app
-from agentrl.types import Batch, Probe, StepOutput, TransferInit, WeightsRef
+from agentrl.types import Batch, Probe, Receivers, StepOutput, TransferInit, WeightsRef
 from tests.conftest import VLLMServer
 from tests.device import cpu_engine_only, engine_settings, parity_bound, without_gpus
 from tests.one_session import OneSession
@@ -56,6 +56,9 @@ class Engines:
 
     async def finished(self) -> None:
         raise AssertionError("no run is made here")
+
+    async def receivers(self, policy_version: int) -> Receivers:
+        return await self.engine.receivers(policy_version)
 
     async def transfer_opened(self, init: TransferInit) -> None:
         await self.engine.init_transfer(init)

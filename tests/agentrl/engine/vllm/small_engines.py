@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +15,7 @@ from vllm.distributed.weight_transfer.base import ParamMeta
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-from agentrl.engine.pool import share_of
+from agentrl.engine.transfer_group import share_of
 
 CPU = torch.device("cpu")
 
@@ -115,21 +115,33 @@ class Orchestrator:
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         self.engines = list(engines)
-        self.errors: list[BaseException | None] = []
+        self.calls: list[Future[None]] = []
+        self.is_updating = False
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         number = len(self.engines)
-        self._all([lambda e=e, i=i: e.init(share_of(init_info, i, number)) for i, e in enumerate(self.engines)])
+        self._begin([lambda e=e, i=i: e.init(share_of(init_info, i, number)) for i, e in enumerate(self.engines)])
+        self._first()
 
     def start_weight_update(self) -> None: ...
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        self._all([lambda e=e: e.update(update_info) for e in self.engines])
+        self._begin([lambda e=e: e.update(update_info) for e in self.engines])
+        self.is_updating = True
+        self._first()
 
     def finish_weight_update(self, weight_version: str | None = None) -> None: ...
 
-    def _all(self, calls: Sequence[Any]) -> None:
-        with ThreadPoolExecutor(len(calls)) as threads:
-            self.errors = [future.exception() for future in [threads.submit(call) for call in calls]]
-        if first := next((error for error in self.errors if error), None):
-            raise first
+    def _begin(self, calls: Sequence[Callable[[], None]]) -> None:
+        threads = ThreadPoolExecutor(len(calls), thread_name_prefix="route")
+        self.calls = [threads.submit(call) for call in calls]
+        threads.shutdown(wait=False)
+
+    def _first(self) -> None:
+        """Return when all have ended. Raises the first error at once: the others may wait for the sender."""
+        for call in wait(self.calls, return_when=FIRST_EXCEPTION).done:
+            call.result()
+
+    def settled(self) -> list[BaseException | None]:
+        """The error of each engine's last call, once all have ended."""
+        return [call.exception(timeout=30) for call in self.calls]

@@ -1,6 +1,6 @@
 """What our weight transfer uses of vLLM, by name: an upgrade that changes it fails here, and says where.
 
-NCCL and CUDA IPC cannot run without a GPU; for them this, and the mixin over a stand-in, is all that a CPU can show.
+NCCL and CUDA IPC cannot run without a GPU; test_nccl.py and test_ipc.py run them over stand-ins for what needs one.
 """
 
 from __future__ import annotations
@@ -138,7 +138,8 @@ def test_vllms_engines_load_through_the_attribute_that_we_replace(name: str) -> 
     ours, theirs = engine.__mro__[1:3]
     assert ours.__module__ == "agentrl.engine.vllm.device" and theirs.__module__.startswith(TRANSFER)
     assert "self.model.load_weights" in inspect.getsource(theirs.receive_weights)
-    assert engine.receive_weights is ours.receive_weights and engine.finish_weight_update is ours.finish_weight_update
+    assert engine.start_weight_update is ours.start_weight_update
+    assert engine.finish_weight_update is ours.finish_weight_update
 
 
 def test_the_worker_has_what_our_extension_reads() -> None:
@@ -162,14 +163,17 @@ class StandIn:
     """Where vLLM's engine class would be: loads two tensors it got from nowhere, or fails between them."""
 
     def __init__(self, model: nn.Module, model_config: Any) -> None:
-        self.model, self.model_config = model, model_config
-        self.fails, self.num_finished = False, 0
+        self.model, self.model_config, self.device = model, model_config, torch.device("cpu")
+        self.fails, self.num_started, self.num_finished = False, 0, 0
 
     def arriving(self) -> Iterator[tuple[str, Tensor]]:
         yield "weight", torch.full((2, 3), 5.0)
         if self.fails:
             raise RuntimeError("the connection broke")
         yield "bias", torch.zeros(2)
+
+    def start_weight_update(self) -> None:
+        self.num_started += 1
 
     def receive_weights(self, update_info: Any) -> None:
         for pair in self.arriving():
@@ -216,9 +220,12 @@ def test_the_mixin_sums_what_vllms_engine_loads(proven: Any) -> None:
 @pytest.mark.parametrize(("names", "reason"), [(["weight"], "lacks.*bias"), (["weight", "bias", "x"], "unknown.*x")])
 def test_the_mixin_refuses_another_models_weights(proven: Any, names: list[str], reason: str) -> None:
     before = proven.model.weight.clone()
+    proven.start_weight_update()
     with pytest.raises(ValueError, match=reason):
         proven.receive_weights(update(*names))
-    assert torch.equal(proven.model.weight, before)
+    assert torch.equal(proven.model.weight, before) and proven.num_started == 0
+    with pytest.raises(ValueError, match="nothing was received"):
+        proven.finish_weight_update()
 
 
 def test_the_mixin_puts_the_model_back_after_a_failure(proven: Any) -> None:
@@ -228,5 +235,6 @@ def test_the_mixin_puts_the_model_back_after_a_failure(proven: Any) -> None:
     assert proven.model is model and proven.checksum == ""
     proven.fails = False
     proven.receive_weights(update("weight", "bias"))
+    assert (proven.num_started, proven.num_finished) == (2, 1)  # whole layers before vLLM counts their tensors anew
     proven.finish_weight_update()
     assert proven.checksum == checksum_of(model.state_dict().items())

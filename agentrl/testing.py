@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from agentrl.engine.base import WeightUpdate
+from agentrl.engine.base import Receivers, WeightUpdate
 from agentrl.errors import EngineError
 from agentrl.tokens.tokenizer import TurnTokenizer
 from agentrl.types import (
@@ -14,7 +14,6 @@ from agentrl.types import (
     EpisodeRecord,
     FinishReason,
     Message,
-    Receivers,
     Sampling,
     StopReason,
     Task,

@@ -388,16 +388,6 @@ class WeightsRef:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Receivers:
-    """The engines that take one version from the learner's group, by name. One that must join anew has another name.
-
-    Example: `Receivers(engines=("http://10.0.0.5:8000#0", "http://10.0.0.6:8000#2"))`. Empty: all have it already.
-    """
-
-    engines: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TransferInit:
     """How engines join the learner's group: the body of vLLM's /init_weight_transfer_engine.
 

@@ -13,9 +13,10 @@ from enum import Enum, auto
 
 import httpx
 
+from agentrl.engine.base import Receivers
 from agentrl.errors import LearnerError, WeightsWanted, boundary
 from agentrl.train import learner_api as api
-from agentrl.types import Batch, Receivers, StepOutput, TransferInit, WeightsRef
+from agentrl.types import Batch, StepOutput, TransferInit, WeightsRef
 
 GONE_AFTER_S = 30.0
 RETRY_EVERY_S = 0.5

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from agentrl.types import Completion, Receivers, Sampling, TransferInit, WeightsRef
+from agentrl.types import Completion, Sampling, TransferInit, WeightsRef
 
 
 class Engine(Protocol):
@@ -69,6 +69,16 @@ class TrainableEngine(Engine, Protocol):
     def metrics(self) -> dict[str, float]:
         """Counts since the start, under `engine/*` names."""
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Receivers:
+    """The engines that take one version from the learner's group, by name. One that must join anew has another name.
+
+    Example: `Receivers(engines=("http://10.0.0.5:8000#0", "http://10.0.0.6:8000#2"))`. Empty: all have it already.
+    """
+
+    engines: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

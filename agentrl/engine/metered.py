@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from agentrl.engine.base import TrainableEngine, WeightUpdate
+from agentrl.engine.base import Receivers, TrainableEngine, WeightUpdate
 from agentrl.supervision.wait_graph import WaitGraph
-from agentrl.types import Completion, Receivers, Sampling, TransferInit, WeightsRef
+from agentrl.types import Completion, Sampling, TransferInit, WeightsRef
 
 
 class BusyClock:

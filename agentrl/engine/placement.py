@@ -263,8 +263,8 @@ def _gpus(placement: Placement) -> list[VisibleGpu]:
 
 def _against_nccl(engine: EngineConfig, placement: Placement) -> str | None:
     """Why nccl cannot work; None where it can."""
-    if placement.ranks and placement.engines and engine.num_engines > 1:
-        return "joins one engine to the learner: several take their weights from a folder; use safetensors or auto"
+    if engine.num_engines > 1 and engine.update_order == "rolling":
+        return "reaches all engines in one broadcast: use safetensors or auto, or engine.update_order=simultaneous"
     if placement.is_shared:
         return (
             f"joins different GPUs, and learner and engine share one ({placement}): use ipc or auto, or give the "

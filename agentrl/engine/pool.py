@@ -17,12 +17,12 @@ from types import TracebackType
 from typing import Self
 
 from agentrl.config.engine import UpdateOrder
-from agentrl.engine.base import WeightUpdate
+from agentrl.engine.base import Receivers, WeightUpdate
 from agentrl.engine.pooled_engine import PooledEngine, Replica
 from agentrl.engine.transfer_group import Failure, TransferGroup
 from agentrl.errors import EngineError, EngineGone, WeightSyncError
 from agentrl.supervision.backoff import backoff_s
-from agentrl.types import Completion, Receivers, Sampling, TransferInit, WeightsRef
+from agentrl.types import Completion, Sampling, TransferInit, WeightsRef
 
 log = logging.getLogger(__name__)
 

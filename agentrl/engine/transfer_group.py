@@ -12,10 +12,10 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from agentrl.engine.base import WeightUpdate
+from agentrl.engine.base import Receivers, WeightUpdate
 from agentrl.engine.pooled_engine import PooledEngine
 from agentrl.errors import AgentRLError, EngineError, EngineGone, PreviousWeightsKept, WeightsWanted, WeightSyncError
-from agentrl.types import Receivers, TransferInit, WeightsRef
+from agentrl.types import TransferInit, WeightsRef
 
 POLL_S = 0.5
 

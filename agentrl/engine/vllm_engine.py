@@ -14,14 +14,14 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
-from agentrl.engine.base import WeightUpdate
+from agentrl.engine.base import Receivers, WeightUpdate
 from agentrl.engine.generation_stream import GenerationStream, UnlabelledWeights, joined
 from agentrl.engine.vllm_client import VLLMHttpClient
 from agentrl.engine.vllm_control import VLLMControl
 from agentrl.engine.vllm_schema import Chunk
 from agentrl.engine.weight_updates import UpdateSettings, WeightUpdater
 from agentrl.errors import EngineError, EngineGone, boundary
-from agentrl.types import Completion, FinishReason, Receivers, Sampling, TransferInit, WeightsRef
+from agentrl.types import Completion, FinishReason, Sampling, TransferInit, WeightsRef
 
 MAX_BREAKS = 5  # interruptions of one request, after which it is not retried on a server that seems healthy
 UNCERTAIN = 0.01

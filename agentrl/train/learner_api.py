@@ -29,12 +29,12 @@ import msgspec
 from fastapi import Depends, FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse
 
-from agentrl.engine.base import WeightUpdate
+from agentrl.engine.base import Receivers, WeightUpdate
 from agentrl.engine.metered import MeteredEngine
 from agentrl.errors import AgentRLError, ConfigError, EngineError, LearnerError, LearnerReplaced, WeightsWanted
 from agentrl.supervision.secrets import is_bearer
 from agentrl.supervision.serving import BodyTooLarge, read_body
-from agentrl.types import Batch, Receivers, StepOutput, TransferInit, WeightsRef
+from agentrl.types import Batch, StepOutput, TransferInit, WeightsRef
 
 log = logging.getLogger(__name__)
 

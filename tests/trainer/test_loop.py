@@ -16,13 +16,14 @@ import torch
 from safetensors.torch import load_file
 
 from agentrl.config import Config, save
+from agentrl.engine.base import Receivers
 from agentrl.engine.checksum import checksum_of
 from agentrl.errors import EngineError, LearnerError, WeightsWanted
 from agentrl.supervision.child import Child, child
 from agentrl.supervision.serving import free_port, serving
 from agentrl.train import launch
 from agentrl.train.learner_api import RunOver, create_app
-from agentrl.types import Batch, Receivers, StepOutput, TransferInit, WeightsRef
+from agentrl.types import Batch, StepOutput, TransferInit, WeightsRef
 from tests.device import without_gpus
 from tests.one_session import OneSession
 from tests.trainer.trainer_builders import batch, config, mixed_groups, plain_logprobs

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 from agentrl.config import EngineConfig
 from agentrl.config.engine import Transfer
 from agentrl.engine import vllm_command
-from agentrl.engine.base import WeightUpdate
+from agentrl.engine.base import Receivers, WeightUpdate
 from agentrl.engine.vllm_engine import VLLMEngine
-from agentrl.types import Probe, Receivers, TransferInit, WeightsRef
+from agentrl.types import Probe, TransferInit, WeightsRef
 from trainer.weights.publisher import TransferSettings
 from trainer.weights.source import WeightSource
 from trainer.weights.transfer import publisher

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Protocol
 
 from agentrl.config.engine import Transfer
+from agentrl.engine.base import Receivers
 from agentrl.errors import ConfigError
-from agentrl.types import Probe, Receivers, TransferInit, WeightsRef
+from agentrl.types import Probe, TransferInit, WeightsRef
 
 FOLDER, STREAMED = ("safetensors", "reload"), ("gloo", "nccl", "ipc")
 

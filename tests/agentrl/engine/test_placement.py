@@ -17,7 +17,6 @@ GIB = 2**30
 UUIDS = tuple(f"GPU-{name}0000000-0000" for name in "abcdefgh")
 MIG = ("MIG-11111111-0000", "MIG-22222222-0000")
 TP2 = {"tensor_parallel": 2}
-SEVERAL = "safetensors"  # to several engines on GPUs of their own
 
 
 def machine(num_gpus: int) -> list[MachineGpu]:
@@ -45,11 +44,12 @@ def placed(
         (8, None, 4, {}, "0,1,2,3", ["4"], "nccl"),
         # several engines, tensor parallel
         (4, None, 2, TP2, "0,1", ["2,3"], "nccl"),
-        (8, None, 4, TP2 | {"replicas": 2}, "0,1,2,3", ["4,5", "6,7"], SEVERAL),
-        (8, None, 5, {"replicas": 3}, "0,1,2,3,4", ["5", "6", "7"], SEVERAL),
+        (8, None, 4, TP2 | {"replicas": 2}, "0,1,2,3", ["4,5", "6,7"], "nccl"),
+        (8, None, 5, {"replicas": 3}, "0,1,2,3,4", ["5", "6", "7"], "nccl"),
+        (8, None, 4, {"replicas": 4, "update_order": "rolling"}, "0,1,2,3", ["4", "5", "6", "7"], "safetensors"),
         # engine.gpus indexes the visible list; ranks take the others
         (2, None, 1, {"gpus": [0]}, "1", ["0"], "nccl"),
-        (8, None, 4, {"gpus": [0, 2, 4, 6], "replicas": 4}, "1,3,5,7", ["0", "2", "4", "6"], SEVERAL),
+        (8, None, 4, {"gpus": [0, 2, 4, 6], "replicas": 4}, "1,3,5,7", ["0", "2", "4", "6"], "nccl"),
         (8, "4,5,6,7", 2, {"gpus": [2, 3]} | TP2, "4,5", ["6,7"], "nccl"),
         (8, "7,6", 1, {"gpus": [0]}, "6", ["7"], "nccl"),
         # masks

@@ -13,10 +13,10 @@ import pytest
 from agentrl.config.engine import UpdateOrder
 from agentrl.engine import pool as engine_pool
 from agentrl.engine import pooled_engine
-from agentrl.engine.base import Parity, WeightUpdate
+from agentrl.engine.base import Parity, Receivers, WeightUpdate
 from agentrl.engine.pool import EnginePool
 from agentrl.errors import EngineError, EngineGone, PreviousWeightsKept, WeightsWanted, WeightSyncError
-from agentrl.types import Completion, FinishReason, Probe, Receivers, Sampling, TransferInit, VersionSpan, WeightsRef
+from agentrl.types import Completion, FinishReason, Probe, Sampling, TransferInit, VersionSpan, WeightsRef
 
 SAMPLING = Sampling(max_tokens=4)
 

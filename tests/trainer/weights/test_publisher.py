@@ -17,9 +17,10 @@ import torch
 
 import trainer.weights.streamed
 from agentrl.config import EngineConfig
+from agentrl.engine.base import Receivers
 from agentrl.engine.vllm.gloo_group import Deadline, Group, meet
 from agentrl.errors import ConfigError, LearnerError, WeightsWanted
-from agentrl.types import Probe, Receivers, TransferInit, WeightsRef
+from agentrl.types import Probe, TransferInit, WeightsRef
 from trainer.weights.publisher import Publisher, TransferSettings
 from trainer.weights.source import WeightSource
 from trainer.weights.streamed import EXIT_HUNG, StreamedPublisher, _init_info, json_safe, within

@@ -96,6 +96,16 @@ def engine_fraction(config: Config) -> float:
     return memory.engine_fraction(config.engine, is_shared=is_shared)
 
 
+def engine_gpus(config: Config) -> set[int] | None:
+    """The engines' GPUs by nvidia-smi's numbers; None where those are not known."""
+    try:
+        placement = vllm_command.placement_of(config)
+    except ConfigError:  # the check of the engine reports it
+        return None
+    entries = [placement.visible.gpus[gpu].entry for engine in placement.engines for gpu in engine]
+    return set(map(int, entries)) if all(map(str.isdigit, entries)) else None
+
+
 def engine_settings(config: Config) -> Finding:
     """How the engine would be started, and who would use which GPU. FAIL for what is not available or cannot work."""
     settings = config.engine

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -108,17 +108,17 @@ def gpus(found: Sequence[Gpu], torch: TorchCuda | None, *, has_device: bool, wan
     return ok("GPU", what if torch is None else f"{what}, torch {torch.version} uses {usable}")
 
 
-def gpu_memory(found: Sequence[Gpu], *, fraction: float) -> Finding:
-    """Whether the engine's share of each GPU is free."""
+def gpu_memory(found: Sequence[Gpu], *, fraction: float, used: Collection[int] | None = None) -> Finding:
+    """Whether the engine's share of each GPU is free. `used`: the engines' GPUs, by nvidia-smi's numbers; None: all."""
     short = [
         f"GPU {at}: {_size(gpu.free_bytes)} of {_size(gpu.total_bytes)} free"
         for at, gpu in enumerate(found)
-        if gpu.free_bytes < fraction * gpu.total_bytes
+        if (used is None or at in used) and gpu.free_bytes < fraction * gpu.total_bytes
     ]
     if short:
         fix = "`nvidia-smi` shows which program uses it: end that, or lower engine.gpu_memory_fraction"
         return warn("GPU memory", f"{', '.join(short)}; the engine takes {fraction:.0%}", fix)
-    return ok("GPU memory", f"{fraction:.0%} of each GPU is free for the engine")
+    return ok("GPU memory", f"{fraction:.0%} of each GPU that it uses is free for the engine")
 
 
 def memory(*, needed_bytes: int, available_bytes: int | None = None) -> Finding:

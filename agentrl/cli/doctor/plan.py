@@ -112,7 +112,8 @@ def _gpus(config: Config | None, needs: Callable[[], config_checks.Needs]) -> li
     torch = machine.ask_torch() if found and "torch" in packages.installed_packages() else None
     findings = [machine.gpus(found, torch, has_device=has_device, wanted=needs().gpus)]
     if found and torch and torch.num_gpus and config and not config.engine.urls:
-        findings.append(machine.gpu_memory(found, fraction=config_checks.engine_fraction(config)))
+        used = config_checks.engine_gpus(config)
+        findings.append(machine.gpu_memory(found, fraction=config_checks.engine_fraction(config), used=used))
     return findings
 
 

@@ -216,7 +216,7 @@ def test_engines_without_a_learner_have_all_gpus(monkeypatch: pytest.MonkeyPatch
     assert (placement.ranks, placement.engines) == ((), ((0,), (1,)))
 
 
-def test_the_containers_of_the_gpu_profile_see_one_gpu_each_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_in_containers_of_their_own_see_one_gpu_each_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
     run = config(url="http://engine:8000", weight_transfer="nccl")
     pretend_gpus(monkeypatch, 0)
     assert str(vllm_command.placement_of(run, has_learner=False)) == "no GPU used here; weights by nccl"

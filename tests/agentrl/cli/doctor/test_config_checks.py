@@ -200,6 +200,12 @@ def test_who_would_use_which_gpu(
     assert (found.status is FindingStatus.FAIL) == ("needs" in saying)
 
 
+def test_memory_is_looked_for_on_the_gpus_that_engines_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_gpus(monkeypatch, 8, mask="4,5,6,7")
+    assert config_checks.engine_gpus(config(engine={"replicas": 2})) == {5, 6}
+    assert config_checks.engine_gpus(config(engine={"replicas": 9})) is None  # reported by the engine's line
+
+
 def test_a_device_that_cannot_be_had_is_refused_by_name() -> None:
     other: Literal["cpu", "cuda"] = "cuda" if engine_device() == "cpu" else "cpu"
     found = config_checks.engine_settings(config(engine={"device": other}))

@@ -118,6 +118,8 @@ def test_gpu_memory_that_others_have_is_named() -> None:
     assert found.status is FindingStatus.WARN
     assert "GPU 1: 20.0 GiB of 140.0 GiB free" in found.found
     assert machine.gpu_memory([H200, taken], fraction=0.1).status is FindingStatus.OK
+    assert machine.gpu_memory([H200, taken], fraction=0.9, used={0}).status is FindingStatus.OK
+    assert machine.gpu_memory([H200, taken], fraction=0.9, used={1}).status is FindingStatus.WARN
 
 
 def program(folder: Path, text: str) -> str:

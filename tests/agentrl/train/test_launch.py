@@ -11,18 +11,21 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.config import Config
+from agentrl.config import Config, load
 from agentrl.errors import ConfigError
+from agentrl.report.console import TrainConsole
 from agentrl.supervision.child import ChildDied
 from agentrl.supervision.serving import configured_port
 from agentrl.train.launch import (
     WEIGHTS_PREFIX,
     _progress_or_log,
     learner_command,
+    learner_environment,
     sandbox_ready,
     sandbox_service,
     weights_folder,
 )
+from agentrl.train.training import Training
 from sandbox.client import SandboxClient
 from tests.agentrl.conftest import pretend_gpus
 from tests.agentrl.train.troubles import Trouble
@@ -59,9 +62,9 @@ def test_weights_for_an_engine_on_another_machine_lie_in_the_runs_folder(tmp_pat
         assert folder.parent == Path("/dev/shm")
 
 
-@pytest.mark.parametrize("num_gpus", [1, 2])
-def test_the_learner_knows_whether_an_engine_uses_its_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_gpus: int
+@pytest.mark.parametrize(("num_gpus", "transfer"), [(1, "ipc"), (2, "nccl")])
+def test_the_learner_is_told_its_gpu_and_whether_an_engine_uses_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_gpus: int, transfer: str
 ) -> None:
     pretend_gpus(monkeypatch, num_gpus)
     command = learner_command(
@@ -72,6 +75,18 @@ def test_the_learner_knows_whether_an_engine_uses_its_gpu(
         run_dir=tmp_path,
     )
     assert ("--shares-gpu" in command) == (num_gpus == 1)
+    assert command[command.index("--weight-transfer") + 1] == transfer
+    assert learner_environment(make_config(tmp_path))["CUDA_VISIBLE_DEVICES"] == "0"
+
+
+def test_a_run_that_does_not_fit_on_the_gpus_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_gpus(monkeypatch, 2)
+    overrides = [f"out_dir={tmp_path}", "learner.num_ranks=2"]
+    config = load(Path(__file__).parents[3] / "configs" / "quickstart.yaml", overrides)
+    with pytest.raises(ConfigError, match=r"needs 3 GPUs .* sees 2 GPUs: set learner.num_ranks=1"):
+        Training(config, TrainConsole(total_steps=1))
+    elsewhere = load(Path(__file__).parents[3] / "configs" / "quickstart.yaml", [*overrides, "engine.url=http://a:1"])
+    Training(elsewhere, TrainConsole(total_steps=1), learner_at=("127.0.0.1", 0))  # both parts have their own machine
 
 
 def test_what_a_library_prints_between_progress_goes_to_the_log(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ use its result. "GPU i" is the i-th visible one, counted from 0: `engine.gpus` c
 
 | where they are | `weight_transfer: auto` |
 |---|---|
-| no GPU in common, whole GPUs | nccl |
+| no GPU in common, whole GPUs, not several engines that update one after the other | nccl |
 | one engine on one GPU, which is rank 0's, on loopback, ZeRO stage below 3 | ipc |
 | otherwise: other ways of sharing, MIG instances, WSL, `engine.url`, an engine alone, a CPU | safetensors |
 """

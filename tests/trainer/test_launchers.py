@@ -40,3 +40,22 @@ def test_two_machines_are_reached_by_pdsh_with_the_token_on_no_command_line(
     assert "export GLOO_SOCKET_IFNAME=eth7;" in command and f"cd {tmp_path};" in command
     assert command.endswith(f" trainer --token-file {path} --config c.json")
     assert TOKEN not in check + command
+
+
+@pytest.mark.slow
+def test_it_numbers_the_gpus_of_its_ranks_itself_whatever_the_mask_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which is why placement.py gives ranks of a hostfile GPUs 0, 1, ... and refuses another mask."""
+    hostfile, masks = tmp_path / "hostfile", tmp_path / "masks"
+    masks.mkdir()
+    hostfile.write_text("localhost slots=2\n")
+    program = "import os, pathlib; env = os.environ\n"
+    program += f"pathlib.Path({str(masks)!r}, env['LOCAL_RANK']).write_text(env['CUDA_VISIBLE_DEVICES'])\n"
+    (tmp_path / "shown_mask.py").write_text(program)
+    for name, value in {"CUDA_VISIBLE_DEVICES": "4,5", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    start = launcher(LearnerConfig(num_ranks=2, hostfile=str(hostfile)), token_file=None)
+    assert start[-1] == "trainer"
+    subprocess.run([*start[:-1], "shown_mask"], cwd=tmp_path, check=True, timeout=120)
+    assert [(masks / rank).read_text() for rank in ("0", "1")] == ["0,1", "0,1"]

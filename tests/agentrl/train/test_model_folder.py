@@ -60,7 +60,7 @@ def test_a_quantised_checkpoint_is_refused_by_name(tmp_path: Path, settings: dic
         check_trainable(config)
 
 
-def test_a_run_and_the_doctor_refuse_before_anything_starts(tmp_path: Path) -> None:
+def test_a_run_refuses_before_anything_starts(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config_json("Qwen3Moe")))
     quickstart = str(Path(__file__).parents[3] / "configs" / "quickstart.yaml")
     options = [f"model.path={tmp_path}", f"out_dir={tmp_path / 'runs'}"]

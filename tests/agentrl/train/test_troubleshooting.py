@@ -47,6 +47,10 @@ PROVOKED_ELSEWHERE = {
     "test_a_server_that_is_not_ours_has_to_be_restarted_by_its_owner",
     "update_order=rolling": "engine/test_launch_servers.py::"
     "test_settings_that_cannot_work_are_refused_with_how_to_fix_them",
+    "model.path=... is quantised": "train/test_model_folder.py::test_a_quantised_checkpoint_is_refused_by_name",
+    "model.path=... is a mixture": "train/test_model_folder.py::test_a_run_refuses_before_anything_starts",
+    "one logprob of the probe text": "engine/test_parity.py::"
+    "test_an_update_with_one_outlier_is_taken_and_logged_and_one_that_is_off_is_refused",
     "no engine is left": "engine/test_pool.py::test_an_update_that_no_engine_takes_is_an_error",
     "the run needs": "engine/test_placement.py::test_what_cannot_work_is_refused_with_what_would",
     "engine.gpus=... counts": "engine/test_placement.py::test_what_cannot_work_is_refused_with_what_would",

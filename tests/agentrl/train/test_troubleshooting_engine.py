@@ -43,8 +43,8 @@ TOKEN = Trouble(
     "engine at ... failed with status 401: ...; set AGENTRL_ENGINE_TOKEN to the token that the server was started with"
 )
 PARITY = Trouble(
-    "it does not hold the learner's weights: its logprobs of the probe text differ by ..., "
-    "allowed is ... (engine.parity_bound)"
+    "it does not hold the learner's weights: its logprobs of the probe text differ by ... on average (KL ...), "
+    "allowed is ... (KL ...; engine.parity_bound)"
 )
 
 

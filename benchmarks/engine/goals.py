@@ -27,7 +27,7 @@ BY_SECTION = {
         f"float32 logprobs differ from transformers' by less than {MAX_PARITY:g} at temperature 1; for bfloat16 there "
         "is no goal, it is measured"
     ),
-    "head": "with float32 logits on both sides, engine and learner are closest",
+    "head": "with float32 logits on both sides, engine and learner are closer than with bfloat16 logits on both",
     "kv": (
         f"with `recompute` the tokens after an update differ from fresh KV entries by less than {MAX_PARITY:g}; with "
         "`stale` by less than the two policies differ themselves"

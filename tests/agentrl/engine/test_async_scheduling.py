@@ -1,13 +1,15 @@
-"""The engine's tests once more on a server that schedules the next batch before it has the tokens of the last, as vLLM
-does on GPUs: versions, recomputed and stale KV entries, and the return to the previous weights stay exact."""
+"""The engine's tests once more with what a GPU gets and a CPU does not: a scheduler that makes the next batch before it
+has the tokens of the last, and Model Runner V2, whose Triton kernels are interpreted here.
 
-import os
+Versions, recomputed and stale KV entries, and the return to the previous weights must stay exact.
+"""
+
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.agentrl.engine import async_plugin
+from tests.agentrl.engine import gpu_scheduling
 from tests.agentrl.engine.test_vllm_engine import (  # noqa: F401 - run again, with the server of this file
     engine,
     stale_engine,
@@ -26,21 +28,16 @@ from tests.conftest import VLLMServer, serving_tiny_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-ENTRY_POINTS = f"[vllm.general_plugins]\nforce_async = {async_plugin.__name__}:register\n"
 
-
-@pytest.fixture(scope="module")
-def vllm_server(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMServer]:
-    """The server of tests/conftest.py with the plugin."""
+@pytest.fixture(scope="module", params=[False, True], ids=["V1", "V2"])
+def vllm_server(
+    request: pytest.FixtureRequest, tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[VLLMServer]:
+    """The server of tests/conftest.py, scheduling asynchronously, with each of vLLM's model runners."""
     folder = tmp_path_factory.mktemp("async")
-    installed = folder / "plugins" / "force_async-0.dist-info"
-    installed.mkdir(parents=True)
-    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: force-async\nVersion: 0\n")
-    (installed / "entry_points.txt").write_text(ENTRY_POINTS)
-    paths = [str(installed.parent), str(Path(__file__).parents[3]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    with serving_tiny_model(tiny_model_dir, folder, PYTHONPATH=os.pathsep.join(filter(None, paths))) as server:
+    variables = gpu_scheduling.environment(folder / "site", v2=request.param)
+    with serving_tiny_model(tiny_model_dir, folder, **variables) as server:
+        log = server.log_path.read_text()
+        assert f"{gpu_scheduling.MARK} 2" in log
+        assert (gpu_scheduling.V2_MARK in log) == request.param
         yield server
-
-
-def test_the_scheduler_is_the_asynchronous_one(vllm_server: VLLMServer) -> None:
-    assert f"{async_plugin.MARK} 2" in vllm_server.log_path.read_text()

@@ -113,3 +113,12 @@ def test_the_spread_is_measured_over_blocks_in_a_row() -> None:
     assert (short.length, short.num_sums) == (256, 14)
     assert more == []  # three sums of 1024 tokens are too few
     assert diagnostics.parity_sigmas([group(stats())]) == ()
+
+
+def test_only_whole_blocks_are_summed() -> None:
+    import torch
+
+    from trainer.gradient.scored import _block_sums
+
+    assert _block_sums(torch.ones(600, dtype=torch.float64)) == (256.0, 256.0)
+    assert _block_sums(torch.ones(255)) == ()

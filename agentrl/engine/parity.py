@@ -17,7 +17,7 @@ from agentrl.types import SumSigma
 
 MEAN_BOUNDS: dict[tuple[Device, str], float] = {
     ("cpu", "float32"): 1e-4,  # thirty times what benchmarks/engine.md measures
-    ("cpu", "bfloat16"): 0.15,  # three times what it measures
+    ("cpu", "bfloat16"): 0.15,  # three times what it measures; see also benchmarks/engine_head.md
     ("cuda", "float32"): 2e-2,  # not measured: room for an attention kernel that multiplies in TF32
     ("cuda", "bfloat16"): 0.15,  # not measured
 }

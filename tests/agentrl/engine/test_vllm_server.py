@@ -41,6 +41,23 @@ async def test_a_missing_model_gives_the_reason_of_the_real_server(tmp_path: Pat
             await vllm_server.wait_ready(f"http://127.0.0.1:{port}", poll=part.poll, log=part.log_tail, timeout_s=150)
 
 
+@pytest.mark.parametrize(
+    ("line", "fix"),
+    [
+        ("RuntimeError: Failed to find C compiler. Please specify via CC", "misses a C compiler or Python's headers"),
+        ("main.c:5:10: fatal error: Python.h: No such file or directory", "misses a C compiler or Python's headers"),
+        ("ImportError: libcuda.so.1: cannot open shared object file", "driver is missing or older"),
+        (
+            "RuntimeError: The NVIDIA driver on your system is too old (found version 12040)",
+            "driver is missing or older",
+        ),
+    ],
+)
+async def test_what_the_machine_misses_is_told_with_the_command_that_names_it(line: str, fix: str) -> None:
+    with pytest.raises(EngineError, match=rf"{fix}.*agentrl doctor"):
+        await vllm_server.wait_ready("http://127.0.0.1:9", poll=lambda: 1, log=lambda: line, timeout_s=5)
+
+
 async def test_what_vllm_says_of_its_settings_is_no_cause() -> None:
     settings = "non-default args: {'max_model_len': 1024, 'max_num_seqs': 64}\nUsing max model len 1024\n"
     with pytest.raises(EngineError) as caught:

@@ -129,11 +129,18 @@ def program(folder: Path, text: str) -> str:
     return str(path)
 
 
+SMI = """
+print('NVIDIA H200, 580.95.05, 143771, 143160, Default')
+print('NVIDIA H200, 580.95.05, 143771, 0, Exclusive_Process')
+"""
+
+
 def test_what_nvidia_smi_prints_is_read(tmp_path: Path) -> None:
-    smi = program(tmp_path, "print('NVIDIA H200, 580.95.05, 143771, 143160\\nNVIDIA H200, 580.95.05, 143771, 0')")
+    smi = program(tmp_path, SMI)
     found = machine.read_gpus([smi])
     assert [one.driver for one in found] == ["580.95.05"] * 2
     assert [one.free_bytes for one in found] == [143160 * 2**20, 0]
+    assert [one.compute_mode for one in found] == ["Default", "Exclusive_Process"]
 
 
 def test_a_driver_that_fails_is_quoted(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""The command lines of vLLM that every shipped config gives on GPUs, in each of VARIANTS that it can have.
+"""The command lines of vLLM that every shipped config gives on one GPU and on eight, in the VARIANTS that it can have.
 
-Needs neither a GPU nor the CUDA build: that there are eight GPUs is pretended.
+Needs neither GPUs nor the CUDA build: both are pretended.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from unittest import mock
 from agentrl.config import load
 from agentrl.engine import vllm_command
 from agentrl.engine.gpus import MASK, ORDER, MachineGpu, visible
+from agentrl.engine.model_size import ModelSize
 from agentrl.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -25,7 +26,9 @@ VARIANTS = {
     "ipc, sleeping": ["engine.weight_transfer=ipc", "engine.sleep_while_training=true", "rollout.max_lag=0"],
 }
 """Overrides that change the command line, by name."""
-NUM_GPUS = 8
+MACHINES = (1, 8)
+"""Their numbers of GPUs: on one, learner and engine share it."""
+H100 = MachineGpu(uuid="GPU-0", total_bytes=85 * 10**9)
 CHANGING = ("--host", "--port", "--model", "--seed")
 """Flags whose values say nothing about vLLM."""
 
@@ -34,49 +37,48 @@ CHANGING = ("--host", "--port", "--model", "--seed")
 class CommandLine:
     """One engine of one config. Example: `next(command_lines()).argv[0] == "--model"`."""
 
-    config: str
-    variant: str
+    name: str
+    """Such as `quickstart, 1 GPU, ipc`."""
     argv: list[str]
     """Without the program."""
     env: dict[str, str]
 
-    @property
-    def name(self) -> str:
-        """Such as `quickstart, nccl`."""
-        return f"{self.config}, {self.variant}"
-
 
 def command_lines(models: Path | None = None) -> Iterator[CommandLine]:
     """All of them. `models`: a folder with a model of each config's name; default: the paths that the configs have."""
+    size = ModelSize(num_parameters=10**9, num_bytes=2 * 10**9)
     with (
         mock.patch.object(vllm_command, "check_version", lambda: ("vllm", "0.32.0")),
-        mock.patch.object(vllm_command, "visible_gpus", lambda: visible([MachineGpu()] * NUM_GPUS, None)),
+        mock.patch.object(vllm_command, "model_size", lambda path, *, ask_hub: size),
     ):
-        for path, variant in itertools.product(CONFIGS, VARIANTS):
-            line = _of(path, variant, models)
-            if line is not None:
-                yield line
+        for path, num_gpus, variant in itertools.product(CONFIGS, MACHINES, VARIANTS):
+            with mock.patch.object(vllm_command, "visible_gpus", lambda num=num_gpus: visible([H100] * num, None)):
+                found = _of(path, variant, models)
+            if found is not None:
+                machine = "1 GPU" if num_gpus == 1 else f"{num_gpus} GPUs"
+                yield CommandLine(name=f"{path.stem}, {machine}, {variant}", argv=found[0], env=found[1])
 
 
-def _of(path: Path, variant: str, models: Path | None) -> CommandLine | None:
-    """None where the config cannot have the variant."""
+def _of(path: Path, variant: str, models: Path | None) -> tuple[list[str], dict[str, str]] | None:
+    """None where the config cannot have the variant on this machine."""
     try:
         config = load(path, VARIANTS[variant])
+        engine = config.engine
         argv, env = vllm_command.command(
             model_path=str(models / Path(config.model.path).name) if models else config.model.path,
             served_name="policy",
-            host=config.engine.host,
+            host=engine.host,
             port=8000,
-            config=config.engine,
+            config=engine,
             max_context=config.rollout.max_context,
             dtype=config.model.dtype,
             seed=config.seed,
             token="token",
+            placement=vllm_command.placement_alone(engine) if engine.urls else vllm_command.placement_of(config),
         )
     except ConfigError:
         return None
-    env = {name: value for name, value in env.items() if name not in ("PATH", MASK, ORDER)}
-    return CommandLine(config=path.stem, variant=variant, argv=argv[3:], env=env)
+    return argv[3:], {name: value for name, value in env.items() if name not in ("PATH", MASK, ORDER)}
 
 
 def arguments(lines: Sequence[CommandLine]) -> dict[str, list[str]]:

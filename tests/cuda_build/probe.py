@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from tests.cuda_build.command_lines import NUM_GPUS, CommandLine, command_lines
+from tests.cuda_build.command_lines import MACHINES, CommandLine, command_lines
 
 IMPORTS = (
     "torch",
@@ -80,7 +80,7 @@ def pretend_h100() -> None:
         "get_device_capability": DeviceCapability(9, 0),
         "get_device_name": "NVIDIA H100 80GB HBM3",
         "get_device_total_memory": H100_BYTES,
-        "device_count": NUM_GPUS,
+        "device_count": max(MACHINES),
     }
     for name, answer in answers.items():
         setattr(NonNvmlCudaPlatform, name, classmethod(lambda cls, *_, answer=answer, **__: answer))

@@ -129,7 +129,7 @@ def place(
     _check_instances(visible, ranks, engines)
     placement = Placement(
         device=device,
-        transfer="safetensors",  # until the next line
+        transfer="safetensors",  # replaced below: it depends on who uses which GPU
         ranks=ranks,
         engines=engines,
         visible=visible,

@@ -26,6 +26,7 @@ ORDER = "CUDA_DEVICE_ORDER"
 BY_BUS = "PCI_BUS_ID"
 """The order of nvidia-smi. CUDA's own default puts the fastest GPU first."""
 WSL_SMI = "/usr/lib/wsl/lib/nvidia-smi"
+MPS_FOLDER = "/tmp/nvidia-mps"
 QUERY = ("--query-gpu=uuid,memory.total,mig.mode.current,compute_mode", "--format=csv,noheader,nounits")
 SMI_TIMEOUT_S = 20.0
 _GPU_LINE = re.compile(r"GPU \d+: .*\(UUID: (GPU-[^)]+)\)")
@@ -175,10 +176,15 @@ def read_machine(smi: str, *, timeout_s: float = SMI_TIMEOUT_S) -> tuple[Machine
             total_bytes=int(memory) * 2**20 if memory.isdigit() else None,  # [N/A] where it is the host's memory
             is_split=is_split,
             instances=instances.get(uuid, ()),
-            is_exclusive=mode == "Exclusive_Process",
+            is_exclusive=mode == "Exclusive_Process" and not has_mps(os.environ),  # MPS is the one process then
         )
         for uuid, memory, is_split, mode in queried
     )
+
+
+def has_mps(environment: Mapping[str, str]) -> bool:
+    """Whether a control daemon of NVIDIA's Multi-Process Service listens here."""
+    return (Path(environment.get("CUDA_MPS_PIPE_DIRECTORY") or MPS_FOLDER) / "control").exists()
 
 
 def _answer(command: Sequence[str], timeout_s: float) -> str:

@@ -13,6 +13,7 @@ from agentrl.cli.doctor import config_checks, machine, packages, toolchain
 from agentrl.cli.doctor.findings import Check, Finding, ok
 from agentrl.config import Config, SandboxConfig
 from agentrl.engine import vllm_command
+from agentrl.engine.gpus import has_mps
 from agentrl.engine.model_size import ModelSize, model_size
 
 T = TypeVar("T")
@@ -120,7 +121,7 @@ def _gpus(config: Config | None, needs: Callable[[], config_checks.Needs]) -> li
     if packages.is_cuda_build(installed):
         findings += toolchain.driver(found)
         findings.append(toolchain.compiler(toolchain.read_toolchain(os.environ), has_gpu=has_device))
-        findings += toolchain.sharing(found, mps=toolchain.has_mps(os.environ), wsl=vllm_command.on_wsl())
+        findings += toolchain.sharing(found, mps=has_mps(os.environ), wsl=vllm_command.on_wsl())
     return findings
 
 

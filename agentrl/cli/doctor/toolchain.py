@@ -25,7 +25,6 @@ NEW_DRIVER = (
 )
 DEFAULT_MODE = "`sudo nvidia-smi -c DEFAULT`"
 END_MPS = "end it (`echo quit | nvidia-cuda-mps-control`), or set engine.weight_transfer=safetensors"
-MPS_FOLDER = "/tmp/nvidia-mps"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,11 +84,6 @@ def compiler(tools: Toolchain, *, has_gpu: bool) -> Finding:
     if tools.ninja is None:
         return warn(name, f"{tools.compiler}, no ninja: vLLM switches FlashInfer off", "`make setup` installs it")
     return ok(name, f"{tools.compiler}, Python.h, {tools.ninja}")
-
-
-def has_mps(environ: Mapping[str, str]) -> bool:
-    """Whether a control daemon of NVIDIA's Multi-Process Service listens here."""
-    return (Path(environ.get("CUDA_MPS_PIPE_DIRECTORY") or MPS_FOLDER) / "control").exists()
 
 
 def sharing(found: Sequence[Gpu], *, mps: bool, wsl: bool) -> list[Finding]:

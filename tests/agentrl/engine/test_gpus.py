@@ -31,8 +31,9 @@ def program(folder: Path, text: str) -> str:
     return str(path)
 
 
-def test_gpus_and_mig_instances_are_read_from_nvidia_smi(tmp_path: Path) -> None:
+def test_gpus_and_mig_instances_are_read_from_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     smi = program(tmp_path, f"print({LISTED!r} if '-L' in sys.argv else {QUERIED!r}, end='')")
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
     split, whole, shared = read_machine(smi)
     assert [uuid[:12] for uuid in split.instances] == ["MIG-dddddddd", "MIG-eeeeeeee"]
     assert split.is_split and not whole.is_split
@@ -41,6 +42,8 @@ def test_gpus_and_mig_instances_are_read_from_nvidia_smi(tmp_path: Path) -> None
     assert [gpu.entry[:12] for gpu in found] == ["MIG-dddddddd", "MIG-eeeeeeee", "GPU-bbbbbbbb", "GPU-cccccccc"]
     assert [gpu.is_mig for gpu in found] == [True, True, False, False]
     assert [gpu.is_exclusive for gpu in found] == [False, False, True, False]
+    (tmp_path / "control").touch()  # an MPS server shares it
+    assert not any(gpu.is_exclusive for gpu in read_machine(smi))
 
 
 @pytest.mark.parametrize("text", ["print('no driver'); sys.exit(9)", "time.sleep(60)", "print('garbage')"])

@@ -12,6 +12,7 @@ from agentrl.cli.doctor import machine, packages, plan, toolchain
 from agentrl.cli.doctor.machine import GIB, Gpu
 from agentrl.cli.doctor.toolchain import Toolchain
 from agentrl.engine import vllm_command
+from agentrl.engine.gpus import has_mps
 
 H200 = Gpu(name="NVIDIA H200", driver="580.95.05", total_bytes=140 * GIB, free_bytes=139 * GIB)
 WHOLE = Toolchain(
@@ -91,9 +92,9 @@ def test_compute_mode_and_mps_are_named(
 
 def test_an_mps_daemon_is_found_by_its_pipe(tmp_path: Path) -> None:
     environ = {"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path)}
-    assert not toolchain.has_mps(environ)
+    assert not has_mps(environ)
     (tmp_path / "control").touch()
-    assert toolchain.has_mps(environ)
+    assert has_mps(environ)
 
 
 def test_wsl2_is_told() -> None:

@@ -27,6 +27,10 @@ FIXES = (
         r"architectures? .*not supported|no supported (architecture|model)|Cannot find model module",
         "this vLLM cannot serve the architecture in the model's config.json; see its list of supported models",
     ),
+    (
+        r"all CUDA-capable devices are busy or unavailable|CUDA-capable device\(s\) is/are busy",
+        "the GPU admits one process: `sudo nvidia-smi -c DEFAULT`, or give it a GPU of its own (engine.gpus)",
+    ),
     (r"address already in use", "another program has the port: choose another engine.port, or 0 for any free one"),
     (
         r"Failed to find C compiler|Python\.h: No such file",

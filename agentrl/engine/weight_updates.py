@@ -301,9 +301,9 @@ class WeightUpdater:
                     await self._prove(ref)
         except (EngineError, TimeoutError) as second:
             why = f"{what}: {error}; the previous weights could not be restored either: {second}"
-            if ref.path is not None or await self._is_gone():
+            if (ref.path is not None and not self._is_asleep) or await self._is_gone():
                 return WeightSyncError(why)
-            return await self._ended(why)  # a broadcast may hang in it
+            return await self._ended(why)  # a broadcast may hang in it, or it does not wake
         if is_torn:
             return await self._torn(f"{what}: {error}")
         self._distrust = None

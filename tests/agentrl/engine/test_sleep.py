@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,10 @@ import pytest
 from agentrl.engine.pool import EnginePool
 from agentrl.engine.vllm_engine import VLLMEngine
 from agentrl.engine.weight_updates import UpdateSettings
-from agentrl.errors import EngineError, WeightSyncError
+from agentrl.errors import EngineError, WeightsWanted, WeightSyncError
 from agentrl.testing import ScriptedEngine
 from agentrl.tokens.tokenizer import TurnTokenizer
-from agentrl.types import Sampling
+from agentrl.types import Sampling, WeightsRef
 from tests.agentrl.engine.judge import PROMPT, Judge, worst
 from tests.agentrl.engine.test_pool import SAMPLING, Breakable, pool_of, until
 from tests.agentrl.engine.test_pool import ref as any_ref
@@ -78,6 +79,32 @@ async def test_weights_that_cannot_be_loaded_after_a_sleep_leave_the_previous_on
         assert double.held == 1 and double.asleep == set()
         completion = await engine.generate([1, 2], Sampling(max_tokens=8), request_id="a-0")
         assert set(completion.policy_versions()) == {1}
+
+
+@pytest.mark.parametrize(("path", "num_tries"), [({"path": "/w"}, 1), ({}, 2)])
+async def test_an_engine_that_does_not_wake_is_started_again_and_proven(
+    double: VLLMDouble, path: dict[str, str], num_tries: int
+) -> None:
+    def end() -> None:
+        double.restart()
+        double.refuses = lambda path: False
+
+    def new(version: int) -> WeightsRef:
+        return replace(ref(version), update_info={"version": version, **path})
+
+    async with VLLMEngine(double.url, end_server=end) as engine:
+        await engine.update_weights(new(1))
+        await engine.sleep()
+        double.refuses = lambda path: path == "wake_up"
+        for _ in range(num_tries):
+            with pytest.raises(WeightsWanted, match="POST /wake_up failed with status 500"):
+                await engine.update_weights(new(2))
+            assert engine.wants_weights
+        assert engine.metrics()["engine/restarts"] == 1 and double.held == 0
+        await engine.update_weights(new(2))  # the learner publishes again
+        assert double.held == 2 and double.asleep == set() and not engine.wants_weights
+        completion = await engine.generate([1, 2], Sampling(max_tokens=8), request_id="a-0")
+        assert set(completion.policy_versions()) == {2}
 
 
 async def test_an_engine_that_does_not_fall_asleep_is_named(double: VLLMDouble) -> None:

@@ -125,7 +125,7 @@ class EnginePool:
             and any(
                 (member.is_serving or member.is_back) and not member.has(ref.policy_version)
                 for member in self._engines
-                if not member.is_lost
+                if not member.is_lost and not member.is_taking
             )
         )
 

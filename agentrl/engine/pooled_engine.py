@@ -40,6 +40,8 @@ class PooledEngine:
     is_serving: bool = True
     is_back: bool = False
     """Out, and it answered when it was last asked: it can take weights."""
+    is_taking: bool = False
+    """An update of it runs."""
     num_running: int = 0
     failures: int = 0
     """In a row."""

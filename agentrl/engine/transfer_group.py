@@ -18,6 +18,9 @@ from agentrl.errors import AgentRLError, EngineError, EngineGone, PreviousWeight
 from agentrl.types import TransferInit, WeightsRef
 
 POLL_S = 0.5
+SETTLE_S = 10.0
+"""How long a publication waits for engines that an update which failed has left busy, before it goes on without them.
+"""
 
 Failure = EngineError | WeightsWanted
 
@@ -53,23 +56,27 @@ class TransferGroup:
     async def receivers(self, version: int) -> Receivers:
         """The engines that run and do not have `version`; none if all that run have it.
 
-        First waits for what an update that failed has left running, which has a deadline. Raises EngineError when no
-        engine runs in time, WeightSyncError when all are given up.
+        Those that an update which failed has left busy are left out if they do not end it soon: one may hang. Raises
+        EngineError when no engine runs in time, WeightSyncError when all are given up.
         """
         self.is_used = True
-        if self._updates:
-            await asyncio.wait(self._updates)
         deadline_s = time.monotonic() + self._return_timeout_s
+        await self._settled(SETTLE_S)
+        for engine in self._engines:
+            if engine.is_taking and engine.is_serving:
+                await self._leave(engine, EngineError(f"the update of {engine.client.url} has not ended"))
         while True:
-            lacking = [engine for engine in self._engines if not engine.has(version) and not engine.is_lost]
+            wanting = [engine for engine in self._engines if not engine.has(version) and not engine.is_lost]
+            lacking = [engine for engine in wanting if not engine.is_taking]
             errors = await asyncio.gather(*map(_why_out, lacking))
             self._members = [engine for engine, error in zip(lacking, errors, strict=True) if error is None]
             if self._members or any(engine.has(version) for engine in self._engines):
                 break
-            if not lacking:
+            if not wanting:
                 raise WeightSyncError(f"no engine is left to take version {version}")
             if time.monotonic() > deadline_s:
-                raise EngineError(f"no engine came back within {self._return_timeout_s:g} s: {errors[0]}")
+                why = errors[0] if errors else "an update has not ended"
+                raise EngineError(f"no engine came back within {self._return_timeout_s:g} s: {why}")
             await asyncio.sleep(POLL_S)
         return Receivers(engines=tuple(f"{engine.client.url}#{engine.num_exits}" for engine in self._members))
 
@@ -97,7 +104,7 @@ class TransferGroup:
         learner, which this answer reaches, ends it.
         """
         members, self._members = self._members, []
-        if any(not engine.is_serving and not engine.is_back for engine in members):
+        if any(engine.is_taking or not (engine.is_serving or engine.is_back) for engine in members):
             raise WeightsWanted(f"version {ref.policy_version}: an engine of the group has left")
         updates = {asyncio.create_task(self._updated(engine, ref)) for engine in members}
         self._updates |= updates
@@ -119,6 +126,12 @@ class TransferGroup:
             task.cancel()
         await asyncio.gather(*self._updates, return_exceptions=True)
 
+    async def _settled(self, timeout_s: float) -> None:
+        if self._updates:
+            done, self._updates = await asyncio.wait(self._updates, timeout=timeout_s)
+            for task in done:
+                task.exception()  # it has been dealt with; a task must be asked
+
     async def _joined(self, engine: PooledEngine, init: TransferInit) -> None:
         try:
             await engine.client.init_transfer(init)
@@ -127,6 +140,7 @@ class TransferGroup:
             raise WeightsWanted(f"the engine at {engine.client.url} did not join: {error}") from error
 
     async def _updated(self, engine: PooledEngine, ref: WeightsRef) -> None:
+        engine.is_taking = True
         try:
             engine.update = await engine.client.update_weights(ref)
         except PreviousWeightsKept as error:
@@ -137,6 +151,8 @@ class TransferGroup:
         except (EngineError, WeightsWanted) as error:
             await self._failed(engine, error)
             raise
+        finally:
+            engine.is_taking = False
         engine.version, engine.is_serving, engine.is_back = ref.policy_version, True, False
         engine.failures = engine.false_updates = 0
 

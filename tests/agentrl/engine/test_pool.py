@@ -12,7 +12,7 @@ import pytest
 
 from agentrl.config.engine import UpdateOrder
 from agentrl.engine import pool as engine_pool
-from agentrl.engine import pooled_engine
+from agentrl.engine import pooled_engine, transfer_group
 from agentrl.engine.base import Parity, Receivers, WeightUpdate
 from agentrl.engine.pool import EnginePool
 from agentrl.errors import EngineError, EngineGone, PreviousWeightsKept, WeightsWanted, WeightSyncError
@@ -332,6 +332,27 @@ async def test_the_learner_is_told_at_once_when_one_engine_of_a_group_dies_while
         waits.learner_ends.set()
         await published(pool, 2)
         assert waits.version == 2 and pool.metrics()["engine/num_serving"] == 1
+
+
+async def test_an_engine_that_hangs_in_a_broken_group_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer_group, "SETTLE_S", 0.05)
+    state: dict[str, EngineError | None] = {}
+    hangs, alive = Hanging("a"), Breakable("b", breaks=state.get)
+    hangs.learner_ends = asyncio.Event()
+    async with pool_of(hangs, alive) as pool:
+        await published(pool, 1)
+        state["update"] = PreviousWeightsKept("too slow")
+        await pool.receivers(2)
+        with pytest.raises(WeightsWanted, match="too slow"):
+            await pool.update_weights(streamed(2))
+        state.clear()
+        await published(pool, 2)
+        assert (hangs.version, alive.version) == (1, 2) and pool.metrics()["engine/num_serving"] == 1
+        assert not pool.wants_weights  # as long as it hangs
+        hangs.learner_ends.set()
+        await until(lambda: pool.wants_weights)
+        await published(pool, 2)
+        assert hangs.version == 2 and pool.metrics()["engine/num_serving"] == 2
 
 
 async def test_one_that_cannot_join_breaks_the_group_for_this_time_only() -> None:

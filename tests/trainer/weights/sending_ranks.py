@@ -2,7 +2,7 @@
 
 Its one argument is JSON: model_dir, url, backend, weights_dir, timeout_s, stages (one ZeRO stage a version; -1: plain),
 stall_at (stop for stall_s before the n-th tensor is sent, and say so; -1: never), old_dir (a model that is sent before,
-at leisure; null: none).
+at leisure; null: none), version (the first). Backend nccl goes over tests/fake_nccl.py.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM
 from agentrl.config import EngineConfig
 from agentrl.errors import AgentRLError, WeightsWanted
 from agentrl.types import Probe
+from tests import fake_nccl
 from trainer import ranks
 from trainer.orchestrator_client import OrchestratorClient
 from trainer.weights.publisher import Publisher, TransferSettings
@@ -67,6 +68,8 @@ def send(sender: Publisher, version: int, probe: Probe) -> None:
 
 def main(task: dict[str, Any]) -> None:
     torch.set_num_threads(1)
+    if task["backend"] == "nccl":
+        fake_nccl.plugin()
     ranks.join(timeout_s=60)
     link = OrchestratorClient(task["url"], token="secret", publish_timeout_s=150, gone_after_s=2)
     transfer = TransferSettings(
@@ -77,7 +80,7 @@ def main(task: dict[str, Any]) -> None:
     )
     old = [(task["old_dir"], -1, -1, 60.0)] if task["old_dir"] else []
     new = [(task["model_dir"], stage, task["stall_at"], task["timeout_s"]) for stage in task["stages"]]
-    for version, (model_dir, stage, stall_at, timeout_s) in enumerate([*old, *new], start=1):
+    for version, (model_dir, stage, stall_at, timeout_s) in enumerate([*old, *new], start=task["version"]):
         settings = EngineConfig(update_timeout_s=timeout_s)
         model = AutoModelForCausalLM.from_pretrained(model_dir, dtype="float32").eval()
         if stage >= 0:

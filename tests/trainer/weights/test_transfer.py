@@ -174,6 +174,7 @@ async def learner(
             "stall_at": -1,
             "stall_s": 600.0,
             "old_dir": None,
+            "version": 1,
         }
         settings = {"model_dir": str(model_dir), "weights_dir": str(tmp_path / "weights"), "url": url}
         process = await asyncio.create_subprocess_exec(

@@ -15,6 +15,7 @@ from vllm.distributed.weight_transfer.base import ParamMeta
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
+from agentrl.engine.checksum import checksum_of
 from agentrl.engine.transfer_group import share_of
 
 CPU = torch.device("cpu")
@@ -108,6 +109,15 @@ class Engine:
     def is_whole(self) -> bool:
         """Whether no layer is on the meta device."""
         return not any(p.is_meta for worker in self.workers for p in worker.model.parameters())
+
+
+def assert_hold(engine: Engine, value: float) -> None:
+    """Every weight is that of `Source(value)`, and every worker reports its checksum."""
+    expected = dict(Source(value))
+    for name, tensor in engine.weights().items():
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0)
+    assert engine.checksums == {checksum_of(expected.items())}
+    assert engine.is_whole
 
 
 class Orchestrator:

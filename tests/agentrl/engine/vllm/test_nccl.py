@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
-from agentrl.engine.checksum import checksum_of
 from agentrl.engine.vllm.gloo_group import GroupError
 from agentrl.supervision.serving import free_port
 from tests import fake_nccl
-from tests.agentrl.engine.vllm.small_engines import Engine, Orchestrator, Source
+from tests.agentrl.engine.vllm.small_engines import Engine, Orchestrator, Source, assert_hold
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -41,14 +39,6 @@ def sender(
     world_size = 1 + sum(len(engine.workers) for engine in orchestrator.engines)
     info = SenderInfo("127.0.0.1", free_port(), world_size, packed, buffer_bytes, rank=0, timeout_s=timeout_s)
     return NCCLTrainerEngine.trainer_init(info, client=orchestrator, source=source)
-
-
-def assert_hold(engine: Engine, value: float) -> None:
-    expected = dict(Source(value))
-    for name, tensor in engine.weights().items():
-        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0)
-    assert engine.checksums == {checksum_of(expected.items())}
-    assert engine.is_whole
 
 
 @pytest.mark.parametrize("sizes", [(1,), (1, 1), (1, 1, 1, 1), (2, 2)], ids=["1", "2", "4", "2 of TP 2"])

@@ -1,0 +1,46 @@
+"""`agentrl train` with two engines that take streamed weights in one group: one is killed, and the run goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.test_train import Run, _read
+
+pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.engine, pytest.mark.timeout(500)]
+
+
+@pytest.fixture
+def run(tmp_path: Path, tiny_model_dir: Path) -> Iterator[Run]:
+    run = Run(tmp_path, tiny_model_dir)
+    yield run
+    for pid in run.pids():
+        os.kill(pid, signal.SIGKILL)
+
+
+def serving(run: Run) -> list[float]:
+    """Engines that served, at each step."""
+    return [line.values["engine/num_serving"] for line in run.steps()]
+
+
+def test_one_of_two_engines_is_killed_and_takes_weights_in_a_new_group(run: Run) -> None:
+    run._train(str(run.config), "engine.replicas=2", "engine.weight_transfer=gloo", "engine.device=cpu")
+    run.wait_for(lambda: len(serving(run)) >= 2)
+    servers = [pid for pid in run.pids("vllm.entrypoints") if "guard.py" not in _read(pid, "cmdline")]
+    os.killpg(os.getpgid(servers[0]), signal.SIGKILL)
+    run.wait_for(lambda: 1.0 in serving(run))
+    run.wait_for(lambda: serving(run)[-1] == 2.0 and 1.0 in serving(run))
+    run.wait_for_a_step()  # with both in one group again
+    steps = run.steps()
+    assert [line.step for line in steps] == list(range(1, len(steps) + 1))
+    assert all(line.values["ledger/failed"] == 0 for line in steps)
+    assert all(line.values["engine/parity_max_abs"] < 1e-4 for line in steps)
+    assert steps[-1].values["engine/ejections"] == 1
+    assert "the learner was restarted" not in run.output
+    run.process.send_signal(signal.SIGINT)
+    assert run.process.wait(60) == 130, run.output
+    assert run.left_over() == []

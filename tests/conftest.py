@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -85,8 +86,10 @@ def vllm_server(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 
 @contextmanager
-def serving_tiny_model(model: Path, folder: Path, dtype: str = "float32", **env_added: str) -> Iterator[VLLMServer]:
-    """A server of `model` with its log in `folder`, and `env_added` in its environment."""
+def serving_tiny_model(
+    model: Path, folder: Path, dtype: str = "float32", engine: dict[str, Any] | None = None, **env_added: str
+) -> Iterator[VLLMServer]:
+    """A server of `model` with its log in `folder`, the settings `engine`, and `env_added` in its environment."""
     from agentrl.config import EngineConfig
     from agentrl.engine import vllm_command
     from agentrl.engine import vllm_server as engine_server
@@ -102,7 +105,7 @@ def serving_tiny_model(model: Path, folder: Path, dtype: str = "float32", **env_
         served_name=server.model,
         host="127.0.0.1",
         port=port,
-        config=EngineConfig(**device.engine_settings()),
+        config=EngineConfig(**device.engine_settings(**(engine or {}))),
         max_context=1024,
         dtype=dtype,
         seed=0,

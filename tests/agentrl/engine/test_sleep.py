@@ -22,7 +22,8 @@ from tests.agentrl.engine.test_pool import ref as any_ref
 from tests.agentrl.engine.test_weight_updates import ref
 from tests.agentrl.engine.vllm_double import VLLMDouble, vllm_double
 from tests.agentrl.train.troubles import Trouble
-from tests.conftest import VLLMServer
+from tests.conftest import VLLMServer, serving_tiny_model
+from tests.device import parity_bound
 
 CANNOT = Trouble("engine at ... cannot release its memory: start it on a GPU with --enable-sleep-mode")
 TAKE = ["start_weight_update", "update_weights", "finish_weight_update"]
@@ -165,7 +166,7 @@ async def test_the_real_server_keeps_running_requests_over_a_sleep(
     vllm_server: VLLMServer, judge: Judge, tiny_model_dir: Path
 ) -> None:
     """vLLM's CPU build releases nothing, but its scheduler, its tags and its routes are those of a GPU."""
-    updates = UpdateSettings(parity_bound=1e-4)
+    updates = UpdateSettings(parity_bound=parity_bound())
     async with VLLMEngine(vllm_server.url, updates=updates) as engine:
         first = await engine.version() + 1
         await engine.update_weights(judge.ref(first, 0))
@@ -178,12 +179,34 @@ async def test_the_real_server_keeps_running_requests_over_a_sleep(
         assert not await engine.control.is_paused()
         completion = await running
         assert set(completion.policy_versions()) == {first, first + 1}
-        assert worst(completion, PROMPT, judge, first) < 1e-4
+        assert worst(completion, PROMPT, judge, first) < parity_bound()
         await engine.update_weights(judge.ref(first + 2, 0))
 
 
 @pytest.mark.engine
-async def test_the_real_server_on_a_cpu_is_refused(vllm_server: VLLMServer) -> None:
+async def test_a_real_server_without_sleep_mode_is_refused(vllm_server: VLLMServer) -> None:
     with pytest.raises(EngineError, match="cannot release its memory"):
         async with VLLMEngine(vllm_server.url, updates=UpdateSettings(sleeps=True)):
             pass
+
+
+@pytest.mark.gpu
+@pytest.mark.engine
+async def test_the_memory_of_a_gpu_is_free_while_the_engine_sleeps(
+    judge: Judge, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    import torch
+
+    settings = {"sleep_while_training": True, "kv_cache_bytes": 4 * 2**30}
+    updates = UpdateSettings(sleeps=True, parity_bound=parity_bound())
+    with serving_tiny_model(tiny_model_dir, tmp_path, engine=settings) as server:
+        async with VLLMEngine(server.url, updates=updates) as engine:
+            await engine.update_weights(judge.ref(1, 0))
+            awake_bytes, _ = torch.cuda.mem_get_info()
+            await engine.sleep()
+            asleep_bytes, _ = torch.cuda.mem_get_info()
+            assert asleep_bytes - awake_bytes > 3 * 2**30
+            await engine.update_weights(judge.ref(2, 1))
+            assert torch.cuda.mem_get_info()[0] < asleep_bytes - 3 * 2**30
+            completion = await engine.generate(PROMPT, Sampling(max_tokens=64), request_id="awake-0")
+            assert worst(completion, PROMPT, judge, 1) < parity_bound()

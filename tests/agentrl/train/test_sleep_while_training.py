@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from agentrl.train.learner_api import LearnerSession
 from agentrl.types import Batch, StepOutput, WeightsRef
 from tests.agentrl.engine.vllm_double import vllm_double
 from tests.agentrl.train.test_troubleshooting_engine import provable
-from tests.agentrl.train.whole_run import YesAndNo, make_config, run_with
+from tests.agentrl.train.whole_run import YesAndNo, make_config, obedient_learner, orchestrating, run_with
 
 
 class Sleeping(VLLMEngine):
@@ -57,3 +58,20 @@ async def test_the_learner_has_the_gpu_to_itself_from_the_batch_to_the_new_weigh
             asleep = call == "sleep" or (asleep and call != "wake_up kv_cache")
             assert not (asleep and call == "inference/v1/generate")
         assert double.lies == []
+
+
+async def test_a_learner_that_dies_while_the_engine_sleeps_wakes_it_when_it_is_back(
+    tmp_path: Path, tokenizer: TurnTokenizer
+) -> None:
+    script = YesAndNo(tokenizer)
+    async with vllm_double(script) as double, Sleeping(double.url) as engine:
+        engine.script = script
+        async with orchestrating(config_for(tmp_path), engine, tokenizer) as (orchestrator, url):
+            run = asyncio.create_task(orchestrator.run())
+            await obedient_learner(url, [], name="first", dies_at=1)
+            assert double.asleep == {"weights", "kv_cache"}
+            await obedient_learner(url, [], name="second", version=0)
+            assert (await run).num_steps == 3
+        changes = [call for call in double.calls if call in ("sleep", "wake_up kv_cache")]
+        assert changes == ["sleep", "wake_up kv_cache"] * 5  # two steps of the first learner, three of the second
+        assert double.asleep == set() and double.lies == []

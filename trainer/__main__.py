@@ -41,7 +41,7 @@ def _run(arguments: argparse.Namespace) -> None:
     if not token:
         raise ConfigError(f"set {secrets.RUN} to the orchestrator's token")
     config = configs.load(arguments.config)
-    os.environ.setdefault("OMP_NUM_THREADS", str(config.learner.num_threads))  # before anything loads OpenMP
+    os.environ.setdefault("OMP_NUM_THREADS", str(config.learner.num_threads or 1))  # before anything loads OpenMP
     from trainer import ranks
 
     ranks.set_defaults(os.environ)

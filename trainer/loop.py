@@ -7,6 +7,7 @@ objectives.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -16,9 +17,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from agentrl.config import Config
+from agentrl.config import Config, LearnerConfig
 from agentrl.config.engine import Transfer
-from agentrl.engine.vllm_server import start_timeout_s
+from agentrl.engine.vllm_server import publication_timeout_s
 from agentrl.errors import WeightsWanted
 from agentrl.run_folder import RunFolder
 from agentrl.types import Batch, Probe
@@ -35,6 +36,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PROBE_TOKENS = 64
+RANKS_SLACK_S = 120.0
+"""How much longer than one publication ranks wait for each other: its last seconds go into aborting it."""
 
 
 def run(
@@ -57,17 +60,16 @@ def run(
 
     Raises LearnerError, StaleTrajectoryError or ConfigError; the calling process should then end with an error.
     """
-    torch.set_num_threads(config.learner.num_threads)
-    ranks.join(timeout_s=config.learner.step_timeout_s)
+    timeout_s = publication_timeout_s(config.engine)
+    # The other ranks wait in a collective while the first one publishes.
+    ranks.join(timeout_s=max(config.learner.step_timeout_s, timeout_s + RANKS_SLACK_S))
+    torch.set_num_threads(_num_threads(config.learner))
     share = GpuShare(config.engine, is_shared=shares_gpu)
     with share.explained():
         learner = Learner(config)
         if resume is not None:
             checkpoint.load(learner, resume)
     source = WeightSource(learner.model, dtype=getattr(torch, config.model.dtype))
-    # An engine may have to be restarted within one publication, and to receive the weights twice.
-    start_s, update_s = start_timeout_s(config.engine), config.engine.update_timeout_s
-    timeout_s = start_s + 2 * update_s + config.engine.request_timeout_s
     orchestrator = OrchestratorClient(orchestrator_url, token=token, publish_timeout_s=timeout_s)
     transfer = TransferSettings(
         backend=weight_transfer, rank=ranks.index(), weights_dir=weights_dir, timeout_s=timeout_s
@@ -182,6 +184,15 @@ class _LearnerLoop:
 
     def _save_state(self) -> None:
         checkpoint.save(self._learner, self._run.states, keep=self._learner.config.learner.keep_checkpoints)
+
+
+def _num_threads(learner: LearnerConfig) -> int:
+    """CPU threads of this rank: see `learner.num_threads`. Every rank must call it."""
+    if learner.num_threads is not None or not learner.offload_optimizer:
+        return learner.num_threads or 1
+    found = max(1, len(os.sched_getaffinity(0)) // ranks.on_this_machine())
+    log.info("learner.offload_optimizer: the step on the CPU uses %d threads (learner.num_threads)", found)
+    return found
 
 
 def _agreed(action: Callable[[], T], kind: Any) -> T:

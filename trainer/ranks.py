@@ -7,6 +7,7 @@ that the caller names; torch's own object collectives would pickle them. Indepen
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Iterable, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -20,6 +21,8 @@ from agentrl.engine.gpus import MASK
 
 T = TypeVar("T")
 
+BROADCAST_BYTES = 2**25
+"""Size of the pieces in which rank 0's records travel."""
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 
 
@@ -99,8 +102,13 @@ def of_first(record: T, kind: Any) -> T:
     """Rank 0's record, a `kind`, on every rank."""
     if count() == 1:
         return record
-    first: T = _decoded(_all_bytes(_encoded(record) if is_first() else b"")[0], kind)
+    first: T = _decoded(_bytes_of_first(_encoded(record) if is_first() else b""), kind)
     return first
+
+
+def on_this_machine() -> int:
+    """How many ranks run on this machine, this one included. Every rank must call it."""
+    return gather([own := platform.node()], str).count(own)
 
 
 def add_up(tensor: Tensor) -> None:
@@ -130,9 +138,27 @@ def gathered(parameters: Iterable[Tensor]) -> AbstractContextManager[Any]:
     return context
 
 
+def _bytes_of_first(mine: bytes) -> bytes:
+    """Rank 0's bytes on every rank, in pieces: a batch of hundreds of MB takes one buffer of GPU memory."""
+    device = _wire_device()
+    size = torch.tensor([len(mine)], device=device)
+    distributed.broadcast(size, src=0)
+    data = torch.frombuffer(bytearray(mine), dtype=torch.uint8) if mine else torch.empty(int(size), dtype=torch.uint8)
+    for piece in torch.split(data, BROADCAST_BYTES):
+        buffer = piece.to(device or "cpu")
+        distributed.broadcast(buffer, src=0)
+        piece.copy_(buffer)
+    return data.numpy().tobytes()
+
+
+def _wire_device() -> torch.device | None:
+    """Where tensors must be to travel: NCCL takes none in host memory."""
+    return torch.device("cuda", torch.cuda.current_device()) if distributed.get_backend() == "nccl" else None
+
+
 def _all_bytes(mine: bytes) -> list[bytes]:
     """Every rank's bytes on every rank."""
-    device = torch.device("cuda", torch.cuda.current_device()) if distributed.get_backend() == "nccl" else None
+    device = _wire_device()
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(count())]
     distributed.all_gather(sizes, torch.tensor([len(mine)], device=device))
     longest = max(1, *(int(size) for size in sizes))

@@ -39,8 +39,9 @@ class LearnerConfig(Section):
     hostfile: str | None = None
     """File of lines `name slots=8`: the machines on which DeepSpeed's launcher starts the ranks, this one first, with
     num_ranks slots in all. null: all on this machine. See docs/cluster.md."""
-    num_threads: PositiveInt = 1
-    """CPU threads of one rank."""
+    num_threads: PositiveInt | None = None
+    """CPU threads of one rank. null: 1; with offload_optimizer, which steps on the CPU, the rank's share of the
+    machine's cores."""
     max_restarts: Annotated[int, Field(ge=0)] = 3
     """How often a learner that died is restarted from its newest checkpoint. Each hour without a failure adds one
     restart, up to this number. No finished episode is lost."""

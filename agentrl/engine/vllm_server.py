@@ -57,6 +57,11 @@ def start_timeout_s(config: EngineConfig) -> float:
     return GPU_START_TIMEOUT_S if config.urls or has_nvidia_device() else CPU_START_TIMEOUT_S
 
 
+def publication_timeout_s(config: EngineConfig) -> float:
+    """Deadline of one publication: an engine may be restarted in its middle, and receive the weights twice."""
+    return start_timeout_s(config) + 2 * config.update_timeout_s + config.request_timeout_s
+
+
 async def wait_ready(url: str, *, poll: Callable[[], int | None], log: Callable[[], str], timeout_s: float) -> None:
     """Return once the server at `url` answers.
 

@@ -129,7 +129,7 @@ async def learner_process(
 
 def learner_environment(config: Config) -> dict[str, str]:
     """The variables that the learner's ranks need, except the token: their CPU threads and their GPUs."""
-    threads = {"OMP_NUM_THREADS": str(config.learner.num_threads)}
+    threads = {"OMP_NUM_THREADS": str(config.learner.num_threads or 1)}
     return threads | vllm_command.placement_of(config).learner_environment()
 
 

@@ -15,6 +15,7 @@ from agentrl.buffer.journal import Journal, StepState
 from agentrl.buffer.trajectory_buffer import TrajectoryBuffer
 from agentrl.config import Config
 from agentrl.engine.metered import MeteredEngine
+from agentrl.engine.vllm_server import publication_timeout_s
 from agentrl.env.canary import Canaries
 from agentrl.errors import NoLearningSignal
 from agentrl.report.metrics import rollout_metrics
@@ -128,6 +129,7 @@ class TrainingLoop:
         within_s = self._config.learner.step_timeout_s
         with self._wait_graph.waiting("training loop", on="learner", what="a step", within_s=within_s):
             output = await parts.session.train(batch, within_s=within_s)
+        within_s = max(within_s, publication_timeout_s(self._config.engine))
         with self._wait_graph.waiting("training loop", on="learner", what="new weights", within_s=within_s):
             ref = await parts.session.weights(within_s=within_s)
         await self._act_on_ess(output)

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import math
 import os
+import subprocess
+import sys
 
 import msgspec
 import pytest
 import torch
 
+from agentrl.config import LearnerConfig
+from agentrl.supervision.serving import free_port
+from trainer import ranks
+from trainer.loop import _num_threads
 from trainer.objective.policy_gradient import Member
 from trainer.orchestrator_client import NoBatch
 from trainer.ranks import _decoded, _encoded, hide_uuids
@@ -57,3 +63,39 @@ def test_deepspeed_finds_the_memory_of_a_gpu_that_the_mask_names_by_uuid(
     hide_uuids(os.environ)
     assert os.environ.get("CUDA_VISIBLE_DEVICES") == left
     assert CUDA_Accelerator._get_nvml_gpu_id(None, 0) == (0 if left is None else int(left[0]))
+
+
+TWO_RANKS = """
+import os, sys
+from trainer import ranks
+ranks.set_defaults(os.environ)
+ranks.join(timeout_s=60)
+ranks.BROADCAST_BYTES = 1000
+whole = list(range(5000))
+for record in (whole, [], whole):
+    assert ranks.of_first(record if ranks.is_first() else [-1], list[int]) == record
+assert ranks.gather([ranks.index()], int) == [0, 1]
+assert ranks.on_this_machine() == 2
+ranks.leave()
+"""
+
+
+def test_the_first_ranks_record_arrives_in_pieces_on_two_ranks() -> None:
+    env = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    started = [
+        subprocess.Popen([sys.executable, "-c", TWO_RANKS], env={**env, "RANK": rank, "LOCAL_RANK": rank})
+        for rank in "01"
+    ]
+    try:
+        assert [process.wait(timeout=100) for process in started] == [0, 0]
+    finally:
+        for process in started:
+            process.kill()
+
+
+@pytest.mark.parametrize(("settings", "is_share"), [({}, False), ({"offload_optimizer": True}, True)])
+def test_a_step_on_the_cpu_uses_the_cores_of_the_machine(settings: dict[str, bool], is_share: bool) -> None:
+    ranks.set_defaults(os.environ)
+    ranks.join(timeout_s=60)
+    assert _num_threads(LearnerConfig(**settings)) == (len(os.sched_getaffinity(0)) if is_share else 1)
+    assert _num_threads(LearnerConfig(num_threads=3, **settings)) == 3

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import secrets
 import shutil
 from collections.abc import Iterable, Sequence
 from itertools import groupby, islice
@@ -31,14 +32,19 @@ _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
 def publish(
     source: WeightSource, root: Path, *, policy_version: int, probe: Probe, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> WeightsRef:
-    """Write `root/v<version>/model*.safetensors`; keep this version and the one before.
+    """Write `root/v<version>-<id>/model*.safetensors`; keep this folder and the one before, which engines hold.
 
-    Called on one rank; the others call `source.take_part()`. A version that exists already is replaced.
+    Called on one rank; the others call `source.take_part()`. The id is new each time: a learner that was restarted
+    makes a version again, and a network file system may still show another machine the old content of the same path.
     """
-    folder = root / f"v{policy_version}"
+    folder = root / f"v{policy_version}-{secrets.token_hex(4)}"
+    before = max(_published(root), key=lambda path: path.stat().st_mtime_ns, default=None)
     with whole_folder(folder) as temporary:
         checksum = _save(source, source, temporary, max_shard_bytes)
-    _remove_versions_before(root, policy_version - 1)
+    for old in _published(root):
+        if old not in (folder, before):
+            shutil.rmtree(old)
+    remove_unfinished(root, "v*")
     return WeightsRef(
         policy_version=policy_version,
         num_bytes=checksum.num_bytes,
@@ -119,8 +125,5 @@ def _copy_missing(source: Path, target: Path) -> None:
             shutil.copyfile(path, target / path.name)
 
 
-def _remove_versions_before(root: Path, oldest_kept: int) -> None:
-    for folder in root.glob("v*"):
-        if folder.name[1:].isdecimal() and int(folder.name[1:]) < oldest_kept:
-            shutil.rmtree(folder)
-    remove_unfinished(root, "v*")
+def _published(root: Path) -> list[Path]:
+    return [path for path in root.glob("v*") if path.name[1:].partition("-")[0].isdecimal()]

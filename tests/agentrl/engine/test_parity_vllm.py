@@ -16,6 +16,7 @@ from agentrl.engine.vllm_engine import VLLMEngine
 from agentrl.engine.weight_updates import UpdateSettings
 from agentrl.errors import WeightSyncError
 from agentrl.types import Probe, WeightsRef
+from tests.agentrl.engine import gpu_scheduling
 from tests.conftest import VLLMServer, serving_tiny_model
 from trainer.gpu_report import random_models as models
 
@@ -49,7 +50,10 @@ def folders(policies: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(scope="module")
 def bfloat16_server(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMServer]:
-    with serving_tiny_model(folders["first"], tmp_path_factory.mktemp("bfloat16"), dtype="bfloat16") as server:
+    """As on a GPU: with Model Runner V2, which a CPU gets only here."""
+    folder = tmp_path_factory.mktemp("bfloat16")
+    variables = gpu_scheduling.environment(folder / "site", v2=True)
+    with serving_tiny_model(folders["first"], folder, dtype="bfloat16", **variables) as server:
         yield server
 
 

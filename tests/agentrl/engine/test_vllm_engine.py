@@ -47,6 +47,12 @@ async def stale_engine(vllm_server: VLLMServer, judge: Judge) -> AsyncIterator[V
         yield engine
 
 
+@pytest.fixture
+def long_answer() -> int:
+    """Tokens during which there is time for two updates."""
+    return 900
+
+
 def unique() -> str:
     return uuid.uuid4().hex
 
@@ -123,10 +129,12 @@ async def many(engine: VLLMEngine, count: int, max_tokens: int) -> list[asyncio.
     ]
 
 
-async def test_running_requests_go_on_and_every_token_names_its_weights(engine: VLLMEngine, judge: Judge) -> None:
+async def test_running_requests_go_on_and_every_token_names_its_weights(
+    engine: VLLMEngine, judge: Judge, long_answer: int
+) -> None:
     version = await engine.version()
     refs = [judge.ref(version + step, step % 2) for step in (1, 2)]
-    running = await many(engine, 8, 900)
+    running = await many(engine, 8, long_answer)
     await until_streaming(engine, 150)
     for ref in refs:  # as soon as possible: a random model may end a request at every token
         update = await engine.update_weights(ref)
@@ -148,10 +156,12 @@ async def test_stale_kv_never_serves_a_request_of_the_next_version(stale_engine:
     assert worst(completion, prompt, judge, version) < BOUND
 
 
-async def test_stale_keeps_running_requests_on_their_old_kv(stale_engine: VLLMEngine, judge: Judge) -> None:
+async def test_stale_keeps_running_requests_on_their_old_kv(
+    stale_engine: VLLMEngine, judge: Judge, long_answer: int
+) -> None:
     version = await stale_engine.version()
     ref = judge.ref(version + 1, 1)
-    running = await many(stale_engine, 8, 900)
+    running = await many(stale_engine, 8, long_answer)
     await until_streaming(stale_engine, 150)
     await stale_engine.update_weights(ref)
     completions = await asyncio.gather(*running)
@@ -169,10 +179,10 @@ async def test_other_weights_on_disk_than_the_learners_are_a_sync_error(engine: 
 
 
 async def test_weights_that_cannot_be_loaded_leave_the_ones_before_in_place(
-    engine: VLLMEngine, judge: Judge, tmp_path: Path
+    engine: VLLMEngine, judge: Judge, tmp_path: Path, long_answer: int
 ) -> None:
     version = await engine.version()
-    running = await many(engine, 4, 400)
+    running = await many(engine, 4, long_answer // 2)
     with pytest.raises(WeightSyncError, match=rf"no model.*safetensors.*continues with version {version}"):
         await engine.update_weights(replace(judge.ref(version + 1, 1), update_info={"path": str(tmp_path)}))
     for i, completion in enumerate(await asyncio.gather(*running)):

@@ -29,6 +29,12 @@ from tests.conftest import VLLMServer, serving_tiny_model
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
+@pytest.fixture
+def long_answer(request: pytest.FixtureRequest) -> int:
+    """Interpreted kernels are slow."""
+    return 250 if "V2" in request.node.name else 900
+
+
 @pytest.fixture(scope="module", params=[False, True], ids=["V1", "V2"])
 def vllm_server(
     request: pytest.FixtureRequest, tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory

@@ -1,6 +1,7 @@
 """The engine client against the real vLLM server, compared with transformers."""
 
 import asyncio
+import copy
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -176,6 +177,24 @@ async def test_other_weights_on_disk_than_the_learners_are_a_sync_error(engine: 
     right, wrong = judge.ref(version, 0), judge.ref(version, 1)
     with pytest.raises(WeightSyncError, match="does not hold the learner's weights"):
         await engine.update_weights(replace(wrong, probe=right.probe))
+
+
+@pytest.mark.parametrize("wrong", ["one layer", "head permuted", "rounded"])
+async def test_weights_that_are_wrong_in_part_are_refused_by_the_probe_alone(
+    engine: VLLMEngine, judge: Judge, tmp_path: Path, wrong: str
+) -> None:
+    right, other = copy.deepcopy(judge._models[0]), judge._models[1]
+    head = right.get_output_embeddings().weight.data
+    if wrong == "one layer":
+        right.model.layers[1].load_state_dict(other.model.layers[1].state_dict())
+    elif wrong == "head permuted":
+        head.copy_(head.roll(1, dims=0))
+    else:
+        right = right.bfloat16().float()
+    right.save_pretrained(tmp_path)
+    ref = judge.ref(await engine.version() + 1, 0)
+    with pytest.raises(WeightSyncError, match="does not hold the learner's weights"):
+        await engine.update_weights(replace(ref, update_info={"path": str(tmp_path)}))
 
 
 async def test_weights_that_cannot_be_loaded_leave_the_ones_before_in_place(

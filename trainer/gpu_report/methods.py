@@ -51,7 +51,7 @@ class Ours:
     def __init__(self, model: Any, samples: Sequence[Sample], algorithm: AlgorithmConfig) -> None:
         attention.install(model)
         self.stats: list[GroupStats] = []
-        self._groups = [_group(key, list(members)) for key, members in groupby(samples, key=lambda one: one.group)]
+        self._groups = groups(samples)
         self._estimator = Estimator(model, algorithm, pack_tokens=workload.pack_tokens(model.device))
         self._size = len(samples)
 
@@ -175,6 +175,11 @@ def _take(parameters: Sequence[Tensor]) -> list[Tensor]:
         gradients.append(parameter.grad)
         parameter.grad = None
     return gradients
+
+
+def groups(samples: Sequence[Sample]) -> list[TrajectoryGroup]:
+    """The batch as the learner takes it."""
+    return [_group(key, list(members)) for key, members in groupby(samples, key=lambda one: one.group)]
 
 
 def _group(key: int, members: Sequence[Sample]) -> TrajectoryGroup:

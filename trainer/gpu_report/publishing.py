@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Coroutine
 from dataclasses import dataclass
@@ -49,6 +50,7 @@ class _Link:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
+        self.announced = threading.Event()
 
     def receivers(self, policy_version: int) -> Receivers:
         """The engine."""
@@ -60,6 +62,7 @@ class _Link:
 
     def publish(self, ref: WeightsRef) -> None:
         """Returns once the engine holds the weights and has proven it."""
+        self.announced.set()
         self.update = self._wait(self.engine.update_weights(ref))
 
     def _wait(self, call: Coroutine[Any, Any, T]) -> T:
@@ -73,6 +76,8 @@ class Sender:
         self, model: Any, *, mode: Transfer, config: EngineConfig, folder: Path, source: WeightSource | None = None
     ) -> None:
         self._link = _Link()
+        self.announced = self._link.announced
+        """Set while an engine takes weights: it was told of them, or is told in this moment."""
         self._publisher = publisher(
             TransferSettings(backend=mode, rank=0, weights_dir=folder, timeout_s=DEADLINE_S),
             config.model_copy(update={"weight_transfer": mode}),
@@ -88,6 +93,7 @@ class Sender:
         self._link.engine = engine
         began = time.perf_counter()
         for attempt in range(MAX_ATTEMPTS):
+            self.announced.clear()
             try:
                 await asyncio.to_thread(self._publisher.publish, policy_version=policy_version, probe=probe)
                 break

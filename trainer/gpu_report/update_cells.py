@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import statistics
 import threading
 import time
@@ -13,15 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from agentrl.config import Config
 from agentrl.config.engine import Transfer
 from agentrl.engine.base import parity as parity_of
+from agentrl.engine.parity import ParityBounds, mean_bound
 from agentrl.engine.vllm_engine import VLLMEngine
 from agentrl.errors import AgentRLError
 from agentrl.supervision.child import Child
 from agentrl.types import Probe, Sampling
 from trainer.gpu_report import random_models, workload
 from trainer.gpu_report.cells import Claims, Measured, NotHere, Setup
-from trainer.gpu_report.engine_cells import MEAN_BOUND, engine_config, make_model, serving
+from trainer.gpu_report.engine_cells import engine_config, make_model, serving
 from trainer.gpu_report.publishing import Publication, Sender
 from trainer.weights.publisher import STREAMED
 from trainer.weights.source import WeightSource
@@ -34,7 +37,7 @@ KILL_AFTER_S = 0.02  # after the engine was told of the update, where the source
 
 
 def updates(setup: Setup, claims: Claims, *, mode: Transfer) -> Measured:
-    """Updates of an idle and of a busy engine; then one that must be refused; then one in which the engine is killed."""
+    """Updates of an idle and of a busy engine, one that must be refused, and one in which the engine is killed."""
     gpus: dict[str, Any] = {}
     if mode == "nccl":
         if (number := torch.cuda.device_count()) < 2:
@@ -48,7 +51,7 @@ def updates(setup: Setup, claims: Claims, *, mode: Transfer) -> Measured:
 class _Updates:
     """One engine and the publisher of one mode."""
 
-    def __init__(self, setup: Setup, claims: Claims, config: Any, model: Any, mode: Transfer) -> None:
+    def __init__(self, setup: Setup, claims: Claims, config: Config, model: Any, mode: Transfer) -> None:
         self._setup, self._claims, self._config, self._model, self._mode = setup, claims, config, model, mode
         self._version = 0
         self._source = _HeldSource(model, dtype=model.dtype)
@@ -56,6 +59,7 @@ class _Updates:
     async def measured(self) -> Measured:
         async with serving(self._setup, self._config) as (engine, part):
             sender = self._sender(self._model, self._source)
+            self._source.is_sending = sender.announced
             try:
                 await self._next(engine, sender)  # loads code and connects
                 idle = [await self._next(engine, sender) for _ in range(NUM_UPDATES)]
@@ -82,7 +86,7 @@ class _Updates:
 
     async def _refused(self, engine: VLLMEngine) -> Measured:
         """Weights of a model with a layer less: refused by name, and the engine goes on with those it had."""
-        other = random_models.shorter(self._model)
+        other = _shorter(self._model)
         sender = self._sender(other, WeightSource(other, dtype=other.dtype))
         began = time.monotonic()
         try:
@@ -103,7 +107,9 @@ class _Updates:
         killing = asyncio.create_task(self._kill(sender, part))
         publication = await self._next(engine, sender)
         when = await killing
-        self._claims.hold(part.num_starts == starts + 1, f"the engine was started {part.num_starts - starts} times more")
+        self._claims.hold(
+            part.num_starts == starts + 1, f"the engine was started {part.num_starts - starts} times more"
+        )
         self._claims.hold(publication.update.parity is not None, "the update after the restart was not proven")
         await self._check(engine, "after a restart")
         return {"killed": when, "proven_again_after_s": time.monotonic() - began}
@@ -111,11 +117,13 @@ class _Updates:
     async def _kill(self, sender: Sender, part: Child) -> str:
         """End the engine while it takes weights."""
         self._source.hold()
-        await asyncio.to_thread(sender.wait_announced, KILLED_WITHIN_S)
-        is_held = await asyncio.to_thread(self._source.wait_half, ANNOUNCED_WITHIN_S if self._mode in STREAMED else 0)
+        await asyncio.to_thread(sender.announced.wait, KILLED_WITHIN_S)
+        is_held = await asyncio.to_thread(
+            self._source.wait_half, 2 * ANNOUNCED_WITHIN_S if self._mode in STREAMED else 0
+        )
         if not is_held:
             await asyncio.sleep(KILL_AFTER_S)
-        part.end_left_over()
+        part.end_all()
         self._source.go_on()
         return "with half of the tensors sent" if is_held else f"{KILL_AFTER_S} s after it was told of the update"
 
@@ -125,7 +133,8 @@ class _Updates:
         self._claims.hold(version == self._version, f"{when} the engine has version {version}, not {self._version}")
         ids = random_models.probe(self._model).token_ids
         found = parity_of(await engine.score(ids), random_models.logprobs(self._model, ids))
-        self._claims.hold(found.mean_abs <= MEAN_BOUND, f"{when} logprobs differ by {found.mean_abs:.2g} on average")
+        wrong = ParityBounds(mean_bound(self._config)).refuses(found)
+        self._claims.hold(not wrong, f"{when} logprobs differ by {found.mean_abs:.2g} nats on average")
 
 
 class _HeldSource(WeightSource):
@@ -154,7 +163,7 @@ class _HeldSource(WeightSource):
         half = len(self.metadata()) // 2
         for number, item in enumerate(super().__iter__()):
             # The first of its two readings makes the checksum, before the engine is told.
-            if self._is_on_hold and number == half and self.is_sending.is_set():
+            if self._is_on_hold and number == half and self.is_sending.wait(ANNOUNCED_WITHIN_S):
                 self._half.set()
                 self._going.wait(KILLED_WITHIN_S)
             yield item
@@ -167,13 +176,21 @@ def _changed(model: Any) -> Probe:
     return random_models.probe(model)
 
 
+def _shorter(model: Any) -> Any:
+    """Another model: a layer less."""
+    config = copy.deepcopy(model.config)
+    config.num_hidden_layers -= 1
+    config.layer_types = config.layer_types[:-1]
+    with torch.device(model.device):
+        return type(model)(config).to(model.dtype).eval()
+
+
 @asynccontextmanager
 async def _running(engine: VLLMEngine) -> AsyncIterator[None]:
     """Requests that run through the whole block."""
+    sampling, name = Sampling(max_tokens=1900), f"busy-{time.monotonic_ns()}"
     asked = [
-        asyncio.create_task(
-            engine.generate([5 + index] * 64, Sampling(max_tokens=1900), request_id=f"busy-{time.monotonic_ns()}-{index}")
-        )
+        asyncio.create_task(engine.generate([5 + index] * 64, sampling, request_id=f"{name}-{index}"))
         for index in range(NUM_RUNNING)
     ]
     await asyncio.sleep(1.0)
@@ -190,11 +207,12 @@ async def _running(engine: VLLMEngine) -> AsyncIterator[None]:
 def _row(publications: list[Publication]) -> Measured:
     gaps_s = [one.update.gap_s for one in publications]
     num_bytes = publications[0].update.num_bytes
+    parities = [one.update.parity for one in publications if one.update.parity]
     return {
         "bytes": num_bytes,
         "gap_s": statistics.median(gaps_s),
         "gaps_s": gaps_s,
         "published_in_s": statistics.median(one.total_s for one in publications),
         "bytes_per_s_of_gap": num_bytes / max(1e-9, statistics.median(gaps_s)),
-        "largest_parity_nats": max((one.update.parity.max_abs for one in publications if one.update.parity), default=None),
+        "largest_parity_nats": max((one.max_abs for one in parities), default=None),
     }

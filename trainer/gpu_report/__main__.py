@@ -40,9 +40,11 @@ def main() -> None:
 
 def measure(name: str, setup: Setup) -> dict[str, Any]:
     """Status (`done`, `failed`, `skipped`), reason and measurement of a cell."""
-    claims = Claims()
+    claims, cell = Claims(), cells(setup.device)[name]
     try:
-        measured = cells(setup.device)[name].ask(setup, claims)
+        if setup.device == "cuda":
+            cell.limit_gpus()
+        measured = cell.ask(setup, claims)
     except NotHere as reason:
         return {"status": "skipped", "reason": str(reason), "measured": {}}
     except Exception as error:

@@ -6,10 +6,13 @@ A cell runs in a process of its own (`__main__.py`), which `agentrl doctor --gpu
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
+
+from agentrl.engine.gpus import visible_gpus
 
 Device = Literal["cpu", "cuda"]
 Measured = dict[str, Any]
@@ -60,7 +63,14 @@ class Cell:
     function: str
     deadline_s: float
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    needs_vllm: bool = False
+    num_gpus: int | None = 1
+    """GPUs that it sees: with one, engine and learner share it. None: all."""
+
+    def limit_gpus(self) -> None:
+        """Show this process, and those it starts, the GPUs that the cell sees. Before torch is loaded."""
+        if self.num_gpus is not None:
+            visible = visible_gpus()
+            os.environ.update(visible.environment([gpu.entry for gpu in visible.gpus[: self.num_gpus]]))
 
     def ask(self, setup: Setup, claims: Claims) -> Measured:
         """Measure. Raises NotHere, or whatever the measurement raises."""
@@ -84,12 +94,15 @@ def _memory(size: str, length: str) -> Cell:
 def _parity(dtype: str) -> Cell:
     title = f"logprobs of engine and learner in {dtype}"
     arguments = {"dtype": dtype}
-    return Cell(title=title, function="engine_cells:parity", deadline_s=360, arguments=arguments, needs_vllm=True)
+    return Cell(title=title, function="engine_cells:parity", deadline_s=360, arguments=arguments)
 
 
 def _updates(mode: str) -> Cell:
     title = f"weights by {mode}: gap, bytes a second, a refused update, an engine killed in the middle"
-    return Cell(title=title, function="update_cells:updates", deadline_s=480, arguments={"mode": mode}, needs_vllm=True)
+    num_gpus = 2 if mode == "nccl" else 1
+    return Cell(
+        title=title, function="update_cells:updates", deadline_s=480, arguments={"mode": mode}, num_gpus=num_gpus
+    )
 
 
 def cells(device: Device) -> dict[str, Cell]:
@@ -97,7 +110,9 @@ def cells(device: Device) -> dict[str, Cell]:
     sizes, lengths = (("0.5B", "1.5B"), ("2k", "16k")) if device == "cuda" else (("tiny",), ("512", "mixed"))
     modes = ("ipc", "nccl", "safetensors") if device == "cuda" else ("gloo", "safetensors")
     found = {
-        "machine": Cell(title="machine, driver and versions", function="learner_cells:machine", deadline_s=90),
+        "machine": Cell(
+            title="machine, driver and versions", function="learner_cells:machine", deadline_s=90, num_gpus=None
+        ),
         "matmul": Cell(title="matrix products a second", function="learner_cells:matmul", deadline_s=90),
         "parity_float32": _parity("float32"),
         "parity_bfloat16": _parity("bfloat16"),
@@ -108,14 +123,13 @@ def cells(device: Device) -> dict[str, Cell]:
             title="tokens a second through our client and through bare sockets",
             function="engine_cells:tokens",
             deadline_s=300,
-            needs_vllm=True,
         ),
         "async_pair": Cell(
             title="a short run, synchronous and asynchronous",
             function="run_cells:async_pair",
             deadline_s=600,
-            needs_vllm=True,
+            num_gpus=None,
         ),
-        "gpu_tests": Cell(title="pytest -m gpu", function="run_cells:gpu_tests", deadline_s=600),
+        "gpu_tests": Cell(title="pytest -m gpu", function="run_cells:gpu_tests", deadline_s=600, num_gpus=None),
     }
     return found

@@ -47,8 +47,6 @@ def engine_config(setup: Setup, *, max_context: int, dtype: str | None = None, *
     own: dict[str, Any] = {"device": setup.device, "start_timeout_s": START_TIMEOUT_S, "max_restarts": 2}
     if (dtype or config.model.dtype) == "bfloat16":
         own["parity_bound"] = RANDOM_BFLOAT16_BOUND
-    if setup.device == "cuda":
-        own["gpus"] = (0,)
     settings = config.engine.model_validate(config.engine.model_dump() | own | engine)
     model = config.model.model_copy(update={"dtype": dtype or config.model.dtype})
     return config.model_copy(update={"engine": settings, "model": model})
@@ -97,6 +95,7 @@ def parity(setup: Setup, claims: Claims, *, dtype: str) -> Measured:
         )
     differences = [[b - a for a, b in zip(*pair, strict=True)] for pair in zip(engine, learner, strict=True)]
     return {
+        "summary": f"mean |engine - learner| {sampled.mean_abs:.2g} nats, largest {sampled.max_abs:.2g}",
         "texts": num_texts,
         "tokens_a_text": num_tokens,
         "allowed_mean_abs_nats": bounds.mean,
@@ -180,7 +179,9 @@ async def _rates(setup: Setup, config: Config, claims: Claims, vocab_size: int) 
             ours.append(await asyncio.to_thread(load.through_our_client, engine.url, name, sessions))
             bare.append(await asyncio.to_thread(load.through_sockets, engine.url, requests, sessions))
     share = statistics.median(a.tokens_per_s / b.tokens_per_s for a, b in zip(ours, bare, strict=True))
+    rate = statistics.median(one.tokens_per_s for one in ours)
     return {
+        "summary": f"{rate:.4g} tokens/s, {share:.1%} of bare sockets",
         "sessions": num_sessions,
         "tokens_a_call": max_tokens,
         "our_client_tokens_per_s": [one.tokens_per_s for one in ours],

@@ -37,13 +37,14 @@ METHODS = {"plain": methods.PLAIN, "exact": "vcpo exact", "proxy": "vcpo proxy"}
 
 def machine(setup: Setup, claims: Claims) -> Measured:
     """GPUs, driver, versions and how the GPUs are connected."""
-    gpus = []
+    gpus: list[dict[str, Any]] = []
     for index in range(torch.cuda.device_count() if setup.device == "cuda" else 0):
         found = torch.cuda.get_device_properties(index)
         capability = f"{found.major}.{found.minor}"
         gpus.append({"name": found.name, "total_bytes": found.total_memory, "compute_capability": capability})
     claims.hold(bool(gpus) or setup.is_tiny, "torch sees no GPU: is it a CPU build?")
     return {
+        "summary": ", ".join(gpu["name"] for gpu in gpus) or "no GPU",
         "gpus": gpus,
         "nvidia_smi": _said("nvidia-smi", f"--query-gpu={QUERY}", "--format=csv"),
         "topology": _said("nvidia-smi", "topo", "-m"),
@@ -97,6 +98,12 @@ def steps(setup: Setup, claims: Claims, *, size: str, length: str) -> Measured:
         if seconds := found.get("seconds"):
             found["tokens_per_s"] = num_tokens / seconds
             found["share_of_ceiling"] = num_flops / seconds / ceiling
+    measured["summary"] = "; ".join(
+        f"{name} {found['seconds']:.3g} s, {found['share_of_ceiling']:.0%}, {found['peak_bytes'] / 1e9:.3g} GB"
+        if "seconds" in found
+        else f"{name} out of memory"
+        for name, found in measured["methods"].items()
+    )
     claims.hold("seconds" in measured["methods"]["plain"], "not even a plain step fits into this GPU's memory")
     return measured
 
@@ -139,7 +146,8 @@ def memory(setup: Setup, claims: Claims, *, size: str, length: str) -> Measured:
     del learner
     ranks.leave()
     claims.hold(all(peaks.values()), f"phases without memory: {[name for name, peak in peaks.items() if not peak]}")
-    return {"peak_bytes": peaks, "settings": config.learner.model_dump(mode="json")}
+    summary = ", ".join(f"{name} {peak / 1e9:.3g} GB" for name, peak in peaks.items())
+    return {"summary": summary, "peak_bytes": peaks, "settings": config.learner.model_dump(mode="json")}
 
 
 def learner_config(setup: Setup, **sections: Any) -> Config:

@@ -38,12 +38,9 @@ KILL_AFTER_S = 0.02  # after the engine was told of the update, where the source
 
 def updates(setup: Setup, claims: Claims, *, mode: Transfer) -> Measured:
     """Updates of an idle and of a busy engine, one that must be refused, and one in which the engine is killed."""
-    gpus: dict[str, Any] = {}
-    if mode == "nccl":
-        if (number := torch.cuda.device_count()) < 2:
-            raise NotHere(f"nccl needs two GPUs, one for the learner and one for the engine; there are {number}")
-        gpus = {"gpus": (1,), "gpu_memory_fraction": 0.8}
-    config = engine_config(setup, max_context=2048, weight_transfer=mode, update_timeout_s=60, **gpus)
+    if mode == "nccl" and (number := torch.cuda.device_count()) < 2:
+        raise NotHere(f"nccl needs two GPUs, one for the learner and one for the engine; there are {number}")
+    config = engine_config(setup, max_context=2048, weight_transfer=mode, update_timeout_s=60)
     model = make_model(setup, setup.of_size("1.5B", "tiny"), dtype=workload.dtype_of(torch.device(setup.device)))
     return asyncio.run(_Updates(setup, claims, config, model, mode).measured())
 
@@ -65,10 +62,15 @@ class _Updates:
                 idle = [await self._next(engine, sender) for _ in range(NUM_UPDATES)]
                 async with _running(engine):
                     busy = [await self._next(engine, sender) for _ in range(NUM_UPDATES)]
-                found = {"idle": _row(idle), "busy": _row(busy), "busy_requests": NUM_RUNNING}
+                found: Measured = {"idle": _row(idle), "busy": _row(busy), "busy_requests": NUM_RUNNING}
                 if self._mode in STREAMED:
                     found["refused"] = await self._refused(engine)
                 found["killed"] = await self._killed(engine, sender, part)
+                idle_s, busy_s = found["idle"]["gap_s"], found["busy"]["gap_s"]
+                found["summary"] = (
+                    f"{found['idle']['bytes'] / 1e9:.3g} GB, gap {idle_s:.3g} s idle and {busy_s:.3g} s busy; "
+                    f"proven again {found['killed']['proven_again_after_s']:.0f} s after the kill"
+                )
                 return found
             finally:
                 with suppress(AgentRLError):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Self
 
 import typer
 
-from agentrl.cli.options import Debug, Overrides, run
+from agentrl.cli.options import Debug, Overrides, guarded, run
 from agentrl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -40,14 +40,26 @@ def doctor(
     deep: Annotated[
         bool, typer.Option("--deep", help="Train one step with the config, and compare checksum and logprobs.")
     ] = False,
+    gpu_report: Annotated[
+        Path | None,
+        typer.Option("--gpu-report", metavar="FILE", help="Measure this GPU machine, at most 45 minutes, into a JSON."),
+    ] = None,
+    again: Annotated[
+        list[str] | None, typer.Option("--again", metavar="CELL", help="Measure a cell that the report has already.")
+    ] = None,
+    cpu: Annotated[
+        bool, typer.Option("--cpu", help="The report's cells with tiny shapes on the CPU: do they work?")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for programs.")] = False,
     debug: Debug = False,
 ) -> None:
     """Report what would prevent a run here, and how to fix it. Exit code 1 where anything is a FAIL."""
     from rich.console import Console
 
-    if deep and config_path is None:
+    if deep and config_path is None and gpu_report is None:
         raise typer.BadParameter("--deep needs a CONFIG: it trains one step with it")
+    if (again or cpu) and gpu_report is None:
+        raise typer.BadParameter("--again and --cpu belong to --gpu-report FILE")
     console = Console(highlight=False, soft_wrap=True)
     with _quiet(debug), redirect_stdout(sys.stderr) if as_json else nullcontext():  # environments may print
         config, findings = _config(config_path, overrides or [])
@@ -67,7 +79,28 @@ def doctor(
         typer.echo(json.dumps(report, indent=2, ensure_ascii=False))
     else:
         _print_totals(console, findings, left_out)
+    if gpu_report is not None:
+        failed |= _measured(gpu_report, findings, again=again or [], cpu=cpu, debug=debug, quiet=as_json)
     raise typer.Exit(int(failed))
+
+
+def _measured(
+    path: Path, findings: Sequence[Finding], *, again: Sequence[str], cpu: bool, debug: bool, quiet: bool
+) -> bool:
+    """Write the GPU report; whether a cell failed. The checks before it do not prevent it."""
+    from rich.console import Console
+
+    from agentrl.cli.doctor import gpu_report
+
+    def request() -> gpu_report.ReportRequest:
+        device = gpu_report.device_of_report(cpu=cpu)
+        return gpu_report.ReportRequest(path=path, device=device, again=tuple(again))
+
+    console = Console(highlight=False, quiet=quiet)
+    kept = f"the finished cells are in {path}; the same command goes on from there"
+    asked = guarded(request, debug=debug)
+    report = run(gpu_report.shown(asked, console, findings=findings), debug=debug, interrupted=kept)
+    return gpu_report.has_failed(report)
 
 
 def _left_out(config: Config | None, findings: Sequence[Finding], *, deep: bool) -> list[str]:

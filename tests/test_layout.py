@@ -41,6 +41,7 @@ SMALL_FILES = {
     "sandbox/backends/janitor.py": "runs in a process of its own",
     "sandbox/backends/unsafe.py": "one backend, one file",
     "trainer/gradient/handoff.py": "the only code that feeds DeepSpeed's backward",
+    "trainer/gpu_report/__main__.py": "the command of one cell",
     "trainer/gpu_report/serving.py": "shared by cells of the report and benchmarks",
     "trainer/step_stats.py": "records that estimator, learner and diagnostics share",
 }

@@ -9,9 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.device import cpu_engine_only
 from tests.e2e.test_train import Run, _read
 
-pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.engine, pytest.mark.timeout(500)]
+pytestmark = [
+    cpu_engine_only("gloo is for CPUs"),
+    pytest.mark.slow,
+    pytest.mark.e2e,
+    pytest.mark.engine,
+    pytest.mark.timeout(500),
+]
 
 
 @pytest.fixture
@@ -28,7 +35,7 @@ def serving(run: Run) -> list[float]:
 
 
 def test_one_of_two_engines_is_killed_and_takes_weights_in_a_new_group(run: Run) -> None:
-    run._train(str(run.config), "engine.replicas=2", "engine.weight_transfer=gloo", "engine.device=cpu")
+    run._train(str(run.config), "engine.replicas=2", "engine.weight_transfer=gloo")
     run.wait_for(lambda: len(serving(run)) >= 2)
     servers = [pid for pid in run.pids("vllm.entrypoints") if "guard.py" not in _read(pid, "cmdline")]
     os.killpg(os.getpgid(servers[0]), signal.SIGKILL)

@@ -5,7 +5,17 @@ from __future__ import annotations
 from tests.test_imports import GRAPH
 
 ORDER = (
-    *("ranks", "whole_folder", "objective", "packing", "step_stats", "gradient", "split_variance", "diagnostics"),
+    *(
+        "ranks",
+        "whole_folder",
+        "gpu_memory",
+        "objective",
+        "packing",
+        "step_stats",
+        "gradient",
+        "split_variance",
+        "diagnostics",
+    ),
     *("lora", "model", "startup_proof", "weights", "deepspeed_settings", "learner", "checkpoint"),
     *("orchestrator_client", "loop", "warmstart", "gpu_report", "__main__"),
 )

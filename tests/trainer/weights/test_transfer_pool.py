@@ -20,10 +20,11 @@ from agentrl.engine.vllm_engine import VLLMEngine
 from agentrl.engine.weight_updates import UpdateSettings
 from agentrl.supervision.serving import free_port
 from agentrl.types import Sampling
+from tests.device import cpu_engine_only, engine_settings
 from tests.trainer.weights.test_transfer import Engines, distance, learner, new_model, said
 
 ROOT = Path(__file__).parents[3]
-pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.timeout(500)]
+pytestmark = [cpu_engine_only("gloo is for CPUs"), pytest.mark.slow, pytest.mark.engine, pytest.mark.timeout(500)]
 
 
 class Server:
@@ -40,7 +41,7 @@ class Server:
             served_name="policy",
             host="127.0.0.1",
             port=self.port,
-            config=EngineConfig(device="cpu", kv_cache_bytes=64 * 2**20, weight_transfer="gloo"),
+            config=EngineConfig(**engine_settings(weight_transfer="gloo")),
             max_context=1024,
             dtype="float32",
             seed=0,

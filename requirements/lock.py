@@ -13,6 +13,8 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 CPU, GPU = HERE / "lock.txt", HERE / "lock-gpu.txt"
 EXTRAS = ("sandbox", "sandbox-docker", "grading", "trainer", "dev", "engine-gpu")
+BUILD_TOOLS = "pip\nsetuptools\nwheel\n"
+"""What install.sh builds with; no package requires them."""
 PLATFORM = ("--python-version", "3.11", "--python-platform", "x86_64-manylinux_2_28")
 CPU_HEADER = """\
 # Every package at the version that was tested; written by `make lock`, installed by install.sh with --no-deps.
@@ -32,14 +34,15 @@ def cpu_pins() -> dict[str, str]:
 
 
 def gpu_pins(preferred: dict[str, str]) -> dict[str, str]:
-    """uv's resolution of pyproject.toml and gpu.in. Raises CalledProcessError where there is none."""
+    """uv's resolution of pyproject.toml and BUILD_TOOLS. Raises CalledProcessError where there is none."""
     resolved = HERE / "lock-gpu.new"
     resolved.write_text(written("", preferred))  # uv prefers what its output file has
     extras = [word for extra in EXTRAS for word in ("--extra", extra)]
-    files = [str(HERE.parent / "pyproject.toml"), str(HERE / "gpu.in")]
+    files = [str(HERE.parent / "pyproject.toml"), "-"]
     options = [*PLATFORM, *extras, "--quiet", "--no-header", "--no-annotate", "--output-file", str(resolved)]
     try:
-        subprocess.run([Path(sys.executable).with_name("uv"), "pip", "compile", *files, *options], check=True)
+        uv = Path(sys.executable).with_name("uv")
+        subprocess.run([uv, "pip", "compile", *files, *options], input=BUILD_TOOLS, text=True, check=True)
         return read(resolved)
     finally:
         resolved.unlink()

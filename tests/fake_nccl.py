@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -21,6 +21,7 @@ from agentrl.engine.vllm.gloo_group import Deadline, Group
 LONGEST_S = 60.0  # of a broadcast that nobody aborts; NCCL itself has no limit
 STALL_AT = "AGENTRL_TEST_NCCL_STALL_AT"
 """In the environment of a server: it stops before the n-th broadcast of its life."""
+_kept = ExitStack()
 
 
 class FakeCommunicator:
@@ -104,4 +105,4 @@ def plugin() -> None:
     """The entry point of `vllm.general_plugins` that puts this into a server for the length of its life."""
     if torch.cuda.is_available():
         raise RuntimeError("this machine has a GPU: nothing needs to be pretended")
-    installed().__enter__()
+    _kept.enter_context(installed())

@@ -6,7 +6,7 @@ without an error and without data, as `ncclCommAbort` lets a kernel end; later b
 
 from __future__ import annotations
 
-import os
+import atexit
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -19,8 +19,7 @@ from torch import Tensor, distributed
 from agentrl.engine.vllm.gloo_group import Deadline, Group
 
 LONGEST_S = 60.0  # of a broadcast that nobody aborts; NCCL itself has no limit
-STALL_AT = "AGENTRL_TEST_NCCL_STALL_AT"
-"""In the environment of a server: it stops before the n-th broadcast of its life."""
+
 _kept = ExitStack()
 
 
@@ -31,7 +30,6 @@ class FakeCommunicator:
         self.group, self.rank, self.world_size = group, group.rank, group.world_size
         self.disabled = False
         self._aborted = threading.Event()
-        self.num_broadcasts = 0
         assert group.broadcast_obj("unique id" if self.rank == 0 else None, src=0) == "unique id"
         store: Any = distributed.PrefixStore("nccl", group.store)  # type: ignore[attr-defined]
         self._gloo = Group(store, rank=self.rank, world_size=self.world_size, address="127.0.0.1", timeout_s=LONGEST_S)
@@ -39,14 +37,11 @@ class FakeCommunicator:
     def broadcast(self, tensor: Tensor, src: int, stream: Any = None) -> None:
         if self.disabled:
             return
-        self.num_broadcasts += 1
         errors: list[BaseException] = []
         done = threading.Event()
 
         def run() -> None:
             try:
-                if self.rank and str(self.num_broadcasts) == os.environ.get(STALL_AT):
-                    self._aborted.wait(LONGEST_S)
                 self._gloo.broadcast(tensor, Deadline(LONGEST_S))
             except BaseException as error:
                 if "gone" in str(error):  # NCCL may not notice a peer that is gone, and then waits for it
@@ -106,3 +101,4 @@ def plugin() -> None:
     if torch.cuda.is_available():
         raise RuntimeError("this machine has a GPU: nothing needs to be pretended")
     _kept.enter_context(installed())
+    atexit.register(_kept.close)

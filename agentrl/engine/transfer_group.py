@@ -118,7 +118,10 @@ class TransferGroup:
                 raise WeightSyncError(f"no engine took version {ref.policy_version}: {errors[0]}") from errors[0]
             if len(done) < len(updates) or len(errors) == len(updates):
                 raise WeightsWanted(f"version {ref.policy_version}: {errors[0]}") from errors[0]
-        return [engine.update for engine in self._engines if engine.has(ref.policy_version) and engine.update]
+        taken = [engine.update for engine in self._engines if engine.has(ref.policy_version) and engine.update]
+        if not taken:
+            raise WeightsWanted(f"version {ref.policy_version}: the engines that had it have left")
+        return taken
 
     async def close(self) -> None:
         """End the updates that still run."""

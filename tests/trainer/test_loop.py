@@ -174,6 +174,27 @@ def test_a_finished_run_is_over() -> None:
         orchestrator.close()
 
 
+class Group(Recorder):
+    """Two engines, of which one dies before it has joined."""
+
+    async def receivers(self, policy_version: int) -> Receivers:
+        return Receivers(engines=(f"a has not {policy_version}", "b"))
+
+    async def transfer_opened(self, init: TransferInit) -> None:
+        if init.init_info["world_size"] == 3:
+            raise WeightsWanted
+
+
+def test_the_learner_asks_who_takes_its_weights_and_hears_of_one_that_cannot_join() -> None:
+    with server(Group([], 0)) as url:
+        orchestrator = OrchestratorClient(url, token=TOKEN)
+        assert orchestrator.receivers(4) == Receivers(engines=("a has not 4", "b"))
+        with pytest.raises(WeightsWanted):
+            orchestrator.open_transfer(TransferInit(init_info={"world_size": 3}))
+        orchestrator.open_transfer(TransferInit(init_info={"world_size": 2}))
+        orchestrator.close()
+
+
 class Forgetful(Recorder):
     """One engine is restarted while it takes version 1, and once more before the second batch."""
 

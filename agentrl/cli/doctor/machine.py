@@ -30,6 +30,7 @@ ASK_TORCH = (
     "print(json.dumps([torch.__version__, torch.version.cuda, torch.cuda.device_count() if there else 0]))"
 )
 CUDA_BUILD = "`AGENTRL_BUILD=cuda make setup` installs the CUDA build in its place"
+NO_GPU = "run it on a machine with a GPU, or take the CPU build: `AGENTRL_BUILD=cpu make setup`"
 DRIVER = (
     "install NVIDIA's driver (WSL2: Windows' driver, and /usr/lib/wsl/lib on PATH), and in a container start it with "
     "its GPUs (docker: `--gpus all`)"
@@ -92,19 +93,24 @@ def ask_torch(*, timeout_s: float = 90.0) -> TorchCuda:
     return TorchCuda(version=version, cuda=cuda, num_gpus=num_gpus)
 
 
-def gpus(found: Sequence[Gpu], torch: TorchCuda | None, *, has_device: bool, wanted: int | None) -> Finding:
+def gpus(
+    found: Sequence[Gpu], torch: TorchCuda | None, *, has_device: bool, wanted: int | None, is_cuda_build: bool = False
+) -> Finding:
     """Compare the driver's GPUs with those that torch can use.
 
     Args:
         torch: None where torch is not installed.
         has_device: the kernel shows an NVIDIA device.
         wanted: how many GPUs a run needs; None where it needs none.
+        is_cuda_build: vLLM's CUDA build is installed, which runs on nothing else.
     """
     if not found:
         if has_device:
             return fail("GPU", "there is an NVIDIA device, but nvidia-smi shows no GPU", DRIVER)
         if wanted:
             return fail("GPU", f"none; the run needs {wanted}", f"{DRIVER}; or set engine.device=cpu")
+        if is_cuda_build:
+            return warn("GPU", "none, and the CUDA build needs one: no engine or learner runs here", NO_GPU)
         return ok("GPU", "none: engine and learner run on the CPU")
     what = f"{len(found)} x {found[0].name}, driver {found[0].driver}"
     if torch is not None and torch.cuda is None:

@@ -114,11 +114,12 @@ def _gpus(config: Config | None, needs: Callable[[], config_checks.Needs]) -> li
     found, has_device = machine.read_gpus(), vllm_command.has_nvidia_device()
     installed = packages.installed_packages()
     torch = machine.ask_torch() if found and "torch" in installed else None
-    findings = [machine.gpus(found, torch, has_device=has_device, wanted=needs().gpus)]
+    is_cuda = packages.is_cuda_build(installed)
+    findings = [machine.gpus(found, torch, has_device=has_device, wanted=needs().gpus, is_cuda_build=is_cuda)]
     if found and torch and torch.num_gpus and config and not config.engine.urls:
         used = config_checks.engine_gpus(config)
         findings.append(machine.gpu_memory(found, fraction=config_checks.engine_fraction(config), used=used))
-    if packages.is_cuda_build(installed):
+    if is_cuda:
         findings += toolchain.driver(found)
         findings.append(toolchain.compiler(toolchain.read_toolchain(os.environ), has_gpu=has_device))
         findings += toolchain.sharing(found, mps=has_mps(os.environ), wsl=vllm_command.on_wsl())

@@ -129,6 +129,11 @@ def program(folder: Path, text: str) -> str:
     return str(path)
 
 
+def test_the_cuda_build_needs_a_gpu() -> None:
+    found = machine.gpus([], None, has_device=False, wanted=None, is_cuda_build=True)
+    assert found.status == "WARN" and "needs one" in found.found and "AGENTRL_BUILD=cpu" in found.fix
+
+
 SMI = """
 print('NVIDIA H200, 580.95.05, 143771, 143160, Default')
 print('NVIDIA H200, 580.95.05, 143771, 0, Exclusive_Process')

@@ -89,7 +89,7 @@ def install(model: Any) -> None:
         raise ConfigError(
             f"{type(model).__name__} does not support another attention implementation: {error}"
         ) from error
-    kernel, reason = _chosen(model.device, model.dtype, _head_size(model.config))
+    kernel, reason = _chosen(model.device, model.dtype, head_size(model.config))
     log.info("attention of packs: %s%s", kernel, f" ({reason})" if reason else "")
 
 
@@ -115,7 +115,8 @@ def _check_positions(model: Any) -> None:
                 )
 
 
-def _head_size(config: Any) -> int:
+def head_size(config: Any) -> int:
+    """Width of one attention head, from transformers' config of a model."""
     config = config.get_text_config()
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 

@@ -45,6 +45,11 @@ class GradientSums:
             self._scores = self._zeroed(self._scores)
         self._ratios = [None] * len(self.parameters)
 
+    @property
+    def present(self) -> list[Tensor]:
+        """The tensors that exist now: the totals, and the open group's scores."""
+        return [*self.total, *self._scores]
+
     def index_of(self, parameter: Tensor) -> int | None:
         """Position of the parameter's sum; None for a parameter that is not trained."""
         return self._index.get(id(parameter))

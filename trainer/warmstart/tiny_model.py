@@ -102,27 +102,32 @@ def make_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
 def make_model(config: WarmstartConfig, tokenizer: Any, *, seed: int) -> Any:
     """A randomly initialized float32 `Qwen3ForCausalLM` with tied embeddings. Seeds torch's global generator."""
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3ForCausalLM
 
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     torch.manual_seed(seed)
-    return Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=len(tokenizer),
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_hidden_layers=config.num_layers,
-            num_attention_heads=config.num_heads,
-            num_key_value_heads=config.num_kv_heads,
-            head_dim=HEAD_DIM,
-            initializer_range=INITIAL_STD,
-            max_position_embeddings=MAX_POSITIONS,
-            tie_word_embeddings=True,
-            bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-            dtype="float32",
-        )
-    )
+    return Qwen3ForCausalLM(model_settings(config, vocab_size=len(tokenizer), **ids))
+
+
+def model_settings(config: WarmstartConfig, **found: int) -> Any:
+    """transformers' config of that model; `found` are numbers that the tokenizer decides, such as its vocabulary."""
+    from transformers import Qwen3Config
+
+    settings = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": HEAD_DIM,
+        "initializer_range": INITIAL_STD,
+        "max_position_embeddings": MAX_POSITIONS,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "dtype": "float32",
+    }
+    return Qwen3Config(**{**settings, **found})
 
 
 def save(folder: Path, model: Any, tokenizer: Any) -> None:

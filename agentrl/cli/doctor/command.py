@@ -166,7 +166,7 @@ class _Waiting:
 
 
 async def _examined(config: Config | None, waiting: _Waiting) -> list[Finding]:
-    from agentrl.cli.doctor import plan
+    from agentrl.cli.doctor import checks as doctor_checks
     from agentrl.cli.doctor.findings import crashed, examine
     from agentrl.supervision import secrets
 
@@ -177,7 +177,7 @@ async def _examined(config: Config | None, waiting: _Waiting) -> list[Finding]:
             given[key] = secrets.read(name, os.environ)
         except ConfigError as error:
             found.append(crashed(key.replace("_", " "), error))
-    checks = plan.checks(config, **given)
+    checks = doctor_checks.checks(config, **given)
     left = [check.name for check in checks]
 
     def on_done(name: str) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from agentrl.cli.doctor import plan
+from agentrl.cli.doctor import checks as doctor_checks
 from agentrl.cli.doctor.deep import SYNC_FIX, _failed, judged, one_step_train, parity, summed_log_ratio
 from agentrl.cli.doctor.findings import FindingStatus
 from agentrl.cli.main import app
@@ -124,7 +124,7 @@ def test_a_sound_model_passes_and_leaves_nothing_behind(
     tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    (template,) = (one for one in plan.checks(config(tiny_model_dir)) if one.name == "chat template")
+    (template,) = (one for one in doctor_checks.checks(config(tiny_model_dir)) if one.name == "chat template")
     monkeypatch.setattr(plan, "checks", lambda config, **tokens: [template])
     overrides = [
         f"model.path={tiny_model_dir}",

@@ -15,7 +15,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from agentrl.cli.doctor import plan
+from agentrl.cli.doctor import checks as doctor_checks
 from agentrl.cli.doctor.findings import Check, Finding, FindingStatus, examine, fail, ok, shortened, warn
 from agentrl.cli.main import app
 from agentrl.errors import ConfigError
@@ -103,7 +103,7 @@ def only(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Leaves only the checks of these names, as they are."""
 
     def leave(*names: str) -> None:
-        whole = plan.checks
+        whole = doctor_checks.checks
 
         def some(*arguments: Any, **tokens: Any) -> list[Check]:
             return [check for check in whole(*arguments, **tokens) if check.name in names]

@@ -1,0 +1,63 @@
+"""`python -m trainer.plan`, which `agentrl doctor CONFIG --plan` executes: configs as JSON in, their needs as JSON out.
+
+Reads a JSON list of configs that differ in `learner` and `algorithm` only. Each distinct pass is counted once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from agentrl.cli.doctor.plan.records import LearnerNeeds, PassCost
+from agentrl.config import Config
+from agentrl.errors import AgentRLError, ConfigError
+
+
+def main() -> int:
+    """Returns the exit code: 0, or 1 with one line on stderr."""
+    parser = argparse.ArgumentParser(prog="python -m trainer.plan", description="Memory of a learner, without a GPU.")
+    parser.add_argument("--model-config", type=Path, help="config.json of the model; default: that of model.path")
+    arguments = parser.parse_args()
+    try:
+        configs = [Config.model_validate(one) for one in msgspec.json.decode(sys.stdin.buffer.read())]
+        sys.stdout.buffer.write(msgspec.json.encode(answers(configs, arguments.model_config)) + b"\n")
+    except AgentRLError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    return 0
+
+
+def answers(configs: list[Config], model_config: Path | None) -> list[LearnerNeeds]:
+    """What one rank of each config needs. Raises ConfigError for a model that no config could train."""
+    from trainer.plan import dry_pass, memory
+
+    settings = dry_pass.settings_of(configs[0], model_config)
+    models: dict[str, Any] = {}
+
+    def model_of(config: Config) -> Any:
+        key = f"{config.learner.gradient_checkpointing} {config.model}"
+        if key not in models:
+            models[key] = dry_pass.planned_model(config, settings)
+        return models[key]
+
+    @cache
+    def measured(model: Any, kind: dry_pass.PassKind, num_tokens: int, longest: int) -> PassCost:
+        return dry_pass.measure(model, kind, num_tokens=num_tokens, longest=longest)
+
+    found = []
+    for config in configs:
+        try:
+            model = model_of(config)
+            found.append(memory.needs(config, model, lambda *about, model=model: measured(model, *about)))  # type: ignore[misc]
+        except ConfigError as error:
+            raise ConfigError(f"the learner refuses this model: {error}") from error
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+"""Runs the learner's own passes on tensors without content, and counts what they allocate and compute.
+
+The model is on the meta device, which stands for a GPU in trainer/gradient/: each operation takes a second instead of
+minutes, and no memory. Independent of DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from agentrl.cli.doctor.plan.records import PassCost
+from agentrl.config import Config
+from agentrl.errors import ConfigError
+from trainer import lora
+from trainer.gradient import attention
+from trainer.gradient.logprobs import score
+from trainer.gradient.recorded_modules import check_modules, recording, tied_weight
+from trainer.gradient.recorder import Recorder
+from trainer.gradient.sums import GradientSums
+from trainer.model import checkpoint_layers
+from trainer.packing import Pack
+from trainer.plan.counting import Counter
+
+META = torch.device("meta")
+
+PassKind = Literal["forward", "plain", "exact", "proxy"]
+"""The passes of trainer/gradient/passes.py: forward_only, plain, with_norms, proxy_norms."""
+
+
+def settings_of(config: Config, model_config: Path | None) -> Any:
+    """transformers' config: of a file, else of the model of `config`, or of the one that its warm start would make.
+
+    Raises ConfigError.
+    """
+    from transformers import AutoConfig
+
+    path = Path(config.model.path)
+    if model_config is None and config.model.warmstart is not None and not (path / "config.json").is_file():
+        from trainer.warmstart.tiny_model import model_settings
+
+        return model_settings(config.model.warmstart)
+    try:
+        return AutoConfig.from_pretrained(model_config or config.model.path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{model_config or config.model.path}: no config of a model: {error}") from error
+
+
+def planned_model(config: Config, settings: Any) -> Any:
+    """The model as `Learner` prepares it, without content. Raises ConfigError for one that it would refuse."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with META:
+            model = AutoModelForCausalLM.from_config(settings, dtype=getattr(torch, config.model.dtype))
+            model.tie_weights()
+            if config.model.lora is not None:
+                model = lora.with_adapters(model, config.model.lora)
+    except ValueError as error:
+        raise ConfigError(f"{config.model.path}: not a causal language model: {error}") from error
+    model = model.eval()
+    if config.learner.gradient_checkpointing:
+        checkpoint_layers(model)
+    check_modules(model)
+    attention.install(model)
+    return model
+
+
+def measure(model: Any, kind: PassKind, *, num_tokens: int, longest: int) -> PassCost:
+    """One pass over a pack of `num_tokens` in segments of `longest` tokens, every token an action.
+
+    Example: `measure(planned_model(config, settings), "plain", num_tokens=16384, longest=8192).peak_bytes`.
+    """
+    bounds = (*range(0, num_tokens, longest), num_tokens)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    sums = GradientSums(trained, has_scores=kind == "exact")
+    sums.reset()
+    known = [*model.parameters(), *model.buffers(), *sums.present]
+    with Counter("meta", known=known, attention_flop=_attention_flop(model.config, bounds)) as counter:
+        if kind == "forward":
+            score(model, _pack(bounds))
+        else:
+            _backward(model, kind, sums, _pack(bounds))
+    return PassCost(
+        num_tokens=num_tokens,
+        peak_bytes=counter.peak_bytes,
+        matrix_flop=counter.matrix_flop,
+        moved_bytes=counter.moved_bytes,
+    )
+
+
+def _backward(model: Any, kind: PassKind, sums: GradientSums, pack: Pack) -> None:
+    is_split = kind != "plain"
+    recorder = Recorder(
+        None if kind == "proxy" else sums,
+        bounds=pack.bounds if is_split else (0, pack.bounds[-1]),
+        action_bounds=pack.action_bounds if is_split else (0, pack.bounds[-1]),
+        has_norms=is_split,
+        tied_weight=tied_weight(model),
+        device=META,
+    )
+    with recording(model, recorder):
+        logprob_N = score(model, pack, recorder).logprob_N
+        recorder.score_n = [float(kind == "exact")] * recorder.num_segments
+        torch.autograd.backward(logprob_N, torch.ones_like(logprob_N))
+
+
+def _pack(bounds: tuple[int, ...]) -> Pack:
+    ids_S = torch.zeros(bounds[-1], dtype=torch.int64, device=META)
+    return Pack(
+        input_ids_S=ids_S,
+        position_ids_S=ids_S,
+        bounds=bounds,
+        predictor_N=ids_S,
+        target_N=ids_S,
+        action_bounds=bounds,
+    )
+
+
+def _attention_flop(settings: Any, bounds: tuple[int, ...]) -> float:
+    """Of one causal product of queries and keys, in one layer."""
+    heads, size = settings.num_attention_heads, attention.head_size(settings)
+    return sum((end - start) ** 2 for start, end in itertools.pairwise(bounds)) * float(heads * size)

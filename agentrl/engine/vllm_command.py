@@ -116,7 +116,7 @@ def placement_of(config: Config, *, has_learner: bool = True) -> Placement:
         learner,
         visible=visible_gpus(),
         device=device,
-        num_ranks=_ranks_here(learner) if has_learner else 0,
+        num_ranks=ranks_here(learner) if has_learner else 0,
         on_wsl=on_wsl(),
     )
 
@@ -126,8 +126,8 @@ def placement_alone(config: EngineConfig) -> Placement:
     return place_engine(config, visible=visible_gpus(), device=device_of(config))
 
 
-def _ranks_here(learner: LearnerConfig) -> int:
-    """A hostfile names this machine first."""
+def ranks_here(learner: LearnerConfig) -> int:
+    """Ranks of this machine: a hostfile names it first. Raises ConfigError."""
     return learner.num_ranks if learner.hostfile is None else read_hostfile(learner.hostfile)[0].num_ranks
 
 

@@ -53,7 +53,7 @@ def answers(configs: list[Config], model_config: Path | None) -> list[LearnerNee
     for config in configs:
         try:
             model = model_of(config)
-            found.append(memory.needs(config, model, lambda *about, model=model: measured(model, *about)))  # type: ignore[misc]
+            found.append(memory.needs(config, model, lambda *about, model=model: measured(model, *about)))
         except ConfigError as error:
             raise ConfigError(f"the learner refuses this model: {error}") from error
     return found

@@ -21,7 +21,7 @@ _ATTENTION = {"_varlen_attn": 2.0, "_varlen_attn_backward": 5.0}
 """Products of [S, D] with [D, S] or alike, of which causality halves each; torch's own names."""
 
 
-class Counter(TorchDispatchMode):
+class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts tensors that are made inside the block; those made before do not count.
 
     `device_type` says where: on "meta", operations without a result of known shape get the largest possible one, and a
@@ -36,7 +36,7 @@ class Counter(TorchDispatchMode):
 
     def __init__(self, device_type: str, *, known: Iterable[Tensor] = (), attention_flop: float = 0.0) -> None:
         """`known` are tensors made before; `attention_flop` is that of one causal product of queries and keys."""
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.peak_bytes = self.now_bytes = 0
         self.matrix_flop = self.moved_bytes = 0.0
         self._device_type = device_type

@@ -7,7 +7,7 @@ step. With A all parameters, T the trained ones, N ranks, w bytes of a weight, D
 | what | bytes |
 |---|---|
 | weights | w A; stage 3: w A / N |
-| optimizer | 8 T / D of AdamW, and 4 T / D of float32 weights where w = 2 or the stage is not 0; on the host if offloaded |
+| optimizer | 8 T / D of AdamW, and 4 T / D of float32 weights where w = 2 or the stage is not 0; offloaded: none |
 | gradient buffer | stage 3: w T / N, from start to end |
 | sums of gradients | 4 T; with exact norms 4 T more, kept between steps |
 | gathered weights | stage 3, in a pass: w min(A, 1e9) that stay, and w min(A, 5e7) of the next ones |
@@ -108,8 +108,6 @@ def needs(config: Config, model: Any, measure: Measure) -> LearnerNeeds:
         shape=shape_of(model),
         phases=phases(sizes, passes, proof=measure("exact", *PROOF_TOKENS), has_scores="exact" in kinds),
         passes=passes,
-        load_host_bytes=sizes.itemsize * sizes.all,
-        host_bytes=_offloaded(sizes),
         kept=_kept(sizes, has_scores="exact" in kinds),
     )
 
@@ -140,9 +138,7 @@ def shape_of(model: Any) -> ModelShape:
     )
 
 
-def phases(
-    sizes: Sizes, passes: tuple[PassCost, ...], *, proof: PassCost, has_scores: bool
-) -> tuple[Phase, ...]:
+def phases(sizes: Sizes, passes: tuple[PassCost, ...], *, proof: PassCost, has_scores: bool) -> tuple[Phase, ...]:
     """Every phase of a learner on one GPU, in the order of a run; those of a step are of the second and later ones.
 
     `proof` is the pass over the short texts of trainer/startup_proof.py.
@@ -208,10 +204,3 @@ def _stepped(sizes: Sizes) -> dict[str, int]:
     if sizes.learner.zero_stage == 0 and sizes.itemsize == 2:
         parts["handed gradients"] = sizes.itemsize * sizes.trained
     return parts
-
-
-def _offloaded(sizes: Sizes) -> int:
-    """Host memory of one rank: the optimizer, its float32 gradient, AdamW's two temporary tensors, a copy to send."""
-    if not sizes.learner.offload_optimizer:
-        return 0
-    return sizes.optimizer + (4 + 8 + sizes.itemsize) * sizes.trained // sizes.divisor

@@ -50,6 +50,18 @@ def doctor(
     cpu: Annotated[
         bool, typer.Option("--cpu", help="The report's cells with tiny shapes on the CPU: do they work?")
     ] = False,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Show what each GPU and the machine must hold. Nothing is started.")
+    ] = False,
+    gpus: Annotated[
+        str | None, typer.Option(help="--plan: for 8x80 (GB each) or 8xH100; default: this machine's GPUs.")
+    ] = None,
+    model_config: Annotated[
+        Path | None, typer.Option(help="--plan: the model's config.json, where neither it nor the hub is here.")
+    ] = None,
+    mean_tokens: Annotated[
+        int | None, typer.Option(min=1, help="--plan: tokens of an episode; default: a quarter of max_context.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for programs.")] = False,
     debug: Debug = False,
 ) -> None:
@@ -60,6 +72,9 @@ def doctor(
         raise typer.BadParameter("--deep needs a CONFIG: it trains one step with it")
     if (again or cpu) and gpu_report is None:
         raise typer.BadParameter("--again and --cpu belong to --gpu-report FILE")
+    _check_plan_options(config_path, plan=plan, deep=deep, others=(gpus, model_config, mean_tokens))
+    if plan and config_path is not None:
+        raise typer.Exit(_planned(config_path, overrides or [], gpus, model_config, mean_tokens, as_json, debug))
     console = Console(highlight=False, soft_wrap=True)
     with _quiet(debug), redirect_stdout(sys.stderr) if as_json else nullcontext():  # environments may print
         config, findings = _config(config_path, overrides or [])
@@ -101,6 +116,34 @@ def _measured(
     asked = guarded(request, debug=debug)
     report = run(gpu_report.shown(asked, console, findings=findings), debug=debug, interrupted=kept)
     return gpu_report.has_failed(report)
+
+
+def _check_plan_options(config: Path | None, *, plan: bool, deep: bool, others: Sequence[object]) -> None:
+    if plan and config is None:
+        raise typer.BadParameter("--plan needs a CONFIG: e.g. configs/aime_1gpu.yaml")
+    if plan and deep:
+        raise typer.BadParameter("--plan starts nothing and --deep trains one step: give one of them")
+    if not plan and any(one is not None for one in others):
+        raise typer.BadParameter("--gpus, --model-config and --mean-tokens belong to --plan")
+
+
+def _planned(
+    path: Path,
+    overrides: Sequence[str],
+    gpus: str | None,
+    model_config: Path | None,
+    mean_tokens: int | None,
+    as_json: bool,
+    debug: bool,
+) -> int:
+    from agentrl import config as configs
+    from agentrl.cli.doctor.plan.command import show_plan
+
+    def work() -> int:
+        config = configs.load(path, overrides)
+        return show_plan(config, gpus=gpus, model_config=model_config, mean_tokens=mean_tokens, as_json=as_json)
+
+    return guarded(work, debug=debug)
 
 
 def _left_out(config: Config | None, findings: Sequence[Finding], *, deep: bool) -> list[str]:

@@ -13,6 +13,7 @@ from agentrl.cli.doctor.machine import GIB
 from agentrl.config import Config, EngineConfig, LearnerConfig, SandboxConfig
 from agentrl.engine import memory, vllm_command
 from agentrl.engine.model_size import ModelSize, model_size
+from agentrl.engine.placement import Placement
 from agentrl.errors import ConfigError, EngineError
 from agentrl.train import launch_ranks
 
@@ -44,11 +45,14 @@ class Needs:
     """None: the run needs none."""
 
 
-def needs(config: Config, size: ModelSize | None) -> Needs:
+def needs(config: Config, size: ModelSize | None, *, placement: Placement | None = None) -> Needs:
     """Computed from the config: weights in its dtype, Adam's two float32 states, and float32 weights if dtype differs.
 
-    On a CPU the learner also holds two float32 sums of gradients (docs/learner.md); on GPUs that is GPU memory.
+    On a CPU the learner also holds two float32 sums of gradients (docs/learner.md). On GPUs host memory holds each
+    rank's weights while they are loaded and, if offloaded, its part of the optimizer: states, gradient, two temporary
+    tensors of AdamW, and a copy of the weights to send. `placement` None: that of this machine.
     """
+    placement = placement or _placement(config)
     learner, rollout = config.learner, config.rollout
     num_parameters = size.num_parameters if size else 0
     is_wide = config.model.dtype == "float32"
@@ -56,20 +60,24 @@ def needs(config: Config, size: ModelSize | None) -> Needs:
     adam_bytes = num_parameters * (8 if is_wide else 12)
     num_exports = 1 + (config.train.steps // learner.save_every if learner.save_every else 0)
     num_states = learner.keep_checkpoints + 1 if learner.checkpoint_every else 0
-    is_on_cpu = _device(config.engine) == "cpu"
+    is_on_cpu = (placement.device if placement else _device(config.engine)) == "cpu"
     engine_bytes = (
         (weights_bytes + memory.cpu_kv_cache_bytes(config.engine)) * config.engine.replicas if is_on_cpu else 0
     )
     learner_bytes = weights_bytes + adam_bytes + 8 * num_parameters if is_on_cpu else 0
-    offload_bytes = adam_bytes if learner.offload_optimizer and not is_on_cpu else 0
+    ranks_here = len(placement.ranks) if placement else 0
+    load_bytes = 0 if is_on_cpu else ranks_here * weights_bytes
+    state_bytes = adam_bytes + 12 * num_parameters + weights_bytes if learner.offload_optimizer else 0
+    offload_bytes = 0 if is_on_cpu else state_bytes * ranks_here // learner.num_ranks
+    by_folder = placement is None or placement.transfer in ("safetensors", "reload")
     num_episodes = (rollout.max_lag + 1) * rollout.groups_per_step * rollout.group_size
     return Needs(
         run_bytes=BASE_RUN_BYTES + weights_bytes + (weights_bytes + adam_bytes if num_states else 0),
         whole_run_bytes=BASE_RUN_BYTES + num_exports * weights_bytes + num_states * (weights_bytes + adam_bytes),
-        shared_bytes=BASE_SHARED_BYTES + COPIES_OF_WEIGHTS * weights_bytes,
-        memory_bytes=BASE_MEMORY_BYTES + engine_bytes + learner_bytes + offload_bytes,
+        shared_bytes=BASE_SHARED_BYTES + (COPIES_OF_WEIGHTS * weights_bytes if by_folder else 0),
+        memory_bytes=BASE_MEMORY_BYTES + engine_bytes + learner_bytes + max(load_bytes, offload_bytes),
         descriptors=BASE_DESCRIPTORS + DESCRIPTORS_AN_EPISODE * num_episodes,
-        gpus=_wanted_gpus(config),
+        gpus=(len(placement.used) or None) if placement else None,
     )
 
 
@@ -80,20 +88,17 @@ def _device(settings: EngineConfig) -> str:
         return settings.device
 
 
-def _wanted_gpus(config: Config) -> int | None:
+def _placement(config: Config) -> Placement | None:
     try:
-        return len(vllm_command.placement_of(config).used) or None
+        return vllm_command.placement_of(config)
     except ConfigError:  # the check of the engine reports it
         return None
 
 
 def engine_fraction(config: Config) -> float:
     """The share of its GPUs' memory that the engine takes."""
-    try:
-        is_shared = vllm_command.placement_of(config).is_shared
-    except ConfigError:  # the check of the engine reports it
-        is_shared = False
-    return memory.engine_fraction(config.engine, is_shared=is_shared)
+    placement = _placement(config)
+    return memory.engine_fraction(config.engine, is_shared=placement is not None and placement.is_shared)
 
 
 def engine_gpus(config: Config) -> set[int] | None:

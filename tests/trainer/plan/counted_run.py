@@ -57,7 +57,7 @@ def _group(number: int) -> Any:
 
 @contextmanager
 def _as_on_a_gpu() -> Iterator[None]:
-    """AdamW in its form for GPUs, and buckets that are small beside this model, as the real ones are beside a real one."""
+    """AdamW in its form for GPUs, and buckets that are small beside the model."""
     own, bucket = torch.optim.AdamW, deepspeed_settings.REDUCE_BUCKET_ELEMENTS
 
     class ForEach(own):  # type: ignore[misc, valid-type]

@@ -11,7 +11,7 @@ from agentrl.errors import ConfigError
 
 MIB = 2**20
 MAX_GPUS = 64
-_ASKED = re.compile(r"(\d+)x([A-Za-z]*)-?(\d*)(?:GB)?", re.IGNORECASE)
+_ASKED = re.compile(r"(\d+)x(\w[\w-]*)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,13 +47,12 @@ def asked_cards(text: str) -> list[Card]:
     ['H100', 'H100']
     """
     match = _ASKED.fullmatch(text.strip())
-    if match is None or not (match[2] or match[3]):
+    if match is None:
         raise ConfigError(f"--gpus {text}: write how many and of what size, `8x80` (GB), or which card, `8xH100`")
     count = int(match[1])
     if not 1 <= count <= MAX_GPUS:
         raise ConfigError(f"--gpus {text}: a machine has 1 to {MAX_GPUS} GPUs")
-    kind = f"{match[2]}-{match[3]}" if match[2] and match[3] else match[2] or match[3]
-    return [_card(kind, text)] * count
+    return [_card(match[2].upper().removesuffix("GB"), text)] * count
 
 
 def found_card(name: str, total_bytes: int) -> Card:
@@ -83,14 +82,13 @@ def pretended(cards: Sequence[Card]) -> VisibleGpus:
 
 
 def _card(kind: str, asked: str) -> Card:
-    if kind.isdigit():
+    if kind.isdigit() and not any(card.name == kind for card in CARDS):
         size = int(kind)
         if size < 4:
             raise ConfigError(f"--gpus {asked}: {size} GB is no size of a GPU that could train; e.g. `1x24`")
         return next((card for card in CARDS if card.size == size), None) or _unknown(size)
-    plain = kind.upper().removesuffix("GB")
     for card in CARDS:
-        if plain in (card.name.upper(), f"{card.name.upper()}-{card.size}"):
+        if kind in (card.name.upper(), f"{card.name.upper()}-{card.size}"):
             return card
     known = ", ".join(card.name for card in CARDS)
     raise ConfigError(f"--gpus {asked}: {kind} is not a known card ({known}); give its memory instead, `8x80` (GB)")

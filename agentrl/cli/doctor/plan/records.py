@@ -64,11 +64,5 @@ class LearnerNeeds:
     phases: tuple[Phase, ...]
     passes: tuple[PassCost, ...]
     """The passes that each pack goes through in a step, in their order."""
-    load_host_bytes: int
-    """Host memory while the model is loaded."""
-    host_bytes: int = 0
-    """Host memory while it trains: what is offloaded."""
-    refusal: str = ""
-    """Why the learner would not start with this config; empty where it would."""
     kept: Mapping[str, int] = field(default_factory=dict)
     """What stays on the GPU between steps."""

@@ -125,7 +125,7 @@ def test_a_sound_model_passes_and_leaves_nothing_behind(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     (template,) = (one for one in doctor_checks.checks(config(tiny_model_dir)) if one.name == "chat template")
-    monkeypatch.setattr(plan, "checks", lambda config, **tokens: [template])
+    monkeypatch.setattr(doctor_checks, "checks", lambda config, **tokens: [template])
     overrides = [
         f"model.path={tiny_model_dir}",
         *(f"engine.{key}={value}" for key, value in engine_settings().items()),

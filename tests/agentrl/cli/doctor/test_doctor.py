@@ -108,7 +108,7 @@ def only(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         def some(*arguments: Any, **tokens: Any) -> list[Check]:
             return [check for check in whole(*arguments, **tokens) if check.name in names]
 
-        monkeypatch.setattr(plan, "checks", some)
+        monkeypatch.setattr(doctor_checks, "checks", some)
 
     return leave
 
@@ -135,7 +135,7 @@ def test_a_model_without_template_is_a_fail_and_exit_code_1_in_json(tmp_path: Pa
 
 def test_warnings_alone_are_exit_code_0(monkeypatch: pytest.MonkeyPatch) -> None:
     checks = [Check(name="disk", ask=lambda: warn("disk", "nearly full", "delete"))]
-    monkeypatch.setattr(plan, "checks", lambda config, **tokens: checks)
+    monkeypatch.setattr(doctor_checks, "checks", lambda config, **tokens: checks)
     done = doctor()
     assert done.exit_code == 0
     assert done.stdout.startswith("WARN disk: nearly full -> delete\n")

@@ -1,6 +1,6 @@
 """`python -m trainer.plan`, which `agentrl doctor CONFIG --plan` executes: configs as JSON in, their needs as JSON out.
 
-Reads a JSON list of configs that differ in `learner` and `algorithm` only. Each distinct pass is counted once.
+Reads a JSON list of configs that share one model. Each distinct pass is counted once.
 """
 
 from __future__ import annotations

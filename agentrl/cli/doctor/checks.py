@@ -15,11 +15,13 @@ from agentrl.config import Config, SandboxConfig
 from agentrl.engine import vllm_command
 from agentrl.engine.gpus import has_mps
 from agentrl.engine.model_size import ModelSize, model_size
+from agentrl.errors import ConfigError
 
 T = TypeVar("T")
 
 SANDBOX_DEADLINE_S = 120.0
 TORCH_DEADLINE_S = 120.0  # a first import from a cold disk
+PLAN_DEADLINE_S = 600.0  # the learner's code runs without content, for each setting that is tried
 MODEL_DEADLINE_S = 120.0  # it may be on the hub
 NEEDED_BY = {"torch": "the learner", "transformers": "a chat template", "deepspeed": "the learner"}
 SHARED = Path("/dev/shm")
@@ -87,9 +89,22 @@ def _of(config: Config, engine_token: str | None) -> list[Check]:
         Check(name="chat template", ask=lambda: config_checks.template(config), deadline_s=MODEL_DEADLINE_S),
         Check(name="engine", ask=lambda: config_checks.engine_settings(config)),
         Check(name="learner", ask=lambda: config_checks.learner_settings(config.learner)),
+        Check(name="memory plan", ask=lambda: _memory_plan(config), deadline_s=PLAN_DEADLINE_S),
         Check(name="engine.url", ask=partial(config_checks.engine_urls, config.engine, token=engine_token)),
         Check(name="ports", ask=lambda: config_checks.ports(config.engine, config.sandbox)),
     ]
+
+
+def _memory_plan(config: Config) -> list[Finding]:
+    """On GPUs only: for a CPU the check of the memory says it."""
+    try:
+        if vllm_command.placement_of(config).device == "cpu":
+            return []
+    except ConfigError:  # the check of the engine reports it
+        return []
+    from agentrl.cli.doctor.plan.command import plan_finding
+
+    return [plan_finding(config)]
 
 
 def _once(work: Callable[[], T]) -> Callable[[], T]:

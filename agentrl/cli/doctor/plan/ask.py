@@ -58,7 +58,7 @@ def _from_hub(name: str) -> Path:
 def learner_needs(
     configs: Sequence[Config], *, model_config: Path | None, timeout_s: float = DEADLINE_S
 ) -> list[LearnerNeeds]:
-    """What one rank of each config needs. The configs differ in `learner` and `algorithm` only. Raises ConfigError."""
+    """What one rank of each config needs. The configs share one model. Raises ConfigError."""
     command = module_command(MODULE) + (["--model-config", str(model_config)] if model_config else [])
     asked = msgspec.json.encode([config.model_dump(mode="json") for config in configs])
     try:

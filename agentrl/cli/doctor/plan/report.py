@@ -20,8 +20,8 @@ HONEST = (
     "GB for CUDA graphs."
 )
 NOTHING = (
-    "none of the settings tried fits: take more or larger GPUs, model.lora={} (other algorithm), a shorter "
-    "rollout.max_context or a smaller model"
+    "none of the settings tried fits, LoRA included: take more or larger GPUs, a shorter rollout.max_context or a "
+    "smaller model"
 )
 
 

@@ -16,7 +16,8 @@ from agentrl.cli.doctor.plan.records import LearnerNeeds
 from agentrl.config import Config, parse
 from agentrl.errors import ConfigError
 
-MAX_TRIED = 120
+BATCHES = (6, 24, 90)
+"""How many changes are asked for at once: the learner's half starts a process, and the first changes often suffice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,16 +52,16 @@ def nearest(
             possible.append((change, change.applied(config)))
         except ConfigError:
             continue
-        if len(possible) == MAX_TRIED:
-            break
-    needs = ask([changed for _, changed in possible]) if possible else []
-    for (change, changed), learner in zip(possible, needs, strict=True):
-        try:
-            plan = make_plan(changed, learner, cards, mean_tokens=mean_tokens)
-        except ConfigError:
-            continue
-        if plan.fits:
-            return change, plan
+    for size in BATCHES:
+        tried, possible = possible[:size], possible[size:]
+        needs = ask([changed for _, changed in tried]) if tried else []
+        for (change, changed), learner in zip(tried, needs, strict=True):
+            try:
+                plan = make_plan(changed, learner, cards, mean_tokens=mean_tokens)
+            except ConfigError:
+                continue
+            if plan.fits:
+                return change, plan
     return None
 
 
@@ -78,7 +79,7 @@ def changes(config: Config, *, num_gpus: int) -> Iterator[Change]:
 
 
 def _knobs(config: Config, num_gpus: int) -> Iterator[list[Change]]:
-    """For each knob the values to try, with what they cost: 1 is a little time, 8 another algorithm."""
+    """For each knob the values to try, with what they cost: 1 is a little time, 12 other weights to train."""
     learner, engine = config.learner, config.engine
     if not learner.gradient_checkpointing:
         yield [_set("learner.gradient_checkpointing", True, cost=1)]
@@ -92,6 +93,8 @@ def _knobs(config: Config, num_gpus: int) -> Iterator[list[Change]]:
         yield [_set("algorithm.baseline_norms", "proxy", cost=4)]
     if not learner.offload_optimizer:
         yield [_set("learner.offload_optimizer", True, cost=6)]
+    if config.model.lora is None:
+        yield [_set("model.lora", {}, cost=12)]
     if learner.hostfile is None and not engine.urls and num_gpus > 1:
         yield list(_splits(config, num_gpus))
 

@@ -89,7 +89,7 @@ def test_the_modules_of_the_trainer_import_in_the_order_of_its_docstring() -> No
     (chain,) = re.findall(r"imports earlier ones only: (.*?)\.", text)
     order = re.split(r", | -> ", chain)
     parts = {name.split(".")[1] for name in MODULES if name.startswith("trainer.")}
-    apart = ("warmstart", "gpu_report")
+    apart = ("warmstart", "gpu_report", "plan")
     assert sorted([*order, *apart]) == sorted(parts)
     wrong = [
         f"{module} imports {imported}"

@@ -4,7 +4,8 @@ May import: `agentrl`, and `sandbox.client` for the warm start. Within the packa
 only: ranks, whole_folder, gpu_memory -> objective -> packing, step_stats -> gradient -> split_variance, diagnostics ->
 lora, model -> startup_proof -> weights -> deepspeed_settings, learner -> checkpoint, orchestrator_client -> loop ->
 __main__.
-Two stand apart: warmstart/ makes a small model before a run, and its command shows errors as those of `agentrl` do
-(`agentrl.cli.options`); gpu_report/ measures, and no run imports it. Start reading in `learner.py`; the loss is
+Three stand apart: warmstart/ makes a small model before a run, and its command shows errors as those of `agentrl` do
+(`agentrl.cli.options`); gpu_report/ measures, and plan/ computes what a
+learner would take; no run imports either. Start reading in `learner.py`; the loss is
 `objective/policy_gradient.py`, the norms `gradient/norms.py`, the weight update `weights/transfer.py`.
 """

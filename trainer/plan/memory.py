@@ -150,7 +150,7 @@ def phases(sizes: Sizes, passes: tuple[PassCost, ...], *, proof: PassCost, has_s
     largest = {"one weight": 4 * sizes.largest}
     return (
         Phase(name="load", parts=whole),
-        Phase(name="prove", parts={**whole, **total, "pieces": 8 * sizes.largest, "pass": proof.peak_bytes}),
+        Phase(name="prove", parts={**whole, **total, "pass": proof.peak_bytes}),
         Phase(name="start", parts=_start(sizes)),
         Phase(name="estimate", parts={**kept, **total, "gathered": sizes.gathered, "pass": in_pass}),
         Phase(name="hand-over", parts={**kept, **_handed(sizes), **largest}),
@@ -179,7 +179,8 @@ def _start(sizes: Sizes) -> dict[str, int]:
     else:
         states = 0 if sizes.learner.offload_optimizer else 8 * sizes.trained // sizes.divisor
     if states + copied > whole + copied:
-        return {"weights": copied, "optimizer": states}
+        one = {"one weight": sizes.itemsize * sizes.largest} if sizes.is_split else {}
+        return {"weights": copied, "optimizer": states, **one}
     return {"weights": whole, "copy": copied} if sizes.learner.zero_stage else {"weights": whole}
 
 

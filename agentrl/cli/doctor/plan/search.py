@@ -16,7 +16,7 @@ from agentrl.cli.doctor.plan.records import LearnerNeeds
 from agentrl.config import Config, parse
 from agentrl.errors import ConfigError
 
-BATCHES = (6, 24, 90)
+BATCHES = (2, 12, 30, 80)
 """How many changes are asked for at once: the learner's half starts a process, and the first changes often suffice."""
 
 

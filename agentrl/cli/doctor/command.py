@@ -66,8 +66,6 @@ def doctor(
     debug: Debug = False,
 ) -> None:
     """Report what would prevent a run here, and how to fix it. Exit code 1 where anything is a FAIL."""
-    from rich.console import Console
-
     if deep and config_path is None and gpu_report is None:
         raise typer.BadParameter("--deep needs a CONFIG: it trains one step with it")
     if (again or cpu) and gpu_report is None:
@@ -75,9 +73,20 @@ def doctor(
     _check_plan_options(config_path, plan=plan, deep=deep, others=(gpus, model_config, mean_tokens))
     if plan and config_path is not None:
         raise typer.Exit(_planned(config_path, overrides or [], gpus, model_config, mean_tokens, as_json, debug))
+    findings = _checked(config_path, overrides or [], deep=deep, as_json=as_json, debug=debug)
+    failed = _has_failed(findings)
+    if gpu_report is not None:
+        failed |= _measured(gpu_report, findings, again=again or [], cpu=cpu, debug=debug, quiet=as_json)
+    raise typer.Exit(int(failed))
+
+
+def _checked(path: Path | None, overrides: Sequence[str], *, deep: bool, as_json: bool, debug: bool) -> list[Finding]:
+    """Examine the machine and the config, and print what was found."""
+    from rich.console import Console
+
     console = Console(highlight=False, soft_wrap=True)
     with _quiet(debug), redirect_stdout(sys.stderr) if as_json else nullcontext():  # environments may print
-        config, findings = _config(config_path, overrides or [])
+        config, findings = _config(path, overrides)
         findings += run(_examined(config, _Waiting(console, quiet=as_json)), debug=debug, interrupted=INTERRUPTED)
     if not as_json:
         _print_findings(console, findings)
@@ -88,15 +97,16 @@ def doctor(
         findings += tried
         if not as_json:
             _print_findings(console, tried)
-    failed = _has_failed(findings)
     if as_json:
-        report = {"ok": not failed, "findings": [asdict(one) for one in findings], "not_checked": left_out}
+        report = {
+            "ok": not _has_failed(findings),
+            "findings": [asdict(one) for one in findings],
+            "not_checked": left_out,
+        }
         typer.echo(json.dumps(report, indent=2, ensure_ascii=False))
     else:
         _print_totals(console, findings, left_out)
-    if gpu_report is not None:
-        failed |= _measured(gpu_report, findings, again=again or [], cpu=cpu, debug=debug, quiet=as_json)
-    raise typer.Exit(int(failed))
+    return findings
 
 
 def _measured(

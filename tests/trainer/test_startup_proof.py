@@ -145,3 +145,11 @@ def test_attention_across_segments_is_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(attention, "segment_arguments", lambda bounds, device: {})
     with pytest.raises(ConfigError, match="packed episodes"):
         startup_proof.prepare(architecture("Llama"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["Qwen3", "Qwen2-tied", "Llama"])
+def test_norms_and_sums_on_a_gpu_are_autograds(name: str, dtype: torch.dtype) -> None:
+    """The proof itself: packed log-probabilities, score norms and the weighted sum against autograd, on the GPU."""
+    startup_proof.prepare(architecture(name).to("cuda", dtype))

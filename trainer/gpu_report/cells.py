@@ -64,7 +64,7 @@ class Cell:
     deadline_s: float
     arguments: Mapping[str, Any] = field(default_factory=dict)
     num_gpus: int | None = 1
-    """GPUs that it sees: with one, engine and learner share it. None: all."""
+    """GPUs that it sees at most: with one, engine and learner share it. None: all."""
 
     def limit_gpus(self) -> None:
         """Show this process, and those it starts, the GPUs that the cell sees. Before torch is loaded."""
@@ -124,11 +124,14 @@ def cells(device: Device) -> dict[str, Cell]:
             function="engine_cells:tokens",
             deadline_s=300,
         ),
+        "shared_run": Cell(
+            title="a short run on one GPU for both, in turn", function="run_cells:shared_run", deadline_s=400
+        ),
         "async_pair": Cell(
             title="a short run, synchronous and asynchronous",
             function="run_cells:async_pair",
             deadline_s=600,
-            num_gpus=None,
+            num_gpus=2,
         ),
         "gpu_tests": Cell(title="pytest -m gpu", function="run_cells:gpu_tests", deadline_s=600, num_gpus=None),
     }

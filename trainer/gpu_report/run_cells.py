@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,20 +29,31 @@ OWN_TESTS = "tests/trainer/gpu_report"
 
 def async_pair(setup: Setup, claims: Claims) -> Measured:
     """Two short runs that differ in `rollout.max_lag` alone: seconds of the steps after the first one."""
+    _save_model(setup)
+    pair = {name: _trained(setup, claims, max_lag=lag) for name, lag in (("synchronous", 0), ("asynchronous", 2))}
+    summary = ", ".join(f"{name} {found.get('seconds_a_step', math.nan):.3g} s a step" for name, found in pair.items())
+    return {"summary": summary, **pair}
+
+
+def shared_run(setup: Setup, claims: Claims) -> Measured:
+    """A short run in which engine and learner have one GPU in turn, and weights travel by ipc."""
+    _save_model(setup)
+    found = _trained(setup, claims, max_lag=0, sleep_while_training=not setup.is_tiny)
+    return {"summary": f"{found.get('seconds_a_step', math.nan):.3g} s a step", **found}
+
+
+def _save_model(setup: Setup) -> None:
+    """With a chat template."""
     from trainer.warmstart import tiny_model
 
     size = setup.of_size("0.5B", "tiny")
     model = workload.make_model(size).to(workload.dtype_of(torch.device(setup.device)))
     texts = ["Count from 1 to 4.", "1, 2, 3, 4"] * 4
     tiny_model.save(setup.folder / workload.MODEL, model, tiny_model.make_tokenizer(texts, 300))
-    del model
-    pair = {name: _trained(setup, claims, max_lag=lag) for name, lag in (("synchronous", 0), ("asynchronous", 2))}
-    summary = ", ".join(f"{name} {found.get('seconds_a_step', math.nan):.3g} s a step" for name, found in pair.items())
-    return {"summary": summary, **pair}
 
 
-def _trained(setup: Setup, claims: Claims, *, max_lag: int) -> Measured:
-    config = engine_config(setup, max_context=setup.of_size(4096, 256), max_num_seqs=setup.of_size(64, 8))
+def _trained(setup: Setup, claims: Claims, *, max_lag: int, **engine: Any) -> Measured:
+    config = engine_config(setup, max_context=setup.of_size(4096, 256), max_num_seqs=setup.of_size(64, 8), **engine)
     name, num_steps = f"lag-{max_lag}", setup.of_size(6, 2)
     turn_tokens, groups = setup.of_size(1024, 16), setup.of_size(8, 2)
     tree = config.model_dump(mode="json", exclude_unset=True) | {

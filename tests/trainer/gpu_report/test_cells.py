@@ -18,7 +18,7 @@ from trainer.gpu_report import workload
 from trainer.gpu_report.__main__ import measure
 from trainer.gpu_report.cells import Cell, Claims, NotHere, Setup, cells
 
-ON_GPU = ["parity_float32", "parity_bfloat16", "updates_ipc", "updates_safetensors", "memory_0.5B", "async_pair"]
+ON_GPU = ["parity_float32", "parity_bfloat16", "updates_ipc", "updates_safetensors", "memory_0.5B", "shared_run"]
 
 
 def measured(name: str, device: str, folder: Path, timeout_s: float, **env: str) -> dict[str, Any]:

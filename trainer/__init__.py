@@ -5,7 +5,7 @@ only: ranks, whole_folder, gpu_memory -> objective -> packing, step_stats -> gra
 lora, model -> startup_proof -> weights -> deepspeed_settings, learner -> checkpoint, orchestrator_client -> loop ->
 __main__.
 Three stand apart: warmstart/ makes a small model before a run, and its command shows errors as those of `agentrl` do
-(`agentrl.cli.options`); gpu_report/ measures, and plan/ computes what a
-learner would take; no run imports either. Start reading in `learner.py`; the loss is
-`objective/policy_gradient.py`, the norms `gradient/norms.py`, the weight update `weights/transfer.py`.
+(`agentrl.cli.options`); plan/ computes what a learner would take and gpu_report/ measures it; no run imports either.
+Start reading in `learner.py`; the loss is `objective/policy_gradient.py`, the norms `gradient/norms.py`, the weight
+update `weights/transfer.py`.
 """

@@ -17,7 +17,7 @@ ORDER = (
         "diagnostics",
     ),
     *("lora", "model", "startup_proof", "weights", "deepspeed_settings", "learner", "checkpoint"),
-    *("orchestrator_client", "loop", "warmstart", "gpu_report", "__main__"),
+    *("orchestrator_client", "loop", "warmstart", "plan", "gpu_report", "__main__"),
 )
 GRADIENT_ORDER = (
     *("norms", "sums", "recorder", "recorded_modules", "attention", "logprobs", "scored", "passes", "step_gradient"),

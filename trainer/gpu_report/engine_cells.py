@@ -43,7 +43,7 @@ def engine_config(setup: Setup, *, max_context: int, dtype: str | None = None, *
         vllm_command.check_version()
     except MissingDependencyError as error:
         raise NotHere(f"vLLM is not installed: {error}") from error
-    config = learner_config(setup, rollout={"max_context": max_context})
+    config = learner_config(setup, rollout={"max_context": max_context, "max_turn_tokens": max_context // 2})
     own: dict[str, Any] = {"device": setup.device, "start_timeout_s": START_TIMEOUT_S, "max_restarts": 2}
     if (dtype or config.model.dtype) == "bfloat16":
         own["parity_bound"] = RANDOM_BFLOAT16_BOUND

@@ -32,6 +32,8 @@ TREE = {
     "model": {"path": "model"},
     "algorithm": {"preset": "vcpo"},
 }
+PLANNED = {"hand-over": "hand_over", "step": "optimizer_step"}
+"""Phases that the plan calls otherwise."""
 METHODS = {"plain": methods.PLAIN, "exact": "vcpo exact", "proxy": "vcpo proxy"}
 
 
@@ -128,14 +130,20 @@ def _timed(make: Callable[[], meter.Step], device: torch.device) -> Measured:
 
 
 def memory(setup: Setup, claims: Claims, *, size: str, length: str) -> Measured:
-    """Peak of every phase of two optimizer steps of the learner itself, with exact norms and AdamW."""
+    """Peak of every phase of two optimizer steps of the learner itself, with exact norms and AdamW, and the plan's.
+
+    On a CPU the peak is that of the process, its code included, so only a GPU's is comparable.
+    """
     from trainer import ranks
     from trainer.learner import Learner
+    from trainer.plan.__main__ import answers
 
     device = torch.device(setup.device)
     workload.save(setup.folder, size, workload.BATCHES[size][length], device)
     groups = methods.groups(workload.load(setup.folder))
-    config = learner_config(setup)
+    longest = max(len(member.token_ids()) for group in groups for member in group.trajectories)
+    config = learner_config(setup, rollout={"max_context": longest, "max_turn_tokens": longest // 2})
+    (needs,) = answers([config], None)
     ranks.set_defaults(os.environ)
     peaks: dict[str, int] = {}
     meter.reset_peak(device)
@@ -146,8 +154,14 @@ def memory(setup: Setup, claims: Claims, *, size: str, length: str) -> Measured:
     del learner
     ranks.leave()
     claims.hold(all(peaks.values()), f"phases without memory: {[name for name, peak in peaks.items() if not peak]}")
-    summary = ", ".join(f"{name} {peak / 1e9:.3g} GB" for name, peak in peaks.items())
-    return {"summary": summary, "peak_bytes": peaks, "settings": config.learner.model_dump(mode="json")}
+    planned = {PLANNED.get(phase.name, phase.name): phase.num_bytes for phase in needs.phases}
+    rows = (f"{name} {peak / 1e9:.3g} GB of {planned[name] / 1e9:.3g} planned" for name, peak in peaks.items())
+    return {
+        "summary": ", ".join(rows),
+        "peak_bytes": peaks,
+        "planned_bytes": planned,
+        "settings": config.learner.model_dump(mode="json"),
+    }
 
 
 def learner_config(setup: Setup, **sections: Any) -> Config:

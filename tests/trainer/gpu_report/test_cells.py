@@ -80,6 +80,7 @@ def test_memory_is_that_of_every_phase_of_the_learner(tmp_path: Path) -> None:
     phases = ["load", "prove", "start", "estimate", "hand_over", "optimizer_step"]
     assert list(found["peak_bytes"]) == phases
     assert all(peak > 10e6 for peak in found["peak_bytes"].values())
+    assert set(phases) <= found["planned_bytes"].keys() and all(found["planned_bytes"].values())
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-MARK = "AsyncScheduler with a batch queue of"
+ASYNC_MARK = "AsyncScheduler with a batch queue of 2"
 V2_MARK = "Using V2 Model Runner"
 ENTRY_POINTS = f"[vllm.general_plugins]\ngpu_scheduling = {__name__}:register\n"
 
@@ -19,25 +19,19 @@ def register() -> None:
     """Called by vLLM in each of its processes. vLLM switches asynchronous scheduling off on a CPU."""
     from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     check: Any = CpuPlatform.check_and_update_config.__func__
-    make_runner, make_scheduler = CPUModelRunner.__init__, AsyncScheduler.__init__
+    make_scheduler = AsyncScheduler.__init__
 
     def checked(cls: Any, vllm_config: Any) -> None:
         check(cls, vllm_config)
         vllm_config.scheduler_config.async_scheduling = True
 
-    def runner(self: Any, *args: Any, **options: Any) -> None:
-        make_runner(self, *args, **options)
-        self.use_async_scheduling = False  # V1's own half copies between devices
-
     def scheduler(self: Any, *args: Any, **options: Any) -> None:
         make_scheduler(self, *args, **options)
-        sys.stderr.write(f"{MARK} {self.vllm_config.max_concurrent_batches}\n")
+        sys.stderr.write(f"AsyncScheduler with a batch queue of {self.vllm_config.max_concurrent_batches}\n")
 
     CpuPlatform.check_and_update_config = classmethod(checked)
-    CPUModelRunner.__init__ = runner
     AsyncScheduler.__init__ = scheduler
 
 
@@ -52,7 +46,7 @@ def interpret_triton() -> None:
     backends["cpu"] = SimpleNamespace(driver=driver, compiler=None)
 
 
-def environment(folder: Path, *, v2: bool) -> dict[str, str]:
+def environment(folder: Path) -> dict[str, str]:
     """Variables of a server that runs so; files for it are written into `folder`."""
     installed = folder / "gpu_scheduling-0.dist-info"
     installed.mkdir(parents=True)
@@ -60,8 +54,6 @@ def environment(folder: Path, *, v2: bool) -> dict[str, str]:
     (installed / "entry_points.txt").write_text(ENTRY_POINTS)
     root = str(Path(__file__).parents[3])
     paths = [str(folder), root, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    variables = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    if not v2:
-        return variables
     (folder / "sitecustomize.py").write_text(f"from {__name__} import interpret_triton\n\ninterpret_triton()\n")
-    return variables | {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1"}
+    variables = {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1"}
+    return variables | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}

@@ -52,7 +52,7 @@ def folders(policies: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) 
 def bfloat16_server(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMServer]:
     """As on a GPU: with Model Runner V2, which a CPU gets only here."""
     folder = tmp_path_factory.mktemp("bfloat16")
-    variables = gpu_scheduling.environment(folder / "site", v2=True)
+    variables = gpu_scheduling.environment(folder / "site")
     with serving_tiny_model(folders["first"], folder, dtype="bfloat16", **variables) as server:
         yield server
 

@@ -25,8 +25,13 @@ from tests.agentrl.engine.test_vllm_engine import (  # noqa: F401 - run again, w
     test_weights_that_cannot_be_loaded_leave_the_ones_before_in_place,
 )
 from tests.conftest import VLLMServer, serving_tiny_model
+from tests.device import cpu_engine_only
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.slow,
+    cpu_engine_only("a GPU has both by itself, in test_vllm_engine.py"),
+]
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from agentrl.errors import WeightSyncError
 from agentrl.types import Probe, WeightsRef
 from tests.agentrl.engine import gpu_scheduling
 from tests.conftest import VLLMServer, serving_tiny_model
+from tests.device import engine_device
 from trainer.gpu_report import random_models as models
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -52,7 +53,7 @@ def folders(policies: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) 
 def bfloat16_server(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMServer]:
     """As on a GPU: with Model Runner V2, which a CPU gets only here."""
     folder = tmp_path_factory.mktemp("bfloat16")
-    variables = gpu_scheduling.environment(folder / "site")
+    variables = gpu_scheduling.environment(folder / "site") if engine_device() == "cpu" else {}
     with serving_tiny_model(folders["first"], folder, dtype="bfloat16", **variables) as server:
         yield server
 

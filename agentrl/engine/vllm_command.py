@@ -227,8 +227,12 @@ def _on_gpus(config: EngineConfig, placement: Placement, index: int) -> tuple[li
     """Flags and environment of the `index`-th server of a run on GPUs."""
     argv = ["--tensor-parallel-size", str(config.tensor_parallel)]
     argv += ["--enable-sleep-mode"] if config.sleep_while_training else []
-    programs = {"PATH": _with_own_programs(os.environ.get("PATH", os.defpath))}
-    return argv, programs | placement.engine_environment(index)
+    env = {
+        "PATH": _with_own_programs(os.environ.get("PATH", os.defpath)),
+        # It compiles at the first request with top_p and no logprobs, and where nvcc is missing the engine dies.
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    }
+    return argv, env | placement.engine_environment(index)
 
 
 def _gpu_memory(config: EngineConfig, placement: Placement, *, model_path: str, dtype: str) -> list[str]:

@@ -136,7 +136,7 @@ def _gpus(config: Config | None, needs: Callable[[], config_checks.Needs]) -> li
         findings.append(machine.gpu_memory(found, fraction=config_checks.engine_fraction(config), used=used))
     if is_cuda:
         findings += toolchain.driver(found)
-        findings.append(toolchain.compiler(toolchain.read_toolchain(os.environ), has_gpu=has_device))
+        findings.append(toolchain.compiler(toolchain.read_toolchain(os.environ), found, has_gpu=has_device))
         findings += toolchain.sharing(found, mps=has_mps(os.environ), wsl=vllm_command.on_wsl())
     return findings
 

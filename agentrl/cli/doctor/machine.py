@@ -23,7 +23,7 @@ from pathlib import Path
 from agentrl.cli.doctor.findings import Finding, fail, ok, shortened, warn
 
 MIB, GIB = 2**20, 2**30
-QUERY = "--query-gpu=name,driver_version,memory.total,memory.free,compute_mode"
+QUERY = "--query-gpu=name,driver_version,memory.total,memory.free,compute_mode,compute_cap"
 NVIDIA_SMI = ("nvidia-smi", QUERY, "--format=csv,noheader,nounits")
 ASK_TORCH = (
     "import json, torch; there = torch.cuda.is_available(); "
@@ -51,6 +51,8 @@ class Gpu:
     total_bytes: int
     free_bytes: int
     compute_mode: str = "Default"
+    capability: str = "9.0"
+    """Compute capability: 9.0 is Hopper, 10.0 a B200."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,8 +79,9 @@ def read_gpus(command: Sequence[str] = NVIDIA_SMI, *, timeout_s: float = 20.0) -
             total_bytes=int(total_mib) * MIB,
             free_bytes=int(free_mib) * MIB,
             compute_mode=compute_mode,
+            capability=capability,
         )
-        for name, driver, total_mib, free_mib, compute_mode in rows
+        for name, driver, total_mib, free_mib, compute_mode, capability in rows
     ]
 
 

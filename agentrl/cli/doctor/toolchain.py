@@ -23,6 +23,9 @@ NEW_DRIVER = (
     "install a newer one (Ubuntu: `sudo apt-get install -y nvidia-driver-580-server`; WSL2: Windows' driver; "
     "else https://www.nvidia.com/drivers), or take the CPU build: `AGENTRL_BUILD=cpu make setup`"
 )
+CUDA_BIN = "/usr/local/cuda/bin"
+NEEDS_NVCC = "10."
+"""Compute capabilities for which vLLM takes FlashInfer's attention, which is compiled with nvcc at the first start."""
 DEFAULT_MODE = "`sudo nvidia-smi -c DEFAULT`"
 END_MPS = "end it (`echo quit | nvidia-cuda-mps-control`), or set engine.weight_transfer=safetensors"
 
@@ -36,6 +39,7 @@ class Toolchain:
     """Where Python.h belongs."""
     has_header: bool
     ninja: str | None
+    nvcc: str | None
     installer: str | None
     """`apt-get` or `dnf`."""
 
@@ -45,12 +49,14 @@ def read_toolchain(environ: Mapping[str, str]) -> Toolchain:
     own = str(Path(sys.executable).parent)
     path = environ.get("PATH", os.defpath)
     header = Path(sysconfig.get_paths("posix_prefix")["include"]) / "Python.h"
+    toolkits = [environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if environ.get(name)]
     names = [environ["CC"]] if environ.get("CC") else ["gcc", "clang"]
     return Toolchain(
         compiler=next((found for name in names if (found := shutil.which(name, path=path))), None),
         header=header,
         has_header=header.is_file(),
         ninja=shutil.which("ninja", path=f"{own}{os.pathsep}{path}"),
+        nvcc=shutil.which("nvcc", path=os.pathsep.join((*(f"{root}/bin" for root in toolkits), path, CUDA_BIN))),
         installer=next((name for name in ("apt-get", "dnf") if shutil.which(name, path=path)), None),
     )
 
@@ -68,8 +74,8 @@ def driver(found: Sequence[Gpu]) -> list[Finding]:
     return [ok("driver", f"{version}, branch {MIN_DRIVER} or newer")]
 
 
-def compiler(tools: Toolchain, *, has_gpu: bool) -> Finding:
-    """Whether Triton can compile. WARN without a GPU, where the CUDA build is only installed for other machines."""
+def compiler(tools: Toolchain, found: Sequence[Gpu], *, has_gpu: bool) -> Finding:
+    """Whether Triton and FlashInfer can compile. WARN without a GPU: the CUDA build is installed for other machines."""
     name, version = "compiler", f"{sys.version_info.major}.{sys.version_info.minor}"
     wanted = {
         "a C compiler (gcc)": (tools.compiler is not None, "gcc libc6-dev", "gcc"),
@@ -79,8 +85,11 @@ def compiler(tools: Toolchain, *, has_gpu: bool) -> Finding:
     if missing:
         is_dnf = tools.installer == "dnf"
         fix = f"sudo {tools.installer or 'apt-get'} install -y {' '.join(two[is_dnf] for two in missing.values())}"
-        found = f"missing: {', '.join(missing)}; Triton compiles with them when a run starts"
-        return (fail if has_gpu else warn)(name, found, f"`{fix}`")
+        said = f"missing: {', '.join(missing)}; Triton compiles with them when a run starts"
+        return (fail if has_gpu else warn)(name, said, f"`{fix}`")
+    if tools.nvcc is None and any(gpu.capability.startswith(NEEDS_NVCC) for gpu in found):
+        said = "no nvcc: on this GPU vLLM's attention is FlashInfer's, which compiles with it"
+        return warn(name, said, "install NVIDIA's CUDA toolkit 13 and put its bin/ on PATH")
     if tools.ninja is None:
         return warn(name, f"{tools.compiler}, no ninja: vLLM switches FlashInfer off", "`make setup` installs it")
     return ok(name, f"{tools.compiler}, Python.h, {tools.ninja}")

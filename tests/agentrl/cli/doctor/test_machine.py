@@ -135,8 +135,8 @@ def test_the_cuda_build_needs_a_gpu() -> None:
 
 
 SMI = """
-print('NVIDIA H200, 580.95.05, 143771, 143160, Default')
-print('NVIDIA H200, 580.95.05, 143771, 0, Exclusive_Process')
+print('NVIDIA H200, 580.95.05, 143771, 143160, Default, 9.0')
+print('NVIDIA H200, 580.95.05, 143771, 0, Exclusive_Process, 10.0')
 """
 
 
@@ -146,6 +146,7 @@ def test_what_nvidia_smi_prints_is_read(tmp_path: Path) -> None:
     assert [one.driver for one in found] == ["580.95.05"] * 2
     assert [one.free_bytes for one in found] == [143160 * 2**20, 0]
     assert [one.compute_mode for one in found] == ["Default", "Exclusive_Process"]
+    assert [one.capability for one in found] == ["9.0", "10.0"]
 
 
 def test_a_driver_that_fails_is_quoted(tmp_path: Path) -> None:

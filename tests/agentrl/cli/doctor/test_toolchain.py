@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.cli.doctor import machine, packages, plan, toolchain
+from agentrl.cli.doctor import checks, machine, packages, toolchain
 from agentrl.cli.doctor.machine import GIB, Gpu
 from agentrl.cli.doctor.toolchain import Toolchain
 from agentrl.engine import vllm_command
@@ -20,6 +20,7 @@ WHOLE = Toolchain(
     header=Path("/usr/include/python3.11/Python.h"),
     has_header=True,
     ninja="/venv/bin/ninja",
+    nvcc=None,
     installer="apt-get",
 )
 VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -49,24 +50,34 @@ def test_cuda_13_needs_branch_580(version: str, status: str) -> None:
 )
 def test_what_triton_misses_is_named_with_its_package(changes: dict[str, object], missing: str, fix: str) -> None:
     tools = replace(WHOLE, **changes)  # type: ignore[arg-type]
-    found = toolchain.compiler(tools, has_gpu=True)
+    found = toolchain.compiler(tools, [], has_gpu=True)
     assert found.status == "FAIL" and missing in found.found and found.fix == fix
-    assert toolchain.compiler(tools, has_gpu=False).status == "WARN"  # a node that installs for others
+    assert toolchain.compiler(tools, [], has_gpu=False).status == "WARN"  # a node that installs for others
 
 
 def test_ninja_is_only_a_warning() -> None:
-    assert toolchain.compiler(WHOLE, has_gpu=True).status == "OK"
-    found = toolchain.compiler(replace(WHOLE, ninja=None), has_gpu=True)
+    assert toolchain.compiler(WHOLE, [H200], has_gpu=True).status == "OK"
+    found = toolchain.compiler(replace(WHOLE, ninja=None), [], has_gpu=True)
     assert found.status == "WARN" and "FlashInfer" in found.found
 
 
+def test_a_b200_wants_nvcc() -> None:
+    b200 = replace(H200, name="NVIDIA B200", capability="10.0")
+    found = toolchain.compiler(WHOLE, [b200], has_gpu=True)
+    assert found.status == "WARN" and "FlashInfer" in found.found and "CUDA toolkit 13" in found.fix
+    assert toolchain.compiler(replace(WHOLE, nvcc="/usr/local/cuda/bin/nvcc"), [b200], has_gpu=True).status == "OK"
+
+
 def test_tools_are_found_as_triton_finds_them(tmp_path: Path) -> None:
-    for name in ("clang", "mine", "dnf"):
+    (tmp_path / "cuda" / "bin").mkdir(parents=True)
+    for name in ("clang", "mine", "dnf", "cuda/bin/nvcc"):
         (tmp_path / name).write_text("#!/bin/sh\n")
         (tmp_path / name).chmod(0o755)
     path = {"PATH": str(tmp_path)}
     found = toolchain.read_toolchain(path)
     assert found.compiler == str(tmp_path / "clang") and found.installer == "dnf"
+    with_cuda = toolchain.read_toolchain({**path, "CUDA_HOME": str(tmp_path / "cuda")})
+    assert with_cuda.nvcc == str(tmp_path / "cuda" / "bin" / "nvcc")
     assert found.header.name == "Python.h" and found.has_header == found.header.exists()
     assert toolchain.read_toolchain({**path, "CC": "mine"}).compiler == str(tmp_path / "mine")
     assert toolchain.read_toolchain({**path, "CC": "none"}).compiler is None  # Triton does not look further either
@@ -110,7 +121,7 @@ def test_doctor_checks_the_toolchain_of_the_cuda_build_alone(
     monkeypatch.setattr(packages, "installed_packages", lambda: installed)
     monkeypatch.setattr(machine, "read_gpus", lambda: [replace(H200, driver="550.1")])
     monkeypatch.setattr(vllm_command, "has_nvidia_device", lambda: True)
-    [check] = [one for one in plan.checks(None) if one.name == "GPU"]
+    [check] = [one for one in checks.checks(None) if one.name == "GPU"]
     names = {one.name: one.status for one in check.ask()}  # type: ignore[union-attr]
     assert ("driver" in names) == ("vllm" in installed) and ("compiler" in names) == ("vllm" in installed)
     assert names.get("driver", "FAIL") == "FAIL"

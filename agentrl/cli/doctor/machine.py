@@ -76,13 +76,18 @@ def read_gpus(command: Sequence[str] = NVIDIA_SMI, *, timeout_s: float = 20.0) -
         Gpu(
             name=name,
             driver=driver,
-            total_bytes=int(total_mib) * MIB,
-            free_bytes=int(free_mib) * MIB,
+            total_bytes=_mib(total_mib),
+            free_bytes=_mib(free_mib),
             compute_mode=compute_mode,
             capability=capability,
         )
         for name, driver, total_mib, free_mib, compute_mode, capability in rows
     ]
+
+
+def _mib(text: str) -> int:
+    """Bytes; 0 for the `[N/A]` of a GPU without memory of its own."""
+    return int(text) * MIB if text.isdigit() else 0
 
 
 def ask_torch(*, timeout_s: float = 90.0) -> TorchCuda:

@@ -137,16 +137,17 @@ def test_the_cuda_build_needs_a_gpu() -> None:
 SMI = """
 print('NVIDIA H200, 580.95.05, 143771, 143160, Default, 9.0')
 print('NVIDIA H200, 580.95.05, 143771, 0, Exclusive_Process, 10.0')
+print('NVIDIA GB10, 580.95.05, [N/A], [N/A], Default, 12.1')
 """
 
 
 def test_what_nvidia_smi_prints_is_read(tmp_path: Path) -> None:
     smi = program(tmp_path, SMI)
     found = machine.read_gpus([smi])
-    assert [one.driver for one in found] == ["580.95.05"] * 2
-    assert [one.free_bytes for one in found] == [143160 * 2**20, 0]
-    assert [one.compute_mode for one in found] == ["Default", "Exclusive_Process"]
-    assert [one.capability for one in found] == ["9.0", "10.0"]
+    assert [one.driver for one in found] == ["580.95.05"] * 3
+    assert [one.free_bytes for one in found] == [143160 * 2**20, 0, 0]
+    assert [one.compute_mode for one in found] == ["Default", "Exclusive_Process", "Default"]
+    assert [one.capability for one in found] == ["9.0", "10.0", "12.1"]
 
 
 def test_a_driver_that_fails_is_quoted(tmp_path: Path) -> None:

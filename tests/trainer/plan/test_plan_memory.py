@@ -14,7 +14,7 @@ from tests.trainer.plan.counted_run import NUM_EPISODES, counted
 from tests.trainer.trainer_builders import config
 from trainer.plan import dry_pass, memory
 
-BELOW, ABOVE = 0.97, 1.08
+BELOW, ABOVE = 0.97, 1.1
 """Predicted over counted. Less is a run that dies, more a machine that is refused without need."""
 
 
@@ -77,6 +77,19 @@ def test_one_rank_in_float32(model_dir: Path, stage: int) -> None:
 def test_one_sum_less_without_exact_norms(model_dir: Path, algorithm: dict[str, str]) -> None:
     given = sections(1, algorithm=algorithm)
     check(counted(model_dir, given), predicted(model_dir, given))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_offloaded_optimizer_is_in_host_memory(model_dir: Path, stage: int) -> None:
+    """Here both are host memory: the GPU's part as planned, and 18 bytes a parameter (12 of the optimizer, 4 of the
+    gradient, 2 of the weights to send), in the step one temporary tensor more."""
+    given = sections(stage, offload_optimizer=True)
+    real, planned = counted(model_dir, given), predicted(model_dir, given)
+    settings = config(model_dir, **given)
+    size = memory.sizes_of(dry_pass.planned_model(settings, dry_pass.settings_of(settings, None)), settings).trained
+    host = {"estimate": 18, "hand-over": 18, "step": 22}
+    check({name: real[name] for name in host}, {name: planned[name] + each * size for name, each in host.items()})
 
 
 @pytest.mark.slow

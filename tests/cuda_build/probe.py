@@ -29,6 +29,8 @@ IMPORTS = (
     "vllm.v1.attention.backends.flashinfer",
 )
 VERSIONS = ("vllm", "torch", "triton", "flashinfer-python", "deepspeed", "transformers", "cuda-bindings")
+CARDS = {"8.0": "A100", "8.9": "L40S, RTX 4090", "9.0": "H100, H200", "10.0": "B200", "12.0": "RTX 5090, RTX PRO 6000"}
+"""Names by compute capability."""
 H100_BYTES = 85_520_809_984
 QWEN2_5_7B = {
     "hidden_size": 3584,
@@ -129,6 +131,24 @@ def resolved(line: CommandLine) -> dict[str, Any]:
     }
 
 
+def attention_by_card(folder: Path) -> dict[str, dict[str, str]]:
+    """The attention backend that vLLM chooses on each of CARDS, by dtype."""
+    from vllm.platforms.cuda import NonNvmlCudaPlatform
+    from vllm.platforms.interface import DeviceCapability
+    from vllm.v1.attention.selector import _cached_get_attn_backend
+
+    lines = [line for line in command_lines(folder) if line.name in ("quickstart, 1 GPU, ipc", "aime_1gpu, 1 GPU, ipc")]
+    chosen = {}
+    for capability, names in CARDS.items():
+        answer = DeviceCapability(*map(int, capability.split(".")))
+        asked = classmethod(lambda cls, *_, answer=answer, **__: answer)
+        with mock.patch.object(NonNvmlCudaPlatform, "get_device_capability", asked):
+            _cached_get_attn_backend.cache_clear()
+            found = [resolved(line) for line in lines]
+        chosen[f"{capability}: {names}"] = {one["dtype"]: one["attention"] for one in found}
+    return chosen
+
+
 def main() -> None:
     """Import, pretend, resolve, print."""
     os.environ |= {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1"}
@@ -138,8 +158,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_models(Path(folder))
         chosen = {line.name: resolved(line) for line in command_lines(Path(folder))}
+        attention = attention_by_card(Path(folder))
     versions = {name: metadata.version(name) for name in VERSIONS}
-    sys.stdout.write("\n" + json.dumps({"versions": versions, "imports": IMPORTS, "resolved": chosen}) + "\n")
+    found = {"versions": versions, "imports": IMPORTS, "resolved": chosen, "attention_by_card": attention}
+    sys.stdout.write("\n" + json.dumps(found) + "\n")
 
 
 if __name__ == "__main__":

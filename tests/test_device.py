@@ -10,7 +10,7 @@ import pytest
 
 from agentrl.config import EngineConfig
 from agentrl.engine import vllm_command
-from tests import device
+from tests import device, workers
 from tests.agentrl.conftest import pretend_gpus
 
 
@@ -60,6 +60,14 @@ def test_engines_of_tests_are_gpu_engines_where_vllm_is_the_cuda_build() -> None
 def test_a_gpu_test_says_why_it_does_not_run(needed: dict[str, int], markexpr: str, there: int, said: str) -> None:
     reason = device.why_not(pytest.mark.gpu(**needed).mark, markexpr=markexpr, there=there)
     assert (said in reason) if said else reason == ""
+
+
+def test_on_a_gpu_machine_one_worker_starts_all_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [path for path in Path(__file__).parent.rglob("test_*.py") if "pytest.mark.e2e" in path.read_text()]
+    files = [path for path in files if "pytest.mark.docker" not in path.read_text()]
+    assert len({workers.group_of.__wrapped__(path) for path in files}) > 1
+    monkeypatch.setattr(workers, "HAS_GPU", True)
+    assert {workers.group_of.__wrapped__(path) for path in files} == {"engine"}
 
 
 def test_no_test_names_the_cpu_where_it_starts_an_engine() -> None:

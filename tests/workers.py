@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.device import HAS_GPU
+
 HERE = Path(__file__).parent
 FIRST = ("engine", "host")  # the longest groups, one for each worker
 MAX_CALL_S = 60.0  # of a test without the mark `slow`
@@ -21,12 +23,15 @@ def group_of(path: Path) -> str:
     """Name of the group that a test file belongs to. A group runs on one worker.
 
     host: these files share one Docker engine, or compare the host before and after with what sandboxes left on it.
-    engine: these files share one vLLM server, which takes half a minute to start.
+    engine: these files share one vLLM server, which takes half a minute to start. On a machine with a GPU, all that
+    start engines or runs: they would take the GPU's memory from each other.
     Every other file is a group of its own.
     """
     text = path.read_text()
     if path.is_relative_to(HERE / "sandbox") or "pytest.mark.docker" in text:
         return "host"
+    if HAS_GPU and ("pytest.mark.engine" in text or "pytest.mark.e2e" in text):
+        return "engine"
     return "engine" if "pytest.mark.engine" in text and "vllm_server" in text else str(path)
 
 

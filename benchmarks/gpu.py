@@ -6,12 +6,12 @@ The cells are in trainer/gpu_report/. With --cpu they run with tiny shapes, to s
 from __future__ import annotations
 
 import argparse
-import asyncio
 from pathlib import Path
 
 from rich.console import Console
 
 from agentrl.cli.doctor import gpu_report
+from agentrl.cli.options import guarded, run
 from benchmarks.reporting import ROOT
 
 OUT = ROOT / "benchmarks" / "gpu.json"
@@ -28,12 +28,12 @@ def main() -> None:
     options = parser.parse_args()
     request = gpu_report.ReportRequest(
         path=options.out,
-        device=gpu_report.device_of_report(cpu=options.cpu),
+        device=guarded(lambda: gpu_report.device_of_report(cpu=options.cpu), debug=False),
         again=tuple(options.again),
         budget_s=60 * options.minutes,
         only=tuple(options.only) if options.only else None,
     )
-    report = asyncio.run(gpu_report.shown(request, Console(highlight=False), findings=[]))
+    report = run(gpu_report.shown(request, Console(highlight=False), findings=[]), debug=False)
     raise SystemExit(int(gpu_report.has_failed(report)))
 
 

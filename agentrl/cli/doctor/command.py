@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from agentrl.cli.doctor.findings import Finding
+    from agentrl.cli.doctor.gpu_report import ReportRequest
     from agentrl.config import Config
 
 WITHOUT_CONFIG = "model, template, ports, weight sync and logprob parity: give a CONFIG, e.g. configs/quickstart.yaml"
@@ -70,13 +71,14 @@ def doctor(
         raise typer.BadParameter("--deep needs a CONFIG: it trains one step with it")
     if (again or cpu) and gpu_report is None:
         raise typer.BadParameter("--again and --cpu belong to --gpu-report FILE")
+    asked = None if gpu_report is None else _asked(gpu_report, again or [], cpu=cpu, debug=debug)
     _check_plan_options(config_path, plan=plan, deep=deep, others=(gpus, model_config, mean_tokens))
     if plan and config_path is not None:
         raise typer.Exit(_planned(config_path, overrides or [], gpus, model_config, mean_tokens, as_json, debug))
     findings = _checked(config_path, overrides or [], deep=deep, as_json=as_json, debug=debug)
     failed = _has_failed(findings)
-    if gpu_report is not None:
-        failed |= _measured(gpu_report, findings, again=again or [], cpu=cpu, debug=debug, quiet=as_json)
+    if asked is not None:
+        failed |= _measured(asked, findings, debug=debug, quiet=as_json)
     raise typer.Exit(int(failed))
 
 
@@ -109,23 +111,23 @@ def _checked(path: Path | None, overrides: Sequence[str], *, deep: bool, as_json
     return findings
 
 
-def _measured(
-    path: Path, findings: Sequence[Finding], *, again: Sequence[str], cpu: bool, debug: bool, quiet: bool
-) -> bool:
+def _asked(path: Path, again: Sequence[str], *, cpu: bool, debug: bool) -> ReportRequest:
+    """The GPU report to make. Ends the command where there is no GPU, before anything is checked."""
+    from agentrl.cli.doctor.gpu_report import ReportRequest, device_of_report
+
+    device = guarded(lambda: device_of_report(cpu=cpu), debug=debug)
+    return ReportRequest(path=path, device=device, again=tuple(again))
+
+
+def _measured(asked: ReportRequest, findings: Sequence[Finding], *, debug: bool, quiet: bool) -> bool:
     """Write the GPU report; whether a cell failed. The checks before it do not prevent it."""
     from rich.console import Console
 
     from agentrl.cli.doctor import gpu_report
 
-    def request() -> gpu_report.ReportRequest:
-        device = gpu_report.device_of_report(cpu=cpu)
-        return gpu_report.ReportRequest(path=path, device=device, again=tuple(again))
-
-    console = Console(highlight=False, quiet=quiet)
-    kept = f"the finished cells are in {path}; the same command goes on from there"
-    asked = guarded(request, debug=debug)
-    report = run(gpu_report.shown(asked, console, findings=findings), debug=debug, interrupted=kept)
-    return gpu_report.has_failed(report)
+    kept = f"the finished cells are in {asked.path}; the same command goes on from there"
+    work = gpu_report.shown(asked, Console(highlight=False, quiet=quiet), findings=findings)
+    return gpu_report.has_failed(run(work, debug=debug, interrupted=kept))
 
 
 def _check_plan_options(config: Path | None, *, plan: bool, deep: bool, others: Sequence[object]) -> None:

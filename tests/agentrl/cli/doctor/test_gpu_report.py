@@ -17,6 +17,7 @@ from agentrl.cli.doctor.findings import ok
 from agentrl.cli.doctor.gpu_report import ReportRequest
 from agentrl.cli.main import app
 from agentrl.errors import ConfigError
+from tests.device import HAS_GPU
 
 
 def request(path: Path, **changes: Any) -> ReportRequest:
@@ -110,6 +111,13 @@ def test_without_a_gpu_it_says_what_cpu_is_for(monkeypatch: pytest.MonkeyPatch) 
     assert gpu_report.device_of_report(cpu=True) == "cpu"
     monkeypatch.setattr(gpu_report, "has_nvidia_device", lambda: True)
     assert gpu_report.device_of_report(cpu=False) == "cuda"
+
+
+@pytest.mark.skipif(HAS_GPU, reason="there is a GPU")
+def test_the_command_refuses_before_anything_is_checked(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["doctor", "--gpu-report", str(tmp_path / "out.json")])
+    assert done.exit_code == 2 and "shows no NVIDIA GPU" in " ".join(done.output.split())
+    assert "memory" not in done.output and list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("options", [["--cpu"], ["--again", "machine"]])

@@ -18,6 +18,7 @@ from agentrl.engine import vllm_command, vllm_server
 from agentrl.engine.pool import EnginePool
 from agentrl.engine.vllm_engine import VLLMEngine
 from agentrl.engine.weight_updates import UpdateSettings
+from agentrl.errors import EngineError
 from agentrl.supervision.serving import free_port
 from agentrl.types import Sampling
 from tests.device import cpu_engine_only, engine_settings
@@ -108,7 +109,7 @@ async def test_one_of_two_engines_dies_while_both_receive(
     servers: tuple[str, list[Server]], pool: EnginePool, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     backend, (victim, other) = servers
-    old = new_model(tiny_model_dir, tmp_path / "old", seed=3)
+    new_model(tiny_model_dir, tmp_path / "old", seed=3)
     new = new_model(tiny_model_dir, tmp_path / "new", seed=4)
     engines: Any = Engines(pool)  # type: ignore[arg-type]
     task = {"backend": backend, "stall_at": 7, "stall_s": 1.0, "old_dir": str(tmp_path / "old")}
@@ -118,7 +119,6 @@ async def test_one_of_two_engines_dies_while_both_receive(
         victim.kill()
         errors = await said(process)
     assert process.returncode == 0, errors
-    del old
     assert [ref.policy_version for ref in engines.refs][-1] == 2 and engines.blamed == []
     assert await holds(other.url, new)
     assert pool.metrics()["engine/num_serving"] == 1
@@ -134,3 +134,12 @@ async def test_one_of_two_engines_dies_while_both_receive(
     assert process.returncode == 0, errors
     assert await holds(victim.url, new) and await holds(other.url, new)
     assert pool.metrics()["engine/num_serving"] == 2 and not pool.wants_weights
+
+    async with VLLMEngine(other.url, model="policy") as engine:  # what is refused leaves a server that can be resumed
+        await engine.control.pause(clear_cache=True)
+        with pytest.raises(EngineError, match="the learner's update lacks"):
+            foreign = {"names": ["x"], "dtype_names": ["float32"], "shapes": [[1]]}
+            await engine.control.load(foreign, version=9, timeout_s=60)
+        await engine.control.resume()
+        assert await engine.version() == 2 and set(await engine.control.checksums()) == {engines.refs[-1].checksum}
+    assert await holds(other.url, new)

@@ -11,10 +11,11 @@ import pytest
 
 from agentrl.engine import launch_servers
 from agentrl.engine.pool import EnginePool
+from agentrl.engine.vllm_engine import VLLMEngine
 from agentrl.train import launch
 from agentrl.types import Completion, Sampling
 from tests.agentrl.engine.judge import PROMPT, Judge, worst
-from tests.agentrl.engine.test_engine_failures import BOUND, config_for, server_of, unique
+from tests.agentrl.engine.test_engine_failures import BOUND, config_for, server_of, unique, until_streaming
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.timeout(400)]
 
@@ -45,7 +46,9 @@ async def test_one_of_two_engines_is_killed_and_nothing_is_lost(
             update = await pool.update_weights(judge.ref(1, 1))
             assert update.parity is not None and update.parity.max_abs < BOUND
             running = asyncio.create_task(play(pool, 12, 400))
-            await asyncio.sleep(1.0)
+            first = pool._engines[0].client
+            assert isinstance(first, VLLMEngine)
+            await until_streaming(first, 50)
             os.killpg(server_of(parts[0]), signal.SIGKILL)
             assert_true(await running, judge, version=1)
             assert pool.metrics()["engine/ejections"] == 1

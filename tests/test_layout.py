@@ -22,6 +22,7 @@ SMALL_FILES = {
     "agentrl/__main__.py": "`python -m agentrl`",
     "agentrl/config/hostfile.py": "placement and launcher read it",
     "agentrl/config/section.py": "the base of all sections: each imports it",
+    "agentrl/engine/hub.py": "the one place that asks the hub: a model's size, its config, a plan",
     "agentrl/engine/vllm/auth_middleware.py": "loaded by name inside vLLM's server",
     "agentrl/engine/vllm/device.py": "loaded inside vLLM's worker",
     "agentrl/engine/vllm/plugin.py": "the entry point that vLLM loads",

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from agentrl.engine import hub
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSize:
@@ -49,6 +51,8 @@ def _on_the_hub(name: str) -> ModelSize | None:
     from huggingface_hub import get_safetensors_metadata
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, NotASafetensorsRepoError
 
+    if not hub.answers():
+        return None
     try:
         files = get_safetensors_metadata(name).files_metadata.values()
     except (HfHubHTTPError, HFValidationError, NotASafetensorsRepoError, httpx.HTTPError, OSError):

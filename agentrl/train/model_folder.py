@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.config import Config
+from agentrl.engine import hub
 from agentrl.errors import ConfigError
 
 CONFIG = "config.json"
@@ -29,7 +30,12 @@ def check_model(config: Config) -> None:
     name = config.model.path
     if config.model.warmstart is not None or is_model_folder(Path(name)):
         return
-    if Path(name).exists() or name.startswith((".", "/", "~")) or name.count("/") != 1 or _from_hub(name) is None:
+    if (
+        Path(name).exists()
+        or name.startswith((".", "/", "~"))
+        or name.count("/") != 1
+        or hub.file_of(name, CONFIG) is None
+    ):
         raise ConfigError(
             f"model.path: {name!r} is neither a folder with a config.json nor a model on the hub that can be reached. "
             "Give one of these, or add a model.warmstart section to make a small one from the environment's "
@@ -45,7 +51,7 @@ def check_trainable(config: Config) -> None:
     name = config.model.path
     file = Path(name) / CONFIG if is_model_folder(Path(name)) else None
     if file is None and config.model.warmstart is None:
-        file = _from_hub(name)
+        file = hub.file_of(name, CONFIG)
     if file is not None and (reason := why_not_trainable(json.loads(file.read_text()))):
         raise ConfigError(f"model.path={name} {reason}")
 
@@ -82,17 +88,3 @@ def _sections(model_config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     for value in model_config.values():
         if isinstance(value, Mapping):
             yield from _sections(value)
-
-
-def _from_hub(name: str) -> Path | None:
-    """The downloaded config.json of a hub's model; None where the hub cannot be reached or has no such model."""
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-    from huggingface_hub.utils import logging as hub_logging
-
-    # It would log a line for each retry; the error of `check_model` is enough.
-    hub_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    try:
-        return Path(hf_hub_download(name, CONFIG))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError):
-        return None

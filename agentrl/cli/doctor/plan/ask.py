@@ -10,6 +10,7 @@ import msgspec
 
 from agentrl.cli.doctor.plan.records import LearnerNeeds
 from agentrl.config import Config
+from agentrl.engine import hub
 from agentrl.errors import ConfigError
 from agentrl.supervision.child import module_command
 
@@ -35,24 +36,14 @@ def model_config_file(config: Config, given: Path | None) -> Path | None:
         return None
     if folder.is_dir() or folder.is_absolute():
         raise ConfigError(f"model.path={folder} has no config.json here: {FIX.format(name='NAME')}")
-    return _from_hub(config.model.path)
-
-
-def _from_hub(name: str) -> Path:
-    import httpx
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        try:
-            return Path(hf_hub_download(name, "config.json", local_files_only=True))
-        except LocalEntryNotFoundError:
-            return Path(hf_hub_download(name, "config.json"))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, httpx.HTTPError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
+    name = config.model.path
+    found = hub.file_of(name, "config.json")
+    if found is None:
         raise ConfigError(
-            f"model.path={name}: config.json is neither here nor on the hub ({reason}): " + FIX.format(name=name)
-        ) from error
+            f"model.path={name}: config.json is neither here nor on the hub, or the hub does not answer: "
+            + FIX.format(name=name)
+        )
+    return found
 
 
 def learner_needs(

@@ -21,6 +21,7 @@ from agentrl.cli.doctor.plan.records import LearnerNeeds, ModelShape
 from agentrl.cli.doctor.plan.search import Change, changes, nearest
 from agentrl.cli.main import app
 from agentrl.config import Config, load
+from agentrl.engine import hub
 from agentrl.errors import ConfigError
 from tests.agentrl.conftest import pretend_gpus
 from trainer.plan.__main__ import answers
@@ -213,12 +214,14 @@ def test_options_that_do_not_go_together(asked: list[Any]) -> None:
 
 
 def test_a_model_without_a_config_file_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     config = load(CONFIGS / "aime_1gpu.yaml", [f"model.path={tmp_path}"])
     with pytest.raises(ConfigError, match="--model-config FILE"):
         ask.model_config_file(config, None)
     with pytest.raises(ConfigError, match="there is no such file"):
         ask.model_config_file(config, tmp_path / "config.json")
+    monkeypatch.setattr(hub, "answers", lambda: False)
+    with pytest.raises(ConfigError, match=r"hf download Qwen/Qwen9"):
+        ask.model_config_file(load(CONFIGS / "aime_1gpu.yaml", ["model.path=Qwen/Qwen9"]), None)
     (tmp_path / "config.json").write_text("{}")
     assert ask.model_config_file(config, None) == ask.model_config_file(config, tmp_path) == tmp_path / "config.json"
 

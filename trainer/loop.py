@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,7 +20,7 @@ import torch
 from agentrl.config import Config, LearnerConfig
 from agentrl.config.engine import Transfer
 from agentrl.engine.vllm_server import publication_timeout_s
-from agentrl.errors import WeightsWanted
+from agentrl.errors import LearnerError, WeightsWanted
 from agentrl.run_folder import RunFolder
 from agentrl.types import Batch, Probe
 from trainer import checkpoint, ranks
@@ -82,6 +82,22 @@ def run(
         ranks.leave()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Publication:
+    """One publication, and its cost so far."""
+
+    num_bytes: int
+    blocked_s: float  # spent by the learner
+    whole_s: float  # until the engines had proven it
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            "learner/publish_s": self.blocked_s,
+            "learner/publish_beside_s": max(0.0, self.whole_s - self.blocked_s),
+            "learner/publish_bytes_per_s": self.num_bytes / self.whole_s,
+        }
+
+
 class _LearnerLoop:
     """The loop of one rank. All ranks make the same calls in the same order."""
 
@@ -108,32 +124,49 @@ class _LearnerLoop:
         """Until the run is over."""
         while True:
             published = self._publish()
-            self._save_what_is_due()
+            if self._is_saving():
+                published = self._proven(published)  # a checkpoint is only made of weights that the engines hold
+                self._save_what_is_due()
             with _clock() as wait_batch_s:
                 batch = self._next_batch()
             if batch is None:
+                self._proven(published)
                 return self._finish()
             self._share.begin_step()
             output = self._learner.step(batch)
             self._probe_ids = batch.trajectories()[0].token_ids()[:PROBE_TOKENS]
+            # The publication before this step: a step is reported before its own weights are published.
+            published = self._proven(published)
             if ranks.is_first():
-                # The publication before this step: a step is reported before its own weights are published.
-                metrics = {**output.metrics, "learner/wait_batch_s": wait_batch_s[0], **published}
+                metrics = {**output.metrics, "learner/wait_batch_s": wait_batch_s[0], **published.metrics()}
                 oldest = checkpoint.oldest_version(self._run.states)
                 self._orchestrator.report(
                     replace(output, metrics=metrics, resumable_from=oldest, wait_batch_s=wait_batch_s[0])
                 )
 
-    def _publish(self) -> dict[str, float]:
-        """Publish the present version, and again for an engine that was restarted meanwhile. Returns metrics."""
+    def _publish(self) -> _Publication:
+        """Publish the present version, and again for an engine that was restarted meanwhile.
+
+        Over a folder the engines may still be taking it on return.
+        """
         version = self._learner.policy_version
         self._share.make_room()
-        with _clock() as publish_s:
+        with _clock() as blocked_s:
             probe = Probe(token_ids=tuple(self._probe_ids), logprobs=tuple(self._learner.logprobs(self._probe_ids)))
             while (num_bytes := _agreed(lambda: self._sent(version, probe), int | None)) is None:
                 log.warning("an engine was restarted while it took version %d: publishing again", version)
                 self._sender.reopen()
-        return {"learner/publish_s": publish_s[0], "learner/publish_bytes_per_s": num_bytes / publish_s[0]}
+        return _Publication(num_bytes=num_bytes, blocked_s=blocked_s[0], whole_s=blocked_s[0])
+
+    def _proven(self, published: _Publication) -> _Publication:
+        """Wait until every engine holds what was published. Raises LearnerError."""
+        with _clock() as blocked_s:
+            after_s = self._sender.proven()
+        return _Publication(
+            num_bytes=published.num_bytes,
+            blocked_s=published.blocked_s + blocked_s[0],
+            whole_s=published.whole_s + after_s,
+        )
 
     def _sent(self, version: int, probe: Probe) -> int | None:
         """Bytes sent; None if the weights must be published again."""
@@ -156,15 +189,25 @@ class _LearnerLoop:
                 self._publish()
 
     def _polled(self) -> Batch | NoBatch:
-        return self._orchestrator.poll(self._learner.policy_version) if ranks.is_first() else NoBatch.NOT_YET
+        if not ranks.is_first():
+            return NoBatch.NOT_YET
+        try:
+            return self._orchestrator.poll(self._learner.policy_version)
+        except LearnerError:
+            self._sender.proven()  # raises the cause, where engines that refused the weights ended the run
+            raise
+
+    def _is_saving(self) -> bool:
+        version, settings = self._learner.policy_version, self._learner.config.learner
+        is_new = version > self._first_version
+        return is_new and (_is_due(version, settings.save_every) or _is_due(version, settings.checkpoint_every))
 
     def _save_what_is_due(self) -> None:
         version, settings = self._learner.policy_version, self._learner.config.learner
-        if version > self._first_version:
-            if _is_due(version, settings.save_every):
-                self._export(f"step_{version}")
-            if _is_due(version, settings.checkpoint_every):
-                self._save_state()
+        if _is_due(version, settings.save_every):
+            self._export(f"step_{version}")
+        if _is_due(version, settings.checkpoint_every):
+            self._save_state()
 
     def _finish(self) -> None:
         version, every = self._learner.policy_version, self._learner.config.learner.checkpoint_every

@@ -1,8 +1,10 @@
 """The trajectory buffer: a bounded store between rollout and learner, with slots and the ledger.
 
 A group holds a slot from its admission until the engines hold the weights that its step produced. staleness.py decides
-how many slots there are and when a group is too old. `set_lag` admits with less lag for a while: groups admitted before
-stay, and are consumed under the bound they were admitted with. Independent of tokens and HTTP.
+how many slots there are and when a group is too old. The learner may be one version ahead of the engines, while they
+take its weights: a group's age is counted from the learner's version, and slots are freed by the engines'. `set_lag`
+admits with less lag for a while: groups admitted before stay, and are consumed under the bound they were admitted with.
+Independent of tokens and HTTP.
 """
 
 from __future__ import annotations
@@ -73,6 +75,7 @@ class TrajectoryBuffer:
         group_id, task = await buffer.admit(tasks.draw)
         await buffer.finish(group)  # the group of this task
         batch = await buffer.take()
+        await buffer.stepped(batch.policy_version + 1)  # once the learner made it: `take` gives the next batch
         await buffer.commit(batch.policy_version + 1)  # once the engines hold the new weights
     """
 
@@ -97,7 +100,8 @@ class TrajectoryBuffer:
         self._requeue = requeue
         self._journal = journal
         self._changed = asyncio.Condition()
-        self._version = resumed.version
+        self._version = resumed.version  # of the engines
+        self._learner_version = resumed.version
         self._again = deque(resumed.batches)
         self._goes_on_at = resumed.version + len(resumed.batches)  # no group is played before this version
         self._in_flight = {group_id: _InFlight(task, self._goes_on_at) for group_id, task in resumed.in_flight}
@@ -106,15 +110,14 @@ class TrajectoryBuffer:
         # The number of groups of each version, for the "wait" rule, which is checked whenever a group ends.
         self._num_flying = Counter(entry.version for entry in self._in_flight.values())
         self._num_ready = Counter(ready.version for ready in self._ready.values())
-        self._training: dict[int, TrajectoryGroup] = {}
+        self._training: dict[int, tuple[int, ...]] = {}  # ids of the groups of each step that is not committed
         self._counts = Counter(resumed.counts)
         self._num_issued = resumed.num_issued
         # A run in which no group carries signal would otherwise wait forever (or spin) silently.
         self._recent_useless: deque[float] = deque(maxlen=8 * self.num_slots)
         self._dropped_lengths: list[int] = []
         # The learner may have made a step that was never committed because the orchestrator died.
-        for group_id in list(self._ready):
-            self._drop_if_stale(group_id)
+        self._drop_stale()
 
     async def caught_up(self) -> dict[int, Task]:
         """Wait until the resumed batches are trained again. Returns the groups that were in flight, to be played
@@ -173,20 +176,33 @@ class TrajectoryBuffer:
             while not self._again and not self._batch_is_ready():
                 await self._changed.wait()
             chosen = self._again.popleft() if self._again else self._oldest()
-            self._training = {group.group_id: group for group in chosen}
-            self._journal.taken(list(self._training), step=self._version + 1)
-            return Batch(policy_version=self._version, max_lag=self._rule.max_lag, groups=chosen)
+            step = self._learner_version + 1
+            self._training[step] = tuple(group.group_id for group in chosen)
+            self._journal.taken(self._training[step], step=step)
+            return Batch(policy_version=self._learner_version, max_lag=self._rule.max_lag, groups=chosen)
+
+    async def stepped(self, policy_version: int) -> None:
+        """The learner made `policy_version`, which the engines do not hold yet: `take` gives its batch.
+
+        Slots stay held until `commit`, so no group is admitted under the old weights that would be too old in its turn:
+        those that hold a slot and are not taken yet, max_lag * groups_per_step at most, are consumed before it.
+        """
+        async with self._changed:
+            self._learner_version = policy_version
+            self._drop_stale()
+            self._changed.notify_all()
 
     async def commit(self, policy_version: int) -> None:
         """Every engine holds `policy_version`: mark the batch that made it as trained and free its slots."""
         async with self._changed:
             self._version = policy_version
-            self._journal.trained(list(self._training))
-            self._counts[GroupState.TRAINED] += len(self._training)
-            self._training = {}
+            self._learner_version = max(self._learner_version, policy_version)
+            for step in [step for step in self._training if step <= policy_version]:
+                group_ids = self._training.pop(step)
+                self._journal.trained(group_ids)
+                self._counts[GroupState.TRAINED] += len(group_ids)
             self._num_flying, self._num_ready = +self._num_flying, +self._num_ready  # drops versions without groups
-            for group_id in list(self._ready):
-                self._drop_if_stale(group_id)
+            self._drop_stale()
             self._changed.notify_all()
 
     async def set_lag(self, lag: int) -> None:
@@ -212,7 +228,7 @@ class TrajectoryBuffer:
             issued=self._num_issued,
             in_flight=len(self._in_flight),
             ready=len(self._ready),
-            training=len(self._training) + sum(map(len, self._again)),
+            training=self._num_training(),
             trained=self._counts[GroupState.TRAINED],
             dropped_stale=self._counts[GroupState.DROPPED_STALE],
             dropped_zero_variance=self._counts[GroupState.DROPPED_ZERO_VARIANCE],
@@ -237,7 +253,7 @@ class TrajectoryBuffer:
     def _oldest(self) -> tuple[TrajectoryGroup, ...]:
         chosen = [self._withdraw(group_id) for group_id in self._next_ids()]
         for ready in chosen:
-            self._rule.check(ready.group.group_id, ready.version, version=self._version)
+            self._rule.check(ready.group.group_id, ready.version, version=self._learner_version)
         return tuple(ready.group for ready in chosen)
 
     def _batch_is_ready(self) -> bool:
@@ -258,10 +274,14 @@ class TrajectoryBuffer:
         """Whether a batch without the groups in flight would let some of them become stale."""
         left = self._num_ready.copy()
         left.subtract(self._ready[group_id].version for group_id in self._next_ids())
-        return self._rule.would_strand(self._num_flying, left, version=self._version)
+        return self._rule.would_strand(self._num_flying, left, version=self._learner_version)
+
+    def _drop_stale(self) -> None:
+        for group_id in list(self._ready):
+            self._drop_if_stale(group_id)
 
     def _drop_if_stale(self, group_id: int) -> None:
-        if not self._rule.is_stale(self._ready[group_id].version, version=self._version):
+        if not self._rule.is_stale(self._ready[group_id].version, version=self._learner_version):
             return
         group = self._withdraw(group_id).group
         again = group.task if self._on_stale == "requeue" else None
@@ -275,5 +295,7 @@ class TrajectoryBuffer:
         self._journal.ended(group_id, state, reason, again=again)
 
     def _outstanding(self) -> int:
-        again = sum(map(len, self._again))
-        return len(self._in_flight) + len(self._ready) + len(self._training) + again
+        return len(self._in_flight) + len(self._ready) + self._num_training()
+
+    def _num_training(self) -> int:
+        return sum(map(len, self._training.values())) + sum(map(len, self._again))

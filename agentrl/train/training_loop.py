@@ -1,10 +1,13 @@
 """The training loop: take a batch, offer it to the learner, wait for the step and then for the new weights, repeat.
 
+With max_lag > 0 the learner is offered the next batch while the engines take the new weights.
+
 Independent of how episodes are played (rollout_loop.py) and of how a step is computed (the learner's process).
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -17,7 +20,7 @@ from agentrl.config import Config
 from agentrl.engine.metered import MeteredEngine
 from agentrl.engine.vllm_server import publication_timeout_s
 from agentrl.env.canary import Canaries
-from agentrl.errors import NoLearningSignal
+from agentrl.errors import NoLearningSignal, raise_first
 from agentrl.report.metrics import rollout_metrics
 from agentrl.report.observer import StepReport
 from agentrl.supervision.wait_graph import Gauges, WaitGraph
@@ -43,6 +46,25 @@ class LoopParts:
     engine: MeteredEngine
     ess_guard: EssGuard
     canaries: Canaries | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class _Mark:
+    """What was done up to a moment."""
+
+    at_s: float
+    num_tokens: int
+    busy_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _MadeStep:
+    """A step of the learner whose weights the engines do not hold yet."""
+
+    step: int
+    batch: Batch
+    output: StepOutput
+    began: _Mark
 
 
 class TrainingLoop:
@@ -76,6 +98,8 @@ class TrainingLoop:
         self._started = time.monotonic() - trained_s
         self._wait_graph = wait_graph
         self._lag = 0
+        self._publication: asyncio.Task[None] | None = None
+        self._committed = self._mark()
 
     def gauges(self) -> Gauges:
         """How far the loop is."""
@@ -103,55 +127,86 @@ class TrainingLoop:
 
     async def run(self) -> str:
         """Make every step. Returns why it ended early, or an empty text. Raises the error that ended it otherwise."""
+        try:
+            async with asyncio.TaskGroup() as publications:
+                return await self._steps(publications)
+        except BaseExceptionGroup as errors:
+            raise_first(errors)
+
+    async def _steps(self, publications: asyncio.TaskGroup) -> str:
+        """The engines take a step's weights while the learner has the next batch, where nothing must wait for them."""
         settings = self._config.train
         for step in range(self._parts.buffer.version + 1, settings.steps + 1):
             if settings.max_minutes is not None and self.train_s > 60 * settings.max_minutes:
                 return f"the {settings.max_minutes:g} minutes of train.max_minutes were used up"
             try:
-                await self._step(step)
+                made = await self._made(step)
             except NoLearningSignal as error:
                 if step == 1:
                     raise
                 return str(error)
+            if self._publication is not None:
+                await self._publication  # its weights are in the engines, but its record may still be written
+            self._publication = publications.create_task(self._published(made), name=f"weights of step {step}")
+            is_measured = bool(self._config.eval.every) and step % self._config.eval.every == 0
+            if self._config.rollout.max_lag == 0 or is_measured or self._has_canaries(step):
+                await self._publication
             await self._check_canaries(step)
-            if self._config.eval.every and step % self._config.eval.every == 0 and step < settings.steps:
+            if is_measured and step < settings.steps:
                 await self._evaluate(step)
         return ""
 
-    async def _step(self, step: int) -> None:
-        parts = self._parts
-        started, tokens, busy_s = time.monotonic(), parts.engine.num_tokens, parts.engine.busy.seconds
+    async def _made(self, step: int) -> _MadeStep:
+        """Take a batch and have the learner make the step."""
+        parts, began = self._parts, self._mark()
         with self._wait_graph.waiting("training loop", on="rollouts", what="a full batch"):
             batch = await parts.buffer.take()
         self._lag = max(batch.policy_version - group.policy_version for group in batch.groups)
         if self._config.engine.sleep_while_training:
             await parts.engine.sleep()  # until the new weights wake it
         within_s = self._config.learner.step_timeout_s
+        if self._publication is not None and not self._publication.done():
+            within_s += publication_timeout_s(self._config.engine)  # the learner reports the step after it
         with self._wait_graph.waiting("training loop", on="learner", what="a step", within_s=within_s):
             output = await parts.session.train(batch, within_s=within_s)
-        within_s = max(within_s, publication_timeout_s(self._config.engine))
+        await parts.buffer.stepped(output.policy_version)
+        return _MadeStep(step=step, batch=batch, output=output, began=began)
+
+    async def _published(self, made: _MadeStep) -> None:
+        """Wait until every engine holds the step's weights, then record it."""
+        parts = self._parts
+        within_s = max(self._config.learner.step_timeout_s, publication_timeout_s(self._config.engine))
         with self._wait_graph.waiting("training loop", on="learner", what="new weights", within_s=within_s):
             ref = await parts.session.weights(within_s=within_s)
-        await self._act_on_ess(output)
+        await self._act_on_ess(made.output)
         parts.tasks.committed(ref.policy_version)
         await parts.buffer.commit(ref.policy_version)
-        seconds = time.monotonic() - started
+        began, self._committed = max(made.began, self._committed), self._mark()
+        seconds = self._committed.at_s - began.at_s
         timing = {
-            "engine/tokens_per_s": (parts.engine.num_tokens - tokens) / seconds,
-            "engine/busy_share": min(1.0, (parts.engine.busy.seconds - busy_s) / seconds),
+            "engine/tokens_per_s": (self._committed.num_tokens - began.num_tokens) / seconds,
+            "engine/busy_share": min(1.0, (self._committed.busy_s - began.busy_s) / seconds),
             "run/step_s": seconds,
             "run/overlap": parts.session.overlap,
         }
-        metrics = self._metrics(batch, output, timing)
-        report = StepReport(step=step, output=output, update=parts.session.last_update, metrics=metrics)
-        await self._record(report, batch)
+        metrics = self._metrics(made.batch, made.output, timing)
+        report = StepReport(step=made.step, output=made.output, update=parts.session.last_update, metrics=metrics)
+        await self._record(report, made.batch)
         # Last: a step that a crash leaves without this mark is recorded again.
         state = StepState(ess_guard=parts.ess_guard.state_dict(), train_s=self.train_s)
-        parts.journal.step_made(step, state, resumable_from=output.resumable_from)
+        parts.journal.step_made(made.step, state, resumable_from=made.output.resumable_from)
+
+    def _mark(self) -> _Mark:
+        engine = self._parts.engine
+        return _Mark(at_s=time.monotonic(), num_tokens=engine.num_tokens, busy_s=engine.busy.seconds)
+
+    def _has_canaries(self, step: int) -> bool:
+        every = self._config.rollout.canary_every
+        return self._parts.canaries is not None and bool(every) and step % every == 0
 
     async def _check_canaries(self, step: int) -> None:
-        every, canaries = self._config.rollout.canary_every, self._parts.canaries
-        if canaries is not None and every and step % every == 0:
+        canaries = self._parts.canaries
+        if canaries is not None and self._has_canaries(step):
             with self._wait_graph.waiting("training loop", on="canaries", what="known outcomes"):
                 await canaries.check(when=f"after step {step}")
 

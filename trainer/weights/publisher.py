@@ -39,9 +39,16 @@ class Publisher(Protocol):
     """
 
     def publish(self, *, policy_version: int, probe: Probe) -> int:
-        """Return the bytes sent, once every engine has the present weights.
+        """Return the bytes sent, once the weights may change again.
 
         Raises LearnerError; WeightsWanted if an engine was restarted meanwhile: call `reopen` and publish again.
+        """
+        ...
+
+    def proven(self) -> float:
+        """Return once every engine has proven the last publication; how long after `publish` that was, in seconds.
+
+        Raises LearnerError. Call it before the next publication.
         """
         ...
 

@@ -6,12 +6,14 @@ which pauses the engines, checks what they received and resumes them. Independen
 
 from __future__ import annotations
 
+import threading
+import time
 from dataclasses import replace
 
 from agentrl.config import EngineConfig
 from agentrl.engine.placement import LOOPBACK
 from agentrl.errors import ConfigError, LearnerError, boundary
-from agentrl.types import Probe
+from agentrl.types import Probe, WeightsRef
 from trainer.weights import folder
 from trainer.weights.publisher import FOLDER, Link, Publisher, TransferSettings
 from trainer.weights.source import WeightSource
@@ -41,15 +43,20 @@ def _check_ipc(engine: EngineConfig, source: WeightSource) -> None:
 
 
 class FolderPublisher:
-    """`safetensors` and `reload`: a new folder for each version, which the engines read."""
+    """`safetensors` and `reload`: a new folder for each publication.
+
+    The engines read it while the learner goes on: `publish` returns once it is written.
+    """
 
     def __init__(self, transfer: TransferSettings, *, source: WeightSource, link: Link) -> None:
         self._transfer = transfer
         self._source = source
         self._link = link
+        self._announcement: _Announcement | None = None
 
     def publish(self, *, policy_version: int, probe: Probe) -> int:
-        """Write the folder, then announce it. Raises LearnerError."""
+        """Write the folder, then announce it in a thread. Raises LearnerError."""
+        self.proven()
         if self._transfer.rank != 0:
             self._source.take_part()
             return self._source.num_bytes
@@ -57,11 +64,46 @@ class FolderPublisher:
             ref = folder.publish(self._source, self._transfer.weights_dir, policy_version=policy_version, probe=probe)
         if self._transfer.backend == "reload":
             ref = replace(ref, checksum="")  # vLLM's own loader computes no checksum
-        self._link.publish(ref)
+        self._announcement = _Announcement(self._link, ref)
         return ref.num_bytes
+
+    def proven(self) -> float:
+        """See Publisher. Raises what the orchestrator answered, or LearnerError past the deadline."""
+        announcement, self._announcement = self._announcement, None
+        return 0.0 if announcement is None else announcement.result(timeout_s=self._transfer.timeout_s)
 
     def reopen(self) -> None:
         """No-op: there is no connection."""
 
     def close(self) -> None:
-        """No-op: there is no connection."""
+        """Leave an announcement that is under way alone: it has a deadline."""
+        self._announcement = None
+
+
+class _Announcement:
+    """Tells the orchestrator of one folder, in a daemon thread, whose request has a deadline of its own."""
+
+    def __init__(self, link: Link, ref: WeightsRef) -> None:
+        self._ref = ref
+        self._began = self._ended = time.monotonic()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._announce, args=(link,), daemon=True, name="announcement")
+        self._thread.start()
+
+    def _announce(self, link: Link) -> None:
+        try:
+            link.publish(self._ref)
+        except BaseException as error:
+            self._error = error
+        self._ended = time.monotonic()
+
+    def result(self, *, timeout_s: float) -> float:
+        """Seconds from the announcement to the engines' proof. Raises the error."""
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise LearnerError(
+                f"version {self._ref.policy_version}: the engines did not take it within {timeout_s:g} s"
+            )
+        if self._error is not None:
+            raise self._error
+        return self._ended - self._began

@@ -218,3 +218,76 @@ def test_the_bounds_hold_while_the_lag_changes(data: st.DataObject, max_lag: int
 def _closed(buffer: TrajectoryBuffer) -> int:
     ledger = buffer.ledger()
     return ledger.issued - ledger.in_flight - ledger.ready - ledger.training
+
+
+async def test_the_learner_takes_its_next_batch_while_engines_take_its_weights() -> None:
+    """Its age is the learner's, and no slot is free before the engines hold the weights."""
+    buffer = make_buffer(max_lag=1)
+    for _ in range(2):
+        await buffer.finish(make_group(await admit(buffer), version=0))
+    assert (await buffer.take()).policy_version == 0
+    await buffer.stepped(1)
+    batch = await buffer.take()
+    assert batch.policy_version == 1 and batch.groups[0].policy_version == 0
+    assert buffer.version == 0 and buffer.ledger().training == 2 and buffer.ledger().balanced()
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(admit(buffer), 0.01)
+    await buffer.commit(1)
+    assert (buffer.ledger().trained, buffer.ledger().training, buffer.version) == (1, 1, 1)
+    await asyncio.wait_for(admit(buffer), 1)
+
+
+async def test_without_lag_there_is_no_batch_before_the_engines_hold_the_weights() -> None:
+    buffer = make_buffer(max_lag=0)
+    await buffer.finish(make_group(await admit(buffer), version=0))
+    await buffer.take()
+    await buffer.stepped(1)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(buffer.take(), 0.01)
+
+
+async def test_two_steps_that_no_engine_has_yet_are_made_again_after_a_crash(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.sqlite")
+    buffer = TrajectoryBuffer(groups_per_step=1, max_lag=1, journal=journal)
+    for _ in range(2):
+        await buffer.finish(make_group(await admit(buffer), version=0))
+    await buffer.take()
+    await buffer.stepped(1)
+    await buffer.take()
+    assert [[group.group_id for group in batch] for batch in journal.resume_at(0).batches] == [[0], [1]]
+    assert [[group.group_id for group in batch] for batch in journal.resume_at(1).batches] == [[1]]
+    journal.close()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    max_lag=st.integers(1, 4),
+    groups_per_step=st.integers(1, 3),
+    on_stale=st.sampled_from(["drop", "wait"]),
+    moves=st.lists(st.sampled_from(["play", "play", "take", "step", "commit"]), max_size=120),
+)
+def test_groups_that_finish_in_turn_are_never_too_old_however_late_the_engines_are(
+    max_lag: int, groups_per_step: int, on_stale: OnStale, moves: list[str]
+) -> None:
+    """Every group is sampled under the engines' version, oldest first; the learner is one version ahead or not."""
+
+    async def live() -> None:
+        buffer = make_buffer(groups_per_step=groups_per_step, max_lag=max_lag, on_stale=on_stale)
+        learner, is_training, num_taken = 0, False, 0
+        for move in moves:
+            ledger = buffer.ledger()
+            if move == "play" and ledger.ready + ledger.training < buffer.num_slots:
+                await buffer.finish(make_group(await admit(buffer), version=buffer.version))
+            elif move == "take" and not is_training and ledger.ready >= groups_per_step:
+                batch = await asyncio.wait_for(buffer.take(), 5)
+                assert batch.policy_version == learner
+                assert all(learner - group.policy_version <= max_lag for group in batch.groups)
+                is_training, num_taken = True, num_taken + 1
+            elif move == "step" and is_training and buffer.version == learner:
+                learner, is_training = learner + 1, False
+                await buffer.stepped(learner)
+            elif move == "commit" and buffer.version < learner:
+                await buffer.commit(learner)
+            assert buffer.ledger().balanced() and buffer.ledger().dropped_stale == 0
+
+    asyncio.run(live())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,7 +16,7 @@ from agentrl.report.metrics import read
 from agentrl.testing import ScriptedEngine
 from agentrl.tokens.tokenizer import TurnTokenizer
 from agentrl.train import learner_api as api
-from agentrl.types import TransferInit, WeightsRef
+from agentrl.types import Batch, Probe, StepOutput, TransferInit, WeightsRef
 from tests.agentrl.train.whole_run import TOKEN, YesAndNo, make_config, orchestrating, run_with
 
 
@@ -123,3 +124,45 @@ async def test_garbage_is_refused_and_named(tmp_path: Path, tokenizer: TurnToken
         reply = await http.post(url + api.STEP, content=b"\x80", headers=headers)
         assert reply.status_code == 422
         assert "policy_version" in reply.text
+
+
+@pytest.mark.parametrize("max_lag", [0, 1])
+async def test_with_lag_the_learner_has_its_next_batch_before_its_weights_are_published(
+    tmp_path: Path, tokenizer: TurnTokenizer, max_lag: int
+) -> None:
+    """Without lag it waits for them. Nothing else is different: every step is made and recorded once."""
+    config = make_config(tmp_path, steps=3, eval_every=0, max_lag=max_lag)
+    seen: list[Batch] = []
+    async with orchestrating(config, YesAndNo(tokenizer), tokenizer) as (orchestrator, url):
+        learner = asyncio.create_task(_publishes_late(url, seen, is_given_early=max_lag > 0))
+        async with asyncio.timeout(120):
+            summary = await orchestrator.run()
+            await learner
+    assert summary.num_steps == 3 and [batch.policy_version for batch in seen] == [0, 1, 2]
+    assert all(batch.policy_version - group.policy_version <= max_lag for batch in seen for group in batch.groups)
+
+
+async def _publishes_late(url: str, seen: list[Batch], *, is_given_early: bool) -> None:
+    """A learner that asks for the next batch, waits for it if it is given early, then publishes."""
+    headers = {"Authorization": f"Bearer {TOKEN}", api.LEARNER_HEADER: "late"}
+
+    def ref(version: int) -> bytes:
+        probe = Probe(token_ids=(1, 2), logprobs=(-1.0,))
+        return api.encode(WeightsRef(policy_version=version, num_bytes=0, update_info={}, checksum="", probe=probe))
+
+    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=30) as http:
+        (await http.post(api.WEIGHTS, content=ref(0))).raise_for_status()
+        version, batch = 0, await http.get(api.BATCH, params={"policy_version": 0})
+        while batch.status_code != 410:
+            seen.append(api.decode(batch.content, Batch))
+            version += 1
+            output = StepOutput(policy_version=version, metrics={"learner/wait_batch_s": 0.0})
+            (await http.post(api.STEP, content=api.encode(output))).raise_for_status()
+            asking = asyncio.create_task(http.get(api.BATCH, params={"policy_version": version}))
+            if version < 3:
+                await asyncio.wait({asking}, timeout=None if is_given_early else 0.2)
+                assert asking.done() == is_given_early
+            (await http.post(api.WEIGHTS, content=ref(version))).raise_for_status()
+            while (batch := await asking).status_code == 204:
+                asking = asyncio.create_task(http.get(api.BATCH, params={"policy_version": version}))
+        (await http.post(api.FINISHED)).raise_for_status()

@@ -61,6 +61,7 @@ def send(sender: Publisher, version: int, probe: Probe) -> None:
     while True:
         try:
             sender.publish(policy_version=version, probe=probe)
+            sender.proven()
             return
         except WeightsWanted:
             sender.reopen()

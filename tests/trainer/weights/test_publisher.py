@@ -257,6 +257,48 @@ def test_a_folder_that_cannot_be_written_is_the_learners_failure(tiny_model: Any
         sender.publish(policy_version=3, probe=Probe(token_ids=(), logprobs=()))
 
 
+class Loading(Silent):
+    """An orchestrator whose engines take a folder when they are told to, or refuse it."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.may_answer = Event()
+        self.error = error
+
+    def publish(self, ref: WeightsRef) -> None:
+        self.may_answer.wait(60)
+        if self.error is not None:
+            raise self.error
+
+
+def test_the_learner_goes_on_while_engines_read_its_folder(tiny_model: Any, tmp_path: Path) -> None:
+    link = Loading()
+    settings = replace(transfer("safetensors", timeout_s=60), weights_dir=tmp_path)
+    sender = publisher(settings, EngineConfig(), source=WeightSource(tiny_model, dtype=torch.float32), link=link)
+    num_bytes = sender.publish(policy_version=1, probe=Probe(token_ids=(), logprobs=()))
+    assert num_bytes > 0 and len(list(tmp_path.glob("v1-*/model.safetensors"))) == 1
+    link.may_answer.set()
+    assert sender.proven() > 0
+    assert sender.proven() == 0, "there is nothing left to wait for"
+
+
+def test_what_engines_refuse_meanwhile_is_raised_at_the_next_wait(tiny_model: Any, tmp_path: Path) -> None:
+    link = Loading(LearnerError("the orchestrator answered 503: other weights"))
+    settings = replace(transfer("safetensors", timeout_s=60), weights_dir=tmp_path)
+    sender = publisher(settings, EngineConfig(), source=WeightSource(tiny_model, dtype=torch.float32), link=link)
+    sender.publish(policy_version=1, probe=Probe(token_ids=(), logprobs=()))
+    link.may_answer.set()
+    with pytest.raises(LearnerError, match="other weights"):
+        sender.publish(policy_version=2, probe=Probe(token_ids=(), logprobs=()))
+
+
+def test_engines_that_never_answer_end_the_wait(tiny_model: Any, tmp_path: Path) -> None:
+    settings = replace(transfer("safetensors", timeout_s=0.1), weights_dir=tmp_path)
+    sender = publisher(settings, EngineConfig(), source=WeightSource(tiny_model, dtype=torch.float32), link=Loading())
+    sender.publish(policy_version=1, probe=Probe(token_ids=(), logprobs=()))
+    with pytest.raises(LearnerError, match=r"did not take them within 0\.1 s"):
+        sender.proven()
+
+
 def test_an_unknown_way_is_refused() -> None:
     with pytest.raises(ConfigError, match="pigeon: must be one of safetensors, reload, gloo, nccl, ipc"):
         transfer("pigeon")

@@ -96,6 +96,7 @@ class Sender:
             self.announced.clear()
             try:
                 await asyncio.to_thread(self._publisher.publish, policy_version=policy_version, probe=probe)
+                await asyncio.to_thread(self._publisher.proven)
                 break
             except WeightsWanted:  # as trainer/loop.py does
                 if attempt == MAX_ATTEMPTS - 1:

@@ -101,9 +101,8 @@ class _Announcement:
         """Seconds from the announcement to the engines' proof. Raises the error."""
         self._thread.join(timeout_s)
         if self._thread.is_alive():
-            raise LearnerError(
-                f"version {self._ref.policy_version}: the engines did not take it within {timeout_s:g} s"
-            )
+            version = self._ref.policy_version
+            raise LearnerError(f"weights of version {version}: the engines did not take them within {timeout_s:g} s")
         if self._error is not None:
             raise self._error
         return self._ended - self._began

@@ -76,7 +76,17 @@ def run(
     )
     try:
         with share.explained(), closing(publisher(transfer, config.engine, source=source, link=orchestrator)) as sender:
-            _LearnerLoop(learner, orchestrator, source=source, sender=sender, run_dir=run_dir, share=share).run()
+            loop = _LearnerLoop(
+                learner,
+                orchestrator,
+                source=source,
+                sender=sender,
+                run_dir=run_dir,
+                share=share,
+                # Without lag there is no batch before, and on a shared GPU there may be no room for both.
+                waits=shares_gpu or config.rollout.max_lag == 0,
+            )
+            loop.run()
     finally:
         orchestrator.close()
         ranks.leave()
@@ -110,12 +120,15 @@ class _LearnerLoop:
         sender: Publisher,
         run_dir: Path,
         share: GpuShare,
+        waits: bool,
     ) -> None:
+        """`waits`: each publication must be proven before the next batch is asked for."""
         self._learner = learner
         self._orchestrator = orchestrator
         self._source = source
         self._sender = sender
         self._share = share
+        self._waits = waits
         self._run = RunFolder(path=run_dir)
         self._first_version = learner.policy_version
         self._probe_ids = list(range(min(PROBE_TOKENS, learner.model.config.vocab_size)))
@@ -124,8 +137,9 @@ class _LearnerLoop:
         """Until the run is over."""
         while True:
             published = self._publish()
+            if self._waits or self._is_saving():  # a checkpoint is only made of weights that the engines hold
+                published = self._proven(published)
             if self._is_saving():
-                published = self._proven(published)  # a checkpoint is only made of weights that the engines hold
                 self._save_what_is_due()
             with _clock() as wait_batch_s:
                 batch = self._next_batch()

@@ -1,4 +1,5 @@
-"""Whole runs with several learner ranks: orchestrator, wire, launcher, batches, publication and checkpoints are real.
+"""Whole runs of learners, of several ranks too: orchestrator, wire, launcher, batches, publication and checkpoints are
+real.
 
 The engine says what a script tells it, so that runs can be compared: both see the same episodes.
 """
@@ -65,10 +66,18 @@ class Made:
     final: dict[str, Tensor]
 
 
-async def made(folder: Path, model: Path, tokenizer: TurnTokenizer, **learner: Any) -> Made:
-    """Make a whole synchronous run, so that every run trains the same groups at the same versions."""
-    config = settings(folder, model, **learner)
-    engine = SameWords(tokenizer=tokenizer, script=[], logprob=-5.9)
+async def made(
+    folder: Path,
+    model: Path,
+    tokenizer: TurnTokenizer,
+    *,
+    engine: SameWords | None = None,
+    lag: int = 0,
+    **learner: Any,
+) -> Made:
+    """Make a whole run; a synchronous one trains the same groups at the same versions as any other."""
+    config = settings(folder, model, lag=lag, **learner)
+    engine = engine or SameWords(tokenizer=tokenizer, script=[], logprob=-5.9)
     async with orchestrating(config, engine, tokenizer) as (orchestrator, url), asyncio.timeout(240):
         run = folder / config.name
         with launch.weights_folder(run) as weights:
@@ -89,12 +98,12 @@ async def made(folder: Path, model: Path, tokenizer: TurnTokenizer, **learner: A
         checksums=engine.checksums,
         steps=[line for line in read(run / "metrics.jsonl") if line.kind == "step"],
         log=part.log_path.read_text(),
-        states=sorted(path.name for path in (run / "checkpoints/states").iterdir()),
+        states=sorted(path.name for path in (run / "checkpoints/states").glob("v*")),
         final=load_file(run / "checkpoints/final/model.safetensors"),
     )
 
 
-def settings(folder: Path, model: Path, **learner: Any) -> Config:
+def settings(folder: Path, model: Path, *, lag: int = 0, **learner: Any) -> Config:
     return parse(
         {
             "name": "run",
@@ -102,7 +111,7 @@ def settings(folder: Path, model: Path, **learner: Any) -> Config:
             "env": {"target": "unused:Unused"},
             "model": {"path": str(model)},
             "engine": {"url": "http://127.0.0.1:1"},  # a script is the engine: no GPU is kept for one
-            "rollout": {"groups_per_step": 3, "group_size": 4, "max_lag": 0, "max_retries": 0},
+            "rollout": {"groups_per_step": 3, "group_size": 4, "max_lag": lag, "max_retries": 0},
             "learner": {"lr": 1e-3, "checkpoint_every": 2, "save_every": 0, **learner},
             "train": {"steps": STEPS, "stall_timeout_s": 60},
             "eval": {"num_tasks": 1, "samples_per_task": 1},
@@ -133,6 +142,29 @@ async def test_two_ranks_that_a_hostfile_names_make_the_run_that_one_rank_makes(
     assert two.checksums[-1] == checksum_of(two.final.items())
     assert two.states == one.states == ["v2", "v3"]
     assert not (tmp_path / "two/run/learner.token").exists()
+
+
+@dataclass(kw_only=True)
+class Slow(SameWords):
+    """Takes its weights slowly, like a large model's from a folder."""
+
+    seconds: float = 0.5
+
+    async def update_weights(self, ref: WeightsRef) -> WeightUpdate:
+        await asyncio.sleep(self.seconds)
+        return await super().update_weights(ref)
+
+
+async def test_with_lag_the_learner_computes_while_the_engine_takes_its_weights(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    tokenizer = TurnTokenizer.load(str(tiny_model_dir))
+    engine = Slow(tokenizer=tokenizer, script=[], logprob=-5.9)
+    run = await made(tmp_path, tiny_model_dir, tokenizer, engine=engine, lag=1, checkpoint_every=0)
+    assert [line.step for line in run.steps] == [1, 2, 3]
+    assert run.checksums[-1] == checksum_of(run.final.items()) and len(set(run.checksums)) == STEPS + 1
+    assert all(line.values["learner/lag_max"] <= 1 for line in run.steps)
+    assert all(line.values["learner/publish_beside_s"] > 0 for line in run.steps)
 
 
 def distance(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:

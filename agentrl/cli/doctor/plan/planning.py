@@ -67,7 +67,7 @@ class Plan:
     placement: Placement
     gpus: tuple[GpuPlan, ...]
     learner: LearnerNeeds
-    engine: EngineNeeds | None  # None: engine.url names servers elsewhere
+    engine: EngineNeeds
     machine: Needs
     time: StepTime
     problems: tuple[str, ...]

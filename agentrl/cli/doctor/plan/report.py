@@ -56,7 +56,7 @@ def as_json(plan: Plan, found: tuple[Change, Plan] | None) -> dict[str, Any]:
             {**asdict(gpu), "fits": gpu.fits, "peak_phase": gpu.peak.name, "peak_bytes": gpu.peak.num_bytes}
             for gpu in plan.gpus
         ],
-        "engine": asdict(plan.engine) if plan.engine else None,
+        "engine": asdict(plan.engine),
         "model": asdict(plan.learner.shape),
         "machine": asdict(plan.machine),
         "time": asdict(plan.time),
@@ -118,8 +118,6 @@ def _machine(plan: Plan) -> Text:
 
 def _contexts(plan: Plan) -> str:
     engine = plan.engine
-    if engine is None:
-        return "engine: elsewhere"
     return (
         f"engine: weights {_gb(engine.weights_bytes)} GB, KV cache {_gb(max(0, engine.kv_bytes))} GB on each GPU; "
         f"{engine.full_contexts} full contexts at once, {engine.mean_contexts} of {plan.time.mean_tokens} tokens"

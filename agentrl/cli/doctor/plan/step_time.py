@@ -35,16 +35,13 @@ class StepTime:
         """One sentence, with its assumptions."""
         if self.learner_s is None:
             return "seconds a step: not computed for this card and number format"
-        parts = [f"learner {self.learner_s:.0f} s (at most {self.mfu:.0%} MFU)"]
-        if self.generation_s is not None:
-            parts.append(f"generation {self.generation_s:.0f} s")
-        return f"a step takes at least: {', '.join(parts)}, for episodes of {self.mean_tokens} tokens; {CEILING}"
+        learner = f"learner {self.learner_s:.0f} s (at most {self.mfu:.0%} MFU)"
+        both = f"{learner}, generation {self.generation_s:.0f} s"
+        return f"a step takes at least: {both}, for episodes of {self.mean_tokens} tokens; {CEILING}"
 
 
-def step_time(
-    config: Config, learner: LearnerNeeds, engine: EngineNeeds | None, card: Card, *, mean_tokens: int
-) -> StepTime:
-    """The least time of a step of `config` on GPUs of one kind. `engine` None: elsewhere, on unknown GPUs."""
+def step_time(config: Config, learner: LearnerNeeds, engine: EngineNeeds, card: Card, *, mean_tokens: int) -> StepTime:
+    """The least time of a step of `config` on GPUs of one kind."""
     nothing = StepTime(mean_tokens=mean_tokens, learner_s=None, generation_s=None, mfu=None)
     if card.flop_per_s is None or card.bytes_per_s is None or config.model.dtype != "bfloat16":
         return nothing
@@ -53,11 +50,9 @@ def step_time(
     per_token = sum((one.matrix_flop / flop + one.moved_bytes / moved) / one.num_tokens for one in learner.passes)
     learner_s = num_tokens * per_token / config.learner.num_ranks
     used = 6 * learner.shape.num_parameters / card.flop_per_s
-    generation_s = None
-    if engine is not None:
-        at_once = max(1, min(running(config), engine.mean_contexts))
-        read = engine.weights_bytes + at_once * engine.kv_bytes_per_token * mean_tokens / 2
-        products = 2 * learner.shape.num_parameters * at_once / config.engine.tensor_parallel
-        token_s = max(read / moved, products / flop) / at_once
-        generation_s = num_tokens * token_s / config.engine.num_engines
+    at_once = max(1, min(running(config), engine.mean_contexts))
+    read = engine.weights_bytes + at_once * engine.kv_bytes_per_token * mean_tokens / 2
+    products = 2 * learner.shape.num_parameters * at_once / config.engine.tensor_parallel
+    token_s = max(read / moved, products / flop) / at_once
+    generation_s = num_tokens * token_s / config.engine.num_engines
     return StepTime(mean_tokens=mean_tokens, learner_s=learner_s, generation_s=generation_s, mfu=used / per_token)

@@ -41,7 +41,13 @@ class StepTime:
 
 
 def step_time(config: Config, learner: LearnerNeeds, engine: EngineNeeds, card: Card, *, mean_tokens: int) -> StepTime:
-    """The least time of a step of `config` on GPUs of one kind."""
+    """The least time of a step of `config` on GPUs of one kind.
+
+    Learner: every pass of every token, its products and its traffic one after the other, over the ranks. Generation:
+    each decoding step reads the weights and half of the mean context's KV entries of each running sequence.
+
+    Example: `step_time(config, needs, engine, card, mean_tokens=4096).learner_s`.
+    """
     nothing = StepTime(mean_tokens=mean_tokens, learner_s=None, generation_s=None, mfu=None)
     if card.flop_per_s is None or card.bytes_per_s is None or config.model.dtype != "bfloat16":
         return nothing

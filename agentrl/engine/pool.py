@@ -29,7 +29,8 @@ log = logging.getLogger(__name__)
 MAX_SESSIONS = 100_000
 MAX_FAILURES = 3
 """Failures in a row after which an engine is taken out even if it answers."""
-FIRST_RETURN_S = 0.5
+FIRST_RETURN_S, LAST_RETURN_S = 0.5, 5.0
+"""Pauses between two looks at an engine that is out, the first and the longest."""
 
 
 class EnginePool:
@@ -257,7 +258,7 @@ class EnginePool:
         """Try until it serves the current weights again, or has failed to take them too often."""
         began, number = time.monotonic(), 0
         while not member.is_lost:
-            await asyncio.sleep(backoff_s(number, base_s=FIRST_RETURN_S))
+            await asyncio.sleep(backoff_s(number, base_s=FIRST_RETURN_S, max_s=LAST_RETURN_S))
             number += 1
             try:
                 await member.client.health()

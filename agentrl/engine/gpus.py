@@ -155,8 +155,7 @@ def _named(machine: Sequence[MachineGpu], name: str, *, by_number: bool) -> Visi
 @cache
 def machine_gpus() -> tuple[MachineGpu, ...]:
     """The GPUs of this machine or container, by nvidia-smi; else as many as there are device files."""
-    smi = shutil.which("nvidia-smi") or shutil.which(WSL_SMI)
-    if smi is not None:
+    if (smi := nvidia_smi()) is not None:
         try:
             return read_machine(smi)
         except (OSError, ValueError, subprocess.SubprocessError) as error:
@@ -164,12 +163,17 @@ def machine_gpus() -> tuple[MachineGpu, ...]:
     return device_files()
 
 
+def nvidia_smi() -> str | None:
+    """The path of nvidia-smi; None where there is none. Example: `nvidia_smi() == "/usr/bin/nvidia-smi"`."""
+    return shutil.which("nvidia-smi") or shutil.which(WSL_SMI)
+
+
 def read_machine(smi: str, *, timeout_s: float = SMI_TIMEOUT_S) -> tuple[MachineGpu, ...]:
     """What nvidia-smi lists. Raises OSError, ValueError or SubprocessError when it fails or takes too long."""
-    rows = csv.reader(_answer([smi, *QUERY], timeout_s).splitlines(), skipinitialspace=True)
+    rows = csv.reader(smi_answer([smi, *QUERY], timeout_s=timeout_s).splitlines(), skipinitialspace=True)
     queried = [(uuid, memory, mig == "Enabled", mode) for uuid, memory, mig, mode in rows]
     is_any_split = any(is_split for _, _, is_split, _ in queried)
-    instances = parse_instances(_answer([smi, "-L"], timeout_s)) if is_any_split else {}
+    instances = parse_instances(smi_answer([smi, "-L"], timeout_s=timeout_s)) if is_any_split else {}
     return tuple(
         MachineGpu(
             uuid=uuid,
@@ -187,7 +191,8 @@ def has_mps(environment: Mapping[str, str]) -> bool:
     return (Path(environment.get("CUDA_MPS_PIPE_DIRECTORY") or MPS_FOLDER) / "control").exists()
 
 
-def _answer(command: Sequence[str], timeout_s: float) -> str:
+def smi_answer(command: Sequence[str], *, timeout_s: float = SMI_TIMEOUT_S) -> str:
+    """What a call of nvidia-smi prints. Raises OSError, with its message, or SubprocessError when it takes too long."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
     if done.returncode:
         raise OSError(f"exit code {done.returncode}: {(done.stdout + done.stderr).strip()[-300:]}")

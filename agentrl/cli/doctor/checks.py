@@ -6,11 +6,12 @@ import os
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
+from subprocess import SubprocessError
 from threading import Lock
 from typing import TypeVar
 
 from agentrl.cli.doctor import config_checks, machine, packages, toolchain
-from agentrl.cli.doctor.findings import Check, Finding, ok
+from agentrl.cli.doctor.findings import Check, Finding, ok, shortened, warn
 from agentrl.config import Config, SandboxConfig
 from agentrl.engine import vllm_command
 from agentrl.engine.gpus import has_mps
@@ -104,7 +105,11 @@ def _memory_plan(config: Config) -> list[Finding]:
         return []
     from agentrl.cli.doctor.plan.command import plan_finding
 
-    return [plan_finding(config)]
+    try:
+        return [plan_finding(config)]
+    except ConfigError as error:  # a size that is not known here does not prevent the run
+        fix = "`agentrl doctor CONFIG --plan` computes it with --gpus or --model-config"
+        return [warn("memory plan", shortened(f"not computed: {error}"), fix)]
 
 
 def _once(work: Callable[[], T]) -> Callable[[], T]:
@@ -126,10 +131,13 @@ def _size(config: Config) -> ModelSize | None:
 
 
 def _gpus(config: Config | None, needs: Callable[[], config_checks.Needs]) -> list[Finding]:
-    found, has_device = machine.read_gpus(), vllm_command.has_nvidia_device()
-    installed = packages.installed_packages()
-    torch = machine.ask_torch() if found and "torch" in installed else None
+    installed, has_device = packages.installed_packages(), vllm_command.has_nvidia_device()
     is_cuda = packages.is_cuda_build(installed)
+    try:
+        found = machine.read_gpus()
+    except (OSError, SubprocessError) as error:
+        return [machine.no_answer(error, is_cuda_build=is_cuda)]
+    torch = machine.ask_torch() if (found or has_device) and "torch" in installed else None
     findings = [machine.gpus(found, torch, has_device=has_device, wanted=needs().gpus, is_cuda_build=is_cuda)]
     if found and torch and torch.num_gpus and config and not config.engine.urls:
         used = config_checks.engine_gpus(config)

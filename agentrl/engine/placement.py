@@ -108,7 +108,7 @@ def place(
 
     Args:
         device: what the engines run on; with "cpu" no GPU is given to anyone, and environments stay as they are.
-        num_ranks: those of this machine, which a hostfile has fewer of than `learner.num_ranks`; None: all.
+        num_ranks: how many ranks this machine has, with a hostfile fewer than `learner.num_ranks`; None: all.
         on_wsl: Windows' driver, which has no CUDA IPC.
 
     Raises ConfigError for too few GPUs, and for a transfer that cannot work where the parts are.
@@ -191,7 +191,7 @@ def _too_few(engine: EngineConfig, visible: VisibleGpus, num_ranks: int, wanted:
     elif count:
         fix = "lower learner.num_ranks, engine.replicas or engine.tensor_parallel"
     else:
-        fix = "show it some: unset CUDA_VISIBLE_DEVICES, start the container with GPUs (docker: `--gpus all`)"
+        fix = "unset CUDA_VISIBLE_DEVICES, or start the container with GPUs (docker: `--gpus all`)"
     return ConfigError(
         f"the run needs {num_ranks + wanted} GPUs ({', '.join(asked)}), and this process sees {visible}: {fix}"
     )
@@ -284,21 +284,29 @@ def _free(placement: Placement) -> str:
     return f"for which {len(placement.ranks) + wanted} must be visible (now {count})"
 
 
+def _sharing(placement: Placement) -> str:
+    """Settings by which the engine and rank 0 share a GPU: ranks take other GPUs while there are enough."""
+    num_ranks = len(placement.ranks)
+    first = ",".join(gpu.entry for gpu in placement.visible.gpus[:num_ranks])
+    mask = f" with CUDA_VISIBLE_DEVICES={first}" if len(placement.visible.gpus) > num_ranks else ""
+    return f"engine.gpus=[0]{mask}"
+
+
 def _against_ipc(engine: EngineConfig, placement: Placement, *, is_split: bool, on_wsl: bool) -> str | None:
     """Why ipc cannot work; None where it can."""
     if on_wsl:
         return "needs CUDA IPC, which Windows' driver (WSL) does not have: use safetensors or auto"
     if not engine.urls and engine.host not in LOOPBACK:
         return (
-            f"makes vLLM unpickle what it receives: not with engine.host={engine.host}, which others can reach. Use "
-            "127.0.0.1, or nccl"
+            f"makes vLLM unpickle what it receives, and others can reach engine.host={engine.host}: set "
+            "engine.host=127.0.0.1, or use nccl"
         )
     if engine.num_engines > 1 or engine.tensor_parallel > 1:
         return "shares one GPU with one engine of tensor_parallel=1: use nccl on GPUs of their own, or safetensors"
     if not (placement.ranks and placement.engines):
         return None
     if placement.ranks[0] != placement.engines[0][0]:
-        return f"needs engine and rank 0 on one GPU ({placement}): use nccl or auto, or engine.gpus=[0]"
+        return f"needs engine and rank 0 on one GPU ({placement}): use nccl or auto, or {_sharing(placement)}"
     if is_split:
         return "shares the parameters' own memory, and learner.zero_stage=3 releases it layer by layer: use safetensors"
     return None

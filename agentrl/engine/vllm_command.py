@@ -90,8 +90,9 @@ def device_of(config: EngineConfig) -> Device:
     if not visible.gpus:
         device = "and there is no NVIDIA device" if not has_nvidia_device() else "though there is an NVIDIA device"
         raise ConfigError(
-            f"{name} {version} is a CUDA build, but this process sees {visible}, {device}: show it one (unset "
-            "CUDA_VISIBLE_DEVICES; docker: `--gpus all`), or `AGENTRL_BUILD=cpu make setup`"
+            f"{name} {version} is a CUDA build, but this process sees {visible}, {device}: unset "
+            "CUDA_VISIBLE_DEVICES, start the container with GPUs (docker: `--gpus all`), or install the CPU build: "
+            "`AGENTRL_BUILD=cpu make setup`"
         )
     return "cuda"
 

@@ -101,9 +101,9 @@ def test_a_machine(
         (2, None, 1, {"replicas": 2}, r"engines have room for 1 in all: lower engine.replicas"),
         (2, None, 1, TP2, r"engine.tensor_parallel=2\).*room for 1 in all"),
         (8, "0,1", 4, {}, r"sees 2 GPUs \(CUDA_VISIBLE_DEVICES='0,1'\): set learner.num_ranks=1"),
-        (8, "", 1, {}, r"sees no GPU \(CUDA_VISIBLE_DEVICES=''\): show it some: unset"),
+        (8, "", 1, {}, r"sees no GPU \(CUDA_VISIBLE_DEVICES=''\): unset"),
         (8, "NoDevFiles", 1, {}, "sees no GPU"),
-        (0, None, 1, {}, "sees no GPU: show it some"),
+        (0, None, 1, {}, "sees no GPU: unset CUDA_VISIBLE_DEVICES, or start"),
         (1, None, 2, {"url": "http://a:1"}, r"needs 2 GPUs \(learner.num_ranks=2\)"),
         # engine.gpus
         (
@@ -116,8 +116,8 @@ def test_a_machine(
         (8, "4,5", 1, {"gpus": [4]}, r"CUDA_VISIBLE_DEVICES='4,5'\): there is no GPU 4"),
         # a transfer that cannot work there
         (1, None, 1, {"weight_transfer": "nccl"}, r"nccl joins different GPUs.*share one.*use ipc.*2 must be visible"),
-        (2, None, 1, {"weight_transfer": "ipc"}, r"ipc needs engine and rank 0 on one GPU.*engine.gpus=\[0\]"),
-        (2, None, 2, {"weight_transfer": "ipc", "gpus": [1]}, "rank 0 on one GPU"),
+        (2, None, 1, {"weight_transfer": "ipc"}, r"rank 0 on one GPU.*gpus=\[0\] with CUDA_VISIBLE_DEVICES=0$"),
+        (2, None, 2, {"weight_transfer": "ipc", "gpus": [1]}, r"rank 0 on one GPU.*gpus=\[0\]$"),
         (1, None, 1, {"weight_transfer": "ipc", "host": "0.0.0.0"}, r"unpickle.*127\.0\.0\.1"),
         (2, None, 1, {"weight_transfer": "gloo"}, "is for CPUs"),
         # masks that CUDA would not take

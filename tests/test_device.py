@@ -65,6 +65,7 @@ def test_a_gpu_test_says_why_it_does_not_run(needed: dict[str, int], markexpr: s
 def test_on_a_gpu_machine_one_worker_starts_all_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     files = [path for path in Path(__file__).parent.rglob("test_*.py") if "pytest.mark.e2e" in path.read_text()]
     files = [path for path in files if "pytest.mark.docker" not in path.read_text()]
+    monkeypatch.setattr(workers, "HAS_GPU", False)
     assert len({workers.group_of.__wrapped__(path) for path in files}) > 1
     monkeypatch.setattr(workers, "HAS_GPU", True)
     assert {workers.group_of.__wrapped__(path) for path in files} == {"engine"}

@@ -33,6 +33,7 @@ NUM_UPDATES = 3
 NUM_RUNNING = 16
 STEP_OF_WEIGHTS = 1.0001
 ANNOUNCED_WITHIN_S, KILLED_WITHIN_S = 2.0, 20.0
+RECEIVING_AFTER_S = 1.0  # by then the engine has paused and waits for the second half
 KILL_AFTER_S = 0.02  # after the engine was told of the update, where the source cannot be held in its middle
 
 
@@ -123,8 +124,7 @@ class _Updates:
         is_held = await asyncio.to_thread(
             self._source.wait_half, 2 * ANNOUNCED_WITHIN_S if self._mode in STREAMED else 0
         )
-        if not is_held:
-            await asyncio.sleep(KILL_AFTER_S)
+        await asyncio.sleep(RECEIVING_AFTER_S if is_held else KILL_AFTER_S)
         part.end_all()
         self._source.go_on()
         return "with half of the tensors sent" if is_held else f"{KILL_AFTER_S} s after it was told of the update"

@@ -6,18 +6,24 @@ which pauses the engines, checks what they received and resumes them. Independen
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from dataclasses import replace
 
 from agentrl.config import EngineConfig
 from agentrl.engine.placement import LOOPBACK
-from agentrl.errors import ConfigError, LearnerError, boundary
+from agentrl.errors import ConfigError, LearnerError, WeightsWanted, boundary
 from agentrl.types import Probe, WeightsRef
 from trainer.weights import folder
 from trainer.weights.publisher import FOLDER, Link, Publisher, TransferSettings
 from trainer.weights.source import WeightSource
 from trainer.weights.streamed import StreamedPublisher, engine_host
+
+log = logging.getLogger(__name__)
+
+MAX_ANNOUNCEMENTS = 3
+"""How often one folder is announced to engines that are restarted while they read it."""
 
 
 def publisher(transfer: TransferSettings, engine: EngineConfig, *, source: WeightSource, link: Link) -> Publisher:
@@ -92,10 +98,16 @@ class _Announcement:
 
     def _announce(self, link: Link) -> None:
         try:
+            for _ in range(MAX_ANNOUNCEMENTS - 1):
+                try:
+                    return link.publish(self._ref)
+                except WeightsWanted as error:
+                    log.warning("%s: announcing its folder again", error)
             link.publish(self._ref)
         except BaseException as error:
             self._error = error
-        self._ended = time.monotonic()
+        finally:
+            self._ended = time.monotonic()
 
     def result(self, *, timeout_s: float) -> float:
         """Seconds from the announcement to the engines' proof. Raises the error."""

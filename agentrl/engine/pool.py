@@ -118,16 +118,15 @@ class EnginePool:
 
     @property
     def wants_weights(self) -> bool:
-        """Whether the learner streams its weights, and an engine that runs does not have the current ones."""
+        """Whether the learner streams its weights, and an engine that runs, or was promised to the learner, does not
+        have the current ones."""
         ref = self._ref
-        return (
-            ref is not None
-            and self._group.is_used
-            and any(
-                (member.is_serving or member.is_back) and not member.has(ref.policy_version)
-                for member in self._engines
-                if not member.is_lost and not member.is_taking
-            )
+        if ref is None or not self._group.is_used:
+            return False
+        return self._group.is_awaited or any(
+            (member.is_serving or member.is_back) and not member.has(ref.policy_version)
+            for member in self._engines
+            if not member.is_lost and not member.is_taking
         )
 
     async def receivers(self, policy_version: int) -> Receivers:

@@ -51,6 +51,8 @@ class PooledEngine:
     """How often it left the pool."""
     version: int | None = None
     """The version it took in its last update, until it leaves the pool."""
+    checksum: str = ""
+    """Of the weights it took then."""
     update: WeightUpdate | None = None
     """The last one."""
 

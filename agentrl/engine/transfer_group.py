@@ -53,6 +53,11 @@ class TransferGroup:
         self.is_used = False
         """Whether the learner streams its weights: then an engine that returns waits for it."""
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether engines of the last `receivers` have not been given anything yet."""
+        return bool(self._members)
+
     async def receivers(self, version: int) -> Receivers:
         """The engines that run and do not have `version`; none if all that run have it.
 
@@ -101,9 +106,11 @@ class TransferGroup:
         """Give all members `ref`. Returns the last updates of the engines that have this version.
 
         Raises WeightsWanted as soon as one fails: the others may wait in a broadcast that never ends, until the
-        learner, which this answer reaches, ends it.
+        learner, which this answer reaches, ends it. Also when an engine has other weights of this version, from a
+        learner that was restarted since: then it takes the next ones too.
         """
         members, self._members = self._members, []
+        self._check_those_that_have(ref)
         if any(engine.is_taking or not (engine.is_serving or engine.is_back) for engine in members):
             raise WeightsWanted(f"version {ref.policy_version}: an engine of the group has left")
         updates = {asyncio.create_task(self._updated(engine, ref)) for engine in members}
@@ -122,6 +129,14 @@ class TransferGroup:
         if not taken:
             raise WeightsWanted(f"version {ref.policy_version}: the engines that had it have left")
         return taken
+
+    def _check_those_that_have(self, ref: WeightsRef) -> None:
+        false = [one for one in self._engines if one.has(ref.policy_version) and one.checksum != ref.checksum]
+        for engine in false:
+            engine.version = None
+        if false:
+            urls = ", ".join(engine.client.url for engine in false)
+            raise WeightsWanted(f"version {ref.policy_version}: {urls} has other weights of this version")
 
     async def close(self) -> None:
         """End the updates that still run."""
@@ -156,7 +171,8 @@ class TransferGroup:
             raise
         finally:
             engine.is_taking = False
-        engine.version, engine.is_serving, engine.is_back = ref.policy_version, True, False
+        engine.version, engine.checksum = ref.policy_version, ref.checksum
+        engine.is_serving, engine.is_back = True, False
         engine.failures = engine.false_updates = 0
 
     async def _failed(self, engine: PooledEngine, error: Failure) -> None:

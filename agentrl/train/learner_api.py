@@ -217,11 +217,10 @@ class LearnerSession:
 
     async def weights_published(self, ref: WeightsRef) -> None:
         """Put the weights into the engine. Raises EngineError; WeightsWanted where it was restarted meanwhile."""
-        is_new = ref.policy_version > self._published_version
-        if not is_new and not self._engine.wants_weights:
+        if ref.policy_version <= self._published_version and not self._engine.wants_weights:
             return
         self.last_update = await self._engine.update_weights(ref)
-        if is_new:
+        if ref.policy_version > self._published_version:  # a repeated call may have waited for the same update
             self._published_version = ref.policy_version
             self._refs.put_nowait(ref)
 

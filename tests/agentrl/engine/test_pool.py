@@ -14,8 +14,10 @@ from agentrl.config.engine import UpdateOrder
 from agentrl.engine import pool as engine_pool
 from agentrl.engine import pooled_engine, transfer_group
 from agentrl.engine.base import Parity, Receivers, WeightUpdate
+from agentrl.engine.metered import MeteredEngine
 from agentrl.engine.pool import EnginePool
-from agentrl.errors import EngineError, EngineGone, PreviousWeightsKept, WeightsWanted, WeightSyncError
+from agentrl.errors import EngineError, EngineGone, LearnerError, PreviousWeightsKept, WeightsWanted, WeightSyncError
+from agentrl.train.learner_api import LearnerSession
 from agentrl.types import Completion, FinishReason, Probe, Sampling, TransferInit, VersionSpan, WeightsRef
 
 SAMPLING = Sampling(max_tokens=4)
@@ -246,9 +248,9 @@ async def test_one_that_cannot_be_entered_leaves_none_entered() -> None:
     assert not any(engine.is_entered for engine in engines)
 
 
-def streamed(version: int) -> WeightsRef:
+def streamed(version: int, checksum: str = "") -> WeightsRef:
     probe = Probe(token_ids=(1, 2), logprobs=(-1.0,))
-    return WeightsRef(policy_version=version, num_bytes=7, update_info={}, checksum="", probe=probe)
+    return WeightsRef(policy_version=version, num_bytes=7, update_info={}, checksum=checksum, probe=probe)
 
 
 async def published(pool: EnginePool, version: int, workers: int = 1) -> WeightUpdate:
@@ -364,6 +366,45 @@ async def test_one_that_cannot_join_breaks_the_group_for_this_time_only() -> Non
             await pool.init_transfer(TransferInit(init_info={"rank_offset": 1, "world_size": 3}))
         await published(pool, 1)
         assert (dead.version, alive.version) == (0, 1) and alive.joins == [(2, 3), (1, 2)]
+
+
+async def test_one_that_dies_again_before_its_weights_are_sent_is_not_taken_for_one_that_has_them() -> None:
+    state: dict[str, EngineError | None] = {}
+    dead, alive = Breakable("a", breaks=dying_in("update", state)), Breakable("b")
+    async with pool_of(dead, alive) as pool:
+        session = LearnerSession(MeteredEngine(pool))
+        state["alive"] = EngineError()
+        await published(pool, 1)
+        await session.weights_published(streamed(1))
+        state.clear()
+        await until(lambda: pool.wants_weights)
+        assert len((await pool.receivers(1)).engines) == 1
+        await pool.init_transfer(TransferInit(init_info={"rank_offset": 1, "world_size": 2}))
+        state["health"] = state["update"] = EngineGone("a is dead")
+        await asyncio.sleep(0.1)  # the pool asks every 0.01 s
+        with pytest.raises(WeightsWanted, match="a"):  # else the learner would broadcast to nobody
+            await session.weights_published(streamed(1))
+        assert (await pool.receivers(1)).engines == ()
+
+
+async def test_weights_of_a_restarted_learner_replace_others_of_the_same_version() -> None:
+    engines = [Breakable("a"), Breakable("b")]
+    async with pool_of(*engines) as pool:
+        await published(pool, 1)
+        assert (await pool.receivers(1)).engines == ()
+        with pytest.raises(WeightsWanted, match="a, b has other weights of this version"):
+            await pool.update_weights(streamed(1, checksum="another"))
+        assert len((await pool.receivers(1)).engines) == 2
+
+
+async def test_a_repeated_publication_counts_once() -> None:
+    engine = Breakable("a")
+    async with pool_of(engine) as pool:
+        session = LearnerSession(MeteredEngine(pool))
+        await asyncio.gather(*(session.weights_published(ref(1)) for _ in range(2)))
+        assert (await session.weights(within_s=5)).policy_version == 1
+        with pytest.raises(LearnerError, match="did not deliver its weights"):
+            await session.weights(within_s=0.05)
 
 
 async def test_an_engine_that_kept_the_previous_weights_goes_on_with_them_until_the_next_publication() -> None:

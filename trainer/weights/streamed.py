@@ -22,6 +22,7 @@ from torch import Tensor
 
 from agentrl.config import EngineConfig
 from agentrl.engine.checksum import Checksum
+from agentrl.engine.placement import LOOPBACK
 from agentrl.errors import LearnerError, MissingDependencyError, WeightsWanted, boundary
 from agentrl.supervision.serving import free_port
 from agentrl.types import Probe, TransferInit, WeightsRef
@@ -128,7 +129,8 @@ class StreamedPublisher:
         try:
             self._engine.send_weights()
         except BaseException:
-            self._source.finish_pass()
+            if self._source.is_split:
+                self._source.finish_pass()
             if self._transfer.backend == "ipc" and self._client.refusal is not None:
                 ranks.barrier()  # where the other ranks wait for the end of the sending
             raise
@@ -139,7 +141,7 @@ class StreamedPublisher:
         Raises WeightsWanted, if that is the orchestrator's answer, or LearnerError.
         """
         client = self._client
-        client.refusal = None
+        client.refusal, client.over = None, threading.Event()  # a thread that was left alone sets its own
         with boundary(LearnerError, f"{what} ({self._transfer.backend})"):
             try:
                 abort = self.close if self._can_be_aborted() else None
@@ -306,13 +308,11 @@ def _cut(engine: Any) -> None:
 
 def _init_info(transfer: TransferSettings, engine: EngineConfig, *, num_engines: int) -> Any:
     """vLLM's init info for this rank. Rank 0 of the group is the sender; the workers of all engines follow."""
-    from agentrl.engine.vllm.gloo_group import own_address
-
     if transfer.backend == "ipc":
         from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
         return IPCTrainerInitInfo(rank=transfer.rank)
-    address, world_size = own_address(engine_host(engine)), 1 + num_engines * engine.tensor_parallel
+    address, world_size = _address(engine), 1 + num_engines * engine.tensor_parallel
     if transfer.backend == "nccl":
         from trainer.weights import nccl
 
@@ -328,6 +328,14 @@ def _init_info(transfer: TransferSettings, engine: EngineConfig, *, num_engines:
     )
 
 
-def engine_host(engine: EngineConfig) -> str:
-    """Host of the first engine, as the learner reaches it."""
-    return (urlsplit(engine.urls[0]).hostname or "") if engine.urls else engine.host
+def _address(engine: EngineConfig) -> str:
+    """This machine's address as every engine reaches it: loopback only where all of them are here."""
+    from agentrl.engine.vllm.gloo_group import own_address
+
+    addresses = [own_address(host) for host in engine_hosts(engine)]
+    return next((address for address in addresses if address not in LOOPBACK), addresses[0])
+
+
+def engine_hosts(engine: EngineConfig) -> list[str]:
+    """Host of each engine, as the learner reaches it."""
+    return [urlsplit(url).hostname or "" for url in engine.urls] or [engine.host]

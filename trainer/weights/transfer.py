@@ -18,7 +18,7 @@ from agentrl.types import Probe, WeightsRef
 from trainer.weights import folder
 from trainer.weights.publisher import FOLDER, Link, Publisher, TransferSettings
 from trainer.weights.source import WeightSource
-from trainer.weights.streamed import StreamedPublisher, engine_host
+from trainer.weights.streamed import StreamedPublisher, engine_hosts
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ def _check_ipc(engine: EngineConfig, source: WeightSource) -> None:
             "engine.weight_transfer=ipc shares the parameters' own memory, and learner.zero_stage=3 releases it "
             "layer by layer: use nccl"
         )
-    if (host := engine_host(engine)) not in LOOPBACK:
+    if (host := engine_hosts(engine)[0]) not in LOOPBACK:
         raise ConfigError(
             f"engine.weight_transfer=ipc makes vLLM unpickle what it is sent, and the engine is at {host}: use nccl, "
             "or let it listen on 127.0.0.1"

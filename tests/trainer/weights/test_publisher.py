@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
@@ -208,6 +210,7 @@ def test_an_engine_that_dies_in_mid_broadcast_costs_one_publication(
     monkeypatch: pytest.MonkeyPatch, tiny_model: Any, communicator: Communicator
 ) -> None:
     """The other ranks gather the layers to the end: so does the sender that failed at the first."""
+    monkeypatch.setattr(CountedSource, "is_split", True)
     link = OneAnswer(WeightsWanted("it was restarted"), after_s=0.5)
     sender, source = over_nccl(monkeypatch, tiny_model, communicator, link)
     with pytest.raises(WeightsWanted):
@@ -215,6 +218,53 @@ def test_an_engine_that_dies_in_mid_broadcast_costs_one_publication(
     assert communicator.aborted.is_set()
     assert source.num_taken == 2 * len(source.metadata())
     sender.reopen()
+
+
+class AnsweredOnce(Silent):
+    """An orchestrator that refuses the first publication."""
+
+    num_asked = 0
+
+    def publish(self, ref: WeightsRef) -> None:
+        self.num_asked += 1
+        if self.num_asked == 1:
+            raise WeightsWanted("it was restarted")
+
+
+def test_a_sender_that_was_left_alone_does_not_disturb_the_next_publication(
+    monkeypatch: pytest.MonkeyPatch, tiny_model: Any
+) -> None:
+    """Over gloo a broadcast that nobody receives is not waited for; here it fails in the middle of the next one."""
+    fails, senders, num_sent = Event(), list[threading.Thread](), list[int]()
+
+    class Sender:
+        def __init__(self, publisher: StreamedPublisher) -> None:
+            self.source, self.client = publisher._source, publisher._client
+
+        def send_weights(self) -> None:
+            tensors = iter(self.source)
+            next(tensors)
+            senders.append(threading.current_thread())
+            with suppress(WeightsWanted):
+                self.client.update_weights({})
+                fails.set()
+                senders[0].join(30)
+                time.sleep(0.5)  # more than GRACE_S
+                num_sent.append(1 + len(list(tensors)))
+                return
+            fails.wait(60)
+            raise RuntimeError("the group is closed")
+
+        def shutdown(self) -> None: ...
+
+    monkeypatch.setattr(trainer.weights.streamed, "GRACE_S", 0.2)
+    monkeypatch.setattr(StreamedPublisher, "_opened", lambda self: Sender(self))
+    source = WeightSource(tiny_model, dtype=torch.float32)
+    sender = publisher(transfer("gloo", timeout_s=60), EngineConfig(), source=source, link=AnsweredOnce())
+    with pytest.raises(WeightsWanted):
+        sender.publish(policy_version=1, probe=Probe(token_ids=(), logprobs=()))
+    sender.publish(policy_version=1, probe=Probe(token_ids=(), logprobs=()))
+    assert num_sent == [len(source.metadata())]
 
 
 @pytest.mark.usefixtures("loaded")
@@ -343,6 +393,13 @@ def test_the_group_is_the_sender_and_every_worker(backend: str) -> None:
     info = _init_info(transfer(backend), settings, num_engines=3)
     assert (info.master_address, info.world_size, info.rank, info.timeout_s) == ("127.0.0.1", 13, 0, 7)
     assert info.is_sender
+
+
+def test_engines_elsewhere_are_not_sent_the_loopback_address_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    routes = {"localhost": "127.0.0.1", "10.0.0.6": "10.0.0.5"}
+    monkeypatch.setattr("agentrl.engine.vllm.gloo_group.own_address", routes.__getitem__)
+    settings = EngineConfig(url=("http://localhost:1", "http://10.0.0.6:2"))
+    assert _init_info(transfer("gloo"), settings, num_engines=2).master_address == "10.0.0.5"
 
 
 def test_ipc_needs_no_group() -> None:

@@ -24,7 +24,6 @@ SMALL_FILES = {
     "agentrl/config/section.py": "the base of all sections: each imports it",
     "agentrl/engine/hub.py": "the one place that asks the hub: a model's size, its config, a plan",
     "agentrl/engine/vllm/auth_middleware.py": "loaded by name inside vLLM's server",
-    "agentrl/engine/vllm/device.py": "loaded inside vLLM's worker",
     "agentrl/engine/vllm/plugin.py": "the entry point that vLLM loads",
     "agentrl/engine/vllm/worker.py": "loaded by name inside vLLM's worker",
     "agentrl/rollout/monitored_env.py": "a wrapper that a run adds, independent of rollouts",

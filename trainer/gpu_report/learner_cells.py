@@ -16,6 +16,7 @@ from unittest.mock import patch
 
 import torch
 
+from agentrl.cli.doctor.deep import TellAStory
 from agentrl.config import Config, parse
 from agentrl.engine import vllm_command
 from agentrl.errors import AgentRLError
@@ -28,7 +29,7 @@ QUERY = "index,name,memory.total,memory.used,driver_version,compute_cap,power.li
 NUM_ROUNDS = 3
 TREE = {
     "name": "gpu-report",
-    "env": {"target": "agentrl.cli.doctor.deep:CountAloud"},  # needs no data and no sandbox
+    "env": {"target": f"{TellAStory.__module__}:{TellAStory.__name__}"},  # needs no data
     "model": {"path": "model"},
     "algorithm": {"preset": "vcpo"},
 }

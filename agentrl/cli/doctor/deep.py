@@ -28,7 +28,7 @@ from agentrl.engine.base import WeightUpdate
 from agentrl.engine.parity import LogRatio, ParityBounds, log_ratio_at, mean_bound
 from agentrl.engine.placement import Device
 from agentrl.engine.vllm_server import start_timeout_s
-from agentrl.env import Action, Env, Split, StepResult
+from agentrl.env import Action, Env, Episode, Split, StepResult
 from agentrl.errors import AgentRLError, ConfigError, WeightSyncError
 from agentrl.report.console import TrainConsole
 from agentrl.report.observer import StepReport
@@ -82,7 +82,11 @@ class TellAStory(Env):
 
     async def step(self, action: Action) -> StepResult:
         """See Env.step."""
-        return StepResult([], float(Random().random() < 0.5), True, False, {})
+        return StepResult([], 0.0, True, False, {})
+
+    async def score(self, episode: Episode) -> dict[str, float]:
+        """See Env.score. Here, not in `step`: a model that never ends its turn has signal too."""
+        return {"luck": float(Random().random() < 0.5)}
 
     @classmethod
     def demonstrations(cls, task: Task, *, skill: float = 1.0, seed: int = 0) -> Sequence[Message]:

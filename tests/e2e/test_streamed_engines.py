@@ -34,14 +34,12 @@ def serving(run: Run) -> list[float]:
     return [line.values["engine/num_serving"] for line in run.steps()]
 
 
-def test_one_of_two_engines_is_killed_and_takes_weights_in_a_new_group(run: Run) -> None:
+def test_one_of_two_engines_is_killed_and_the_other_takes_weights_in_a_new_group(run: Run) -> None:
     run._train(str(run.config), "engine.replicas=2", "engine.weight_transfer=gloo")
     run.wait_for(lambda: len(serving(run)) >= 2)
     servers = [pid for pid in run.pids("vllm.entrypoints") if "guard.py" not in _read(pid, "cmdline")]
     os.killpg(os.getpgid(servers[0]), signal.SIGKILL)
-    run.wait_for(lambda: 1.0 in serving(run))
-    run.wait_for(lambda: serving(run)[-1] == 2.0 and 1.0 in serving(run))
-    run.wait_for_a_step()  # with both in one group again
+    run.wait_for(lambda: serving(run).count(1.0) >= 3)  # the other takes each version in a group without it
     steps = run.steps()
     assert [line.step for line in steps] == list(range(1, len(steps) + 1))
     assert all(line.values["ledger/failed"] == 0 for line in steps)

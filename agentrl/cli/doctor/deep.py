@@ -12,12 +12,12 @@ import math
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count, islice
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, ClassVar
 
 from rich.console import Console
 
@@ -69,6 +69,7 @@ class TellAStory(Env):
     """
 
     max_turns = 1
+    reward_weights: ClassVar[Mapping[str, float]] = {"luck": 1.0}
 
     @classmethod
     def tasks(cls, split: Split, *, data: str | None = None, seed: int = 0) -> Iterable[Task]:

@@ -13,16 +13,18 @@ import pytest
 from typer.testing import CliRunner
 
 from agentrl.cli.doctor import checks as doctor_checks
-from agentrl.cli.doctor.deep import SYNC_FIX, _failed, judged, one_step_train, parity, summed_log_ratio
+from agentrl.cli.doctor.deep import SYNC_FIX, TellAStory, _failed, judged, one_step_train, parity, summed_log_ratio
 from agentrl.cli.doctor.findings import FindingStatus
 from agentrl.cli.main import app
 from agentrl.config import Config, parse
 from agentrl.engine.base import Parity, WeightUpdate
 from agentrl.engine.parity import ParityBounds
+from agentrl.env import Episode
+from agentrl.env.driver import scored
 from agentrl.errors import SandboxError, WeightSyncError
 from agentrl.report.observer import StepReport
 from agentrl.run_folder import RunFolder
-from agentrl.types import StepOutput, SumSigma
+from agentrl.types import StepOutput, StopReason, SumSigma
 from tests.device import engine_device, engine_settings
 
 QUICKSTART = Path(__file__).parents[4] / "configs" / "quickstart.yaml"
@@ -144,3 +146,11 @@ def test_a_sound_model_passes_and_leaves_nothing_behind(
     assert "0.0001 on average, and a KL of 2.2e-08, is allowed" in found["logprob parity"]["found"]
     assert re.search(r"at 256 tokens \(measured on \d+\).*at 4096 tokens \(extrap", found["summed log-ratio"]["found"])
     assert list(tmp_path.glob("agentrl-doctor-*")) == []
+
+
+async def test_an_episode_that_was_cut_off_has_a_reward_too() -> None:
+    env = TellAStory()
+    task = next(iter(TellAStory.tasks("train")))
+    cut = Episode(task=task, messages=(), stop_reason=StopReason.TRUNCATED)
+    rewards = {(await scored(env, cut)).reward for _ in range(64)}
+    assert rewards == {0.0, 1.0}

@@ -32,28 +32,10 @@ VERSIONS = ("vllm", "torch", "triton", "flashinfer-python", "deepspeed", "transf
 CARDS = {"8.0": "A100", "8.9": "L40S, RTX 4090", "9.0": "H100, H200", "10.0": "B200", "12.0": "RTX 5090, RTX PRO 6000"}
 """Names by compute capability."""
 H100_BYTES = 85_520_809_984
-QWEN2_5_7B = {
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "vocab_size": 152064,
-    "max_position_embeddings": 131072,
-    "tie_word_embeddings": False,
-}
-QWEN3_1_7B = {
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "tie_word_embeddings": True,
-}
 TINY = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "dtype": "bfloat16",
     "hidden_size": 128,
     "intermediate_size": 384,
     "num_hidden_layers": 2,
@@ -64,12 +46,13 @@ TINY = {
     "max_position_embeddings": 4096,
     "tie_word_embeddings": True,
 }
+FILES = Path(__file__).parents[1] / "data" / "models"
 MODELS = {
-    "Qwen2.5-7B": ("Qwen2ForCausalLM", "qwen2", QWEN2_5_7B),
-    "Qwen3-1.7B": ("Qwen3ForCausalLM", "qwen3", QWEN3_1_7B),
-    "modmath-tiny": ("Qwen3ForCausalLM", "qwen3", TINY),
+    "Qwen2.5-7B": (FILES / "qwen2.5-7b.json").read_text(),
+    "Qwen3-1.7B": (FILES / "qwen3-1.7b.json").read_text(),
+    "modmath-tiny": json.dumps(TINY),
 }
-"""Architecture, type and sizes by the last part of model.path, as the published config.json files have them."""
+"""The config.json of each config's model, by the last part of model.path."""
 
 
 def pretend_h100() -> None:
@@ -96,10 +79,9 @@ def pytest_configure() -> None:
 
 def write_models(folder: Path) -> None:
     """Folders with a config.json each: all that vLLM reads of a model before it loads it."""
-    for name, (architecture, model_type, sizes) in MODELS.items():
+    for name, config in MODELS.items():
         (folder / name).mkdir()
-        config = {"architectures": [architecture], "model_type": model_type, "dtype": "bfloat16", **sizes}
-        (folder / name / "config.json").write_text(json.dumps(config))
+        (folder / name / "config.json").write_text(config)
 
 
 def resolved(line: CommandLine) -> dict[str, Any]:

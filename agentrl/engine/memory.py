@@ -48,31 +48,38 @@ def kv_cache_bytes(config: EngineConfig, *, total_bytes: int | None, weights_byt
         total_bytes: memory of the GPU; None where it is not known.
         weights_bytes: of the weights on one GPU; None where they are not known.
 
-    Raises ConfigError where nothing is left, or something is not known.
+    Raises ConfigError where nothing is left, where engine.kv_cache_bytes is more than what is left, and where neither
+    that nor a size is known.
 
     >>> gib = 2**30
     >>> kv_cache_bytes(EngineConfig(gpu_memory_fraction=0.5), total_bytes=80 * gib, weights_bytes=4 * gib) / gib
     31.0
     """
-    if config.kv_cache_bytes is not None:
-        return config.kv_cache_bytes
-    for size, what in ((total_bytes, "the GPU's memory"), (weights_bytes, "the model's weights")):
-        if size is None:
-            raise ConfigError(
-                f"the engine shares its GPU with the learner, and the size of {what} is not known: set "
-                "engine.kv_cache_bytes, e.g. 8589934592"
-            )
-    assert total_bytes is not None and weights_bytes is not None
-    share = engine_fraction(config, is_shared=True) * total_bytes
+    wanted = config.kv_cache_bytes
+    if total_bytes is None or weights_bytes is None:
+        if wanted is not None:
+            return wanted
+        what = "the GPU's memory" if total_bytes is None else "the model's weights"
+        raise ConfigError(
+            f"the engine shares its GPU with the learner, and the size of {what} is not known: set "
+            "engine.kv_cache_bytes, e.g. 8589934592"
+        )
+    fraction = engine_fraction(config, is_shared=True)
+    share = fraction * total_bytes
     left = round(share * (1 - ENGINE_WORK)) - ENGINE_BASE_BYTES - weights_bytes
     if left <= 0:
         raise ConfigError(
-            f"engine.gpu_memory_fraction={engine_fraction(config, is_shared=True):g} of a GPU of "
-            f"{total_bytes / 1e9:.3g} GB leaves no KV cache: the weights take {weights_bytes / 1e9:.3g} GB, and about "
-            f"{(share - left - weights_bytes) / 1e9:.2g} GB go to activations and CUDA. Raise it, or take a smaller "
-            "model"
+            f"engine.gpu_memory_fraction={fraction:g} of a GPU of {total_bytes / 1e9:.3g} GB leaves no KV cache: the "
+            f"weights take {weights_bytes / 1e9:.3g} GB, and about {(share - left - weights_bytes) / 1e9:.2g} GB go to "
+            "activations and CUDA. Raise it, or take a smaller model"
         )
-    return left
+    if wanted is not None and wanted > left:
+        raise ConfigError(
+            f"engine.kv_cache_bytes={wanted}: engine.gpu_memory_fraction={fraction:g} of a GPU of "
+            f"{total_bytes / 1e9:.3g} GB leaves {left} for it, and the learner uses the rest. Lower it, or raise "
+            "engine.gpu_memory_fraction"
+        )
+    return wanted or left
 
 
 def cpu_kv_cache_bytes(config: EngineConfig) -> int:

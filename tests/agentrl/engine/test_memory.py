@@ -56,6 +56,18 @@ def test_a_cache_that_cannot_be_computed_names_what_to_set(total: int | None, we
     assert total is None or weights is None or NO_CACHE.is_in(found.value)
 
 
+def test_a_cache_of_a_given_size_stays_within_the_engine_s_share() -> None:
+    """The learner's cap is what the share leaves."""
+
+    def cache(kv_cache_bytes: int) -> int:
+        config = EngineConfig(kv_cache_bytes=kv_cache_bytes)
+        return memory.kv_cache_bytes(config, total_bytes=H100, weights_bytes=3_400_000_000)
+
+    assert cache(18_476_258_176) == 18_476_258_176
+    with pytest.raises(ConfigError, match=r"kv_cache_bytes=18476258177.*leaves 18476258176 for it"):
+        cache(18_476_258_177)
+
+
 @pytest.mark.parametrize("settings", [{}, {"sleep_while_training": True}, {"gpu_memory_fraction": 0.6}])
 def test_both_fit_on_the_gpu(settings: dict[str, float]) -> None:
     config = EngineConfig(**settings)  # type: ignore[arg-type]

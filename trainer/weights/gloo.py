@@ -15,6 +15,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactor
 
 from agentrl.engine.vllm.gloo import GlooInitInfo, GlooUpdateInfo
 from agentrl.engine.vllm.gloo_group import SENDER, Deadline, Group, GroupError, listen
+from agentrl.engine.vllm.watch import Watch
 
 T = TypeVar("T")
 
@@ -64,6 +65,7 @@ class GlooTrainerEngine(TrainerWeightTransferEngine[GlooTrainerInitInfo]):  # ty
     def _join(self, info: GlooTrainerInitInfo) -> None:
         address, world_size, timeout_s = info.master_address, info.world_size, info.timeout_s
         store = listen(address, info.master_port, world_size=world_size, timeout_s=timeout_s)
+        watch = Watch(store, world_size=world_size, timeout_s=timeout_s, is_sender=True)
         theirs = GlooInitInfo(
             master_address=address,
             master_port=store.port,
@@ -75,7 +77,7 @@ class GlooTrainerEngine(TrainerWeightTransferEngine[GlooTrainerInitInfo]):  # ty
         def join() -> Group:
             return Group(store, rank=SENDER, world_size=world_size, address=address, timeout_s=timeout_s)
 
-        self._group = alongside(lambda: self.client.init_weight_transfer_engine(asdict(theirs)), join)
+        self._group = joined(watch, lambda: self.client.init_weight_transfer_engine(asdict(theirs)), join)
 
     def send_weights(self) -> None:
         """Update all engines. Other ranks than the sender only take part in gathering. A failure closes the group."""
@@ -117,6 +119,23 @@ class GlooTrainerEngine(TrainerWeightTransferEngine[GlooTrainerInitInfo]):  # ty
         if self._group is not None:
             self._group.close()
             self._group = None
+
+
+def joined(watch: Watch, call: Callable[[], None], join: Callable[[], T]) -> T:
+    """The result of `join`, once all receivers have come. `call` makes them come; where it fails, nobody waits on."""
+
+    def come() -> None:
+        try:
+            call()
+        except BaseException:
+            watch.call_off()
+            raise
+
+    def meet() -> T:
+        watch.meet()
+        return join()
+
+    return alongside(come, meet)
 
 
 def alongside(theirs: Callable[[], None], ours: Callable[[], T]) -> T:

@@ -18,7 +18,7 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NC
 from agentrl.engine.vllm.device import NCCLInitInfo
 from agentrl.engine.vllm.gloo_group import SENDER
 from agentrl.engine.vllm.watch import Watch
-from trainer.weights.gloo import alongside
+from trainer.weights.gloo import joined
 
 BACKEND = "agentrl_nccl"
 
@@ -78,20 +78,11 @@ class NCCLTrainerEngine(NCCLTrainerWeightTransferEngine):  # type: ignore[misc]
             watch_port=watch.port,
             timeout_s=info.timeout_s,
         )
-
-        def call() -> None:
-            try:
-                self.client.init_weight_transfer_engine(worker_init_payload(theirs))
-            except BaseException:
-                watch.call_off()
-                raise
-
-        def join() -> Any:
-            watch.meet()
-            return trainer_init(info)
-
+        payload = worker_init_payload(theirs)
         self._watch = watch
-        self.model_update_group = alongside(call, join)
+        self.model_update_group = joined(
+            watch, lambda: self.client.init_weight_transfer_engine(payload), lambda: trainer_init(info)
+        )
 
     def send_weights(self) -> None:
         """Update all engines. Other ranks than the sender only take part in gathering. A failure closes the group."""

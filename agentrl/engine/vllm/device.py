@@ -15,7 +15,7 @@ from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitI
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
 from agentrl.engine.vllm import loading as vllm_loading
-from agentrl.engine.vllm.watch import Watch, within
+from agentrl.engine.vllm.watch import Watch
 
 
 class _Proven:
@@ -103,7 +103,7 @@ class NCCLEngine(_Proven, NCCLWeightTransferEngine):  # type: ignore[misc]
         watch = Watch.of_receiver(address, init_info.watch_port, world_size=init_info.world_size, timeout_s=timeout_s)
         watch.meet()  # NCCL would wait forever for one that does not come
         joining = copy.copy(self)  # an abandoned thread must not change this engine later
-        within(lambda: super(NCCLEngine, joining).init_transfer_engine(init_info), timeout_s, self.device)
+        watch.joined(lambda: super(NCCLEngine, joining).init_transfer_engine(init_info), self.device)
         self.__dict__.update(vars(joining))
         self._watch = watch
 

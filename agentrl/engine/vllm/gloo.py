@@ -18,6 +18,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from agentrl.engine.vllm import gloo_group, loading
+from agentrl.engine.vllm.watch import Watch
 
 
 @dataclass
@@ -80,6 +81,7 @@ class GlooEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):  # type: i
         store = gloo_group.meet(
             init_info.master_address, init_info.master_port, world_size=world_size, timeout_s=timeout_s
         )
+        Watch(store, world_size=world_size, timeout_s=timeout_s, is_sender=False).meet()
         address = gloo_group.own_address(init_info.master_address)
         self._group = gloo_group.Group(store, rank=rank, world_size=world_size, address=address, timeout_s=timeout_s)
         self._timeout_s = timeout_s

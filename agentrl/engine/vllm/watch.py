@@ -1,7 +1,7 @@
 """Ends what NCCL alone would wait for forever: a peer that does not join, and a broadcast whose other end is gone.
 
-The sender listens at a TCP store of its own, beside vLLM's. Receivers look there whether the update was called off; a
-store that is gone means the same. Independent of weights and of vLLM.
+The sender listens at a TCP store (over NCCL one of its own, beside vLLM's). Receivers look there whether the update was
+called off; a store that is gone means the same. Independent of weights and of vLLM.
 """
 
 from __future__ import annotations
@@ -10,16 +10,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import torch
 
 from agentrl.engine.vllm.gloo_group import GroupError, listen, meet
 
-T = TypeVar("T")
-
 POLL_S = 0.2
 JOINED, OVER = "joined", "over"
+GONE = "the sender is gone, or has called it off"
 
 
 class Watch:
@@ -31,9 +30,9 @@ class Watch:
         watch.meet()  # on all three
     """
 
-    def __init__(self, store: Any, *, num_receivers: int, timeout_s: float, is_sender: bool) -> None:
+    def __init__(self, store: Any, *, world_size: int, timeout_s: float, is_sender: bool) -> None:
         self._store = store
-        self._num_receivers = num_receivers
+        self._num_receivers = world_size - 1
         self._timeout_s = timeout_s
         self._is_sender = is_sender
 
@@ -41,13 +40,13 @@ class Watch:
     def of_sender(cls, address: str, *, world_size: int, timeout_s: float) -> Self:
         """Listens at a free port of `address`. Raises OSError."""
         store = listen(address, 0, world_size=world_size, timeout_s=timeout_s)
-        return cls(store, num_receivers=world_size - 1, timeout_s=timeout_s, is_sender=True)
+        return cls(store, world_size=world_size, timeout_s=timeout_s, is_sender=True)
 
     @classmethod
     def of_receiver(cls, address: str, port: int, *, world_size: int, timeout_s: float) -> Self:
         """Connects to the sender's. Raises GroupError past the deadline."""
         store = meet(address, port, world_size=world_size, timeout_s=timeout_s)
-        return cls(store, num_receivers=world_size - 1, timeout_s=timeout_s, is_sender=False)
+        return cls(store, world_size=world_size, timeout_s=timeout_s, is_sender=False)
 
     @property
     def port(self) -> int:
@@ -62,7 +61,7 @@ class Watch:
             num_here = self._store.add(JOINED, 0 if self._is_sender else 1)
             while num_here < self._num_receivers:
                 if self.is_over:
-                    raise GroupError("the sender is gone, or has called it off")
+                    raise GroupError(GONE)
                 if time.monotonic() > deadline_s:
                     raise GroupError(f"{num_here} of {self._num_receivers} workers joined within {self._timeout_s:g} s")
                 time.sleep(POLL_S / 10)
@@ -84,6 +83,35 @@ class Watch:
         except RuntimeError:
             return True
 
+    def joined(self, join: Callable[[], object], device: torch.device) -> None:
+        """Run `join` in a thread, with `device` current. Raises its error, or GroupError past the deadline, or when the
+        sender is gone or calls it off.
+
+        The thread is abandoned then: NCCL cannot be told to stop joining.
+        """
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                if device.type != "cpu":
+                    torch.accelerator.set_device_index(device.index)  # a new thread uses the first device
+                join()
+            except BaseException as error:
+                errors.append(error)
+
+        deadline_s = time.monotonic() + self._timeout_s
+        thread = threading.Thread(target=run, daemon=True, name="joining the learner's group")
+        thread.start()
+        thread.join(POLL_S)
+        while thread.is_alive():
+            if self.is_over:
+                raise GroupError(GONE)
+            if time.monotonic() > deadline_s:
+                raise GroupError(f"the learner's group was not complete within {self._timeout_s:g} s")
+            thread.join(POLL_S)
+        if errors:
+            raise errors[0]
+
     @contextmanager
     def guard(self, abort: Callable[[], object]) -> Iterator[None]:
         """Call `abort` from a thread, and raise GroupError, if the block is not left within the deadline, or the sender
@@ -98,7 +126,7 @@ class Watch:
         def poll() -> None:
             while not is_left.wait(POLL_S):
                 if self.is_over:
-                    return end("the sender is gone, or has called it off")
+                    return end(GONE)
 
         late = threading.Timer(self._timeout_s, end, [f"the weights were not transferred within {self._timeout_s:g} s"])
         for thread in (late, threading.Thread(target=poll, name="watch of a weight update")):
@@ -115,27 +143,3 @@ class Watch:
             late.cancel()
         if reasons:  # an aborted communicator lets later broadcasts pass without any data
             raise GroupError(reasons[0])
-
-
-def within(action: Callable[[], object], timeout_s: float, device: torch.device) -> None:
-    """Run `action` in a thread, with `device` current. Raises its error, or GroupError past the deadline.
-
-    The thread is abandoned then: NCCL cannot be told to stop joining.
-    """
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            if device.type != "cpu":
-                torch.accelerator.set_device_index(device.index)  # a new thread uses the first device
-            action()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, daemon=True, name="joining the learner's group")
-    thread.start()
-    thread.join(timeout_s)
-    if thread.is_alive():
-        raise GroupError(f"the learner's group was not complete within {timeout_s:g} s")
-    if errors:
-        raise errors[0]

@@ -21,6 +21,7 @@ import trainer.weights.streamed
 from agentrl.config import EngineConfig
 from agentrl.engine.base import Receivers
 from agentrl.engine.vllm.gloo_group import Deadline, Group, meet
+from agentrl.engine.vllm.watch import Watch
 from agentrl.errors import ConfigError, LearnerError, WeightsWanted
 from agentrl.types import Probe, TransferInit, WeightsRef
 from tests.agentrl.train.troubles import Trouble
@@ -66,15 +67,21 @@ def test_engines_that_never_join_end_the_publication(tiny_model: Any) -> None:
     assert time.monotonic() - started_s < 15
 
 
+def joined(init: TransferInit) -> Group:
+    """As an engine joins."""
+    info = init.init_info
+    store = meet(info["master_address"], info["master_port"], world_size=2, timeout_s=10)
+    Watch(store, world_size=2, timeout_s=10, is_sender=False).meet()
+    return Group(store, rank=1, world_size=2, address="127.0.0.1", timeout_s=10)
+
+
 class Refusing(Silent):
     """An orchestrator whose engine joins and then never receives."""
 
     group: Group | None = None
 
     def open_transfer(self, init: TransferInit) -> None:
-        info = init.init_info
-        store = meet(info["master_address"], info["master_port"], world_size=2, timeout_s=10)
-        self.group = Group(store, rank=1, world_size=2, address="127.0.0.1", timeout_s=10)
+        self.group = joined(init)
 
     def publish(self, ref: WeightsRef) -> None:
         raise LearnerError("the orchestrator answered 503: paused by others")
@@ -107,9 +114,7 @@ class Restarting(Silent):
         self.received: list[torch.Tensor] = []
 
     def open_transfer(self, init: TransferInit) -> None:
-        info = init.init_info
-        store = meet(info["master_address"], info["master_port"], world_size=2, timeout_s=10)
-        self.groups.append(Group(store, rank=1, world_size=2, address="127.0.0.1", timeout_s=10))
+        self.groups.append(joined(init))
 
     def publish(self, ref: WeightsRef) -> None:
         if len(self.groups) == 1:

@@ -172,6 +172,33 @@ def test_an_engine_that_does_not_join_is_noticed_at_once_by_all(tmp_path: Path) 
     assert all_engines[0].workers[0].model_update_group is None
 
 
+def test_an_engine_that_dies_while_nccl_joins_is_noticed_by_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
+    all_engines = engines(tmp_path, 1, 1)
+    join = NCCLWeightTransferEngine.init_transfer_engine
+
+    def joins_or_dies(worker: Any, init_info: Any) -> None:
+        if init_info.rank_offset == 2:
+            raise ConnectionError("the engine is dead")
+        join(worker, init_info)
+
+    monkeypatch.setattr(NCCLWeightTransferEngine, "init_transfer_engine", joins_or_dies)
+    orchestrator = Orchestrator(all_engines)
+
+    def send() -> None:  # whoever calls it leaves it alone after the refusal: NCCL still waits for the engine
+        sender(orchestrator, Source(1.0), timeout_s=600.0)
+
+    threading.Thread(target=send, daemon=True).start()
+    while not orchestrator.calls:
+        threading.Event().wait(0.01)
+    other, dead = orchestrator.settled()
+    assert isinstance(dead, ConnectionError) and isinstance(other, GroupError)
+    assert all_engines[0].workers[0].model_update_group is None
+
+
 def test_an_engine_that_never_joins_meets_the_deadline(tmp_path: Path) -> None:
     all_engines = engines(tmp_path, 1, 1)
     all_engines[1].init = lambda init_info: None  # type: ignore[method-assign]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from agentrl.engine import vllm_command
 from agentrl.engine.placement import Device
 from agentrl.errors import AgentRLError
 
-HAS_GPU = Path("/dev/nvidiactl").exists()
+HAS_GPU = vllm_command.has_nvidia_device()
 KV_CACHE_BYTES = 64 * 2**20
 GPU_MEMORY_FRACTION = 0.1
 """Of an engine with a tiny model: several run at once, beside the learners of the tests."""

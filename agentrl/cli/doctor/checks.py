@@ -139,9 +139,8 @@ def _gpus(config: Config | None, needs: Callable[[], config_checks.Needs]) -> li
         return [machine.no_answer(error, is_cuda_build=is_cuda)]
     torch = machine.ask_torch() if (found or has_device) and "torch" in installed else None
     findings = [machine.gpus(found, torch, has_device=has_device, wanted=needs().gpus, is_cuda_build=is_cuda)]
-    if found and torch and torch.num_gpus and config and not config.engine.urls:
-        used = config_checks.engine_gpus(config)
-        findings.append(machine.gpu_memory(found, fraction=config_checks.engine_fraction(config), used=used))
+    if torch and torch.num_gpus and config and (shares := config_checks.gpu_shares(config)):
+        findings.append(machine.gpu_memory(found, shares))
     if is_cuda:
         findings += toolchain.driver(found)
         findings.append(toolchain.compiler(toolchain.read_toolchain(os.environ), found, has_gpu=has_device))

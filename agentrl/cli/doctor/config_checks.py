@@ -23,6 +23,8 @@ BASE_MEMORY_BYTES = 3 * GIB  # vLLM, DeepSpeed and the sandbox with nothing load
 BASE_DESCRIPTORS = 512
 DESCRIPTORS_AN_EPISODE = 3  # to the engine, to the sandbox, and one of its own
 COPIES_OF_WEIGHTS = 3  # the previous version, the current one, and the next while it is written
+LEARNER_SHARE = 0.9
+"""Of the memory of a GPU that a rank uses, beside an engine or alone."""
 STRONG = ("namespaces", "docker")
 SANDBOX_FIXES = 'docs/sandbox.md, "When it does not start", has the usual causes'
 
@@ -95,20 +97,16 @@ def _placement(config: Config) -> Placement | None:
         return None
 
 
-def engine_fraction(config: Config) -> float:
-    """The share of its GPUs' memory that the engine takes."""
+def gpu_shares(config: Config) -> dict[int, float]:
+    """The share of each GPU's memory that a run may take, by nvidia-smi's numbers; empty where those are not known."""
     placement = _placement(config)
-    return memory.engine_fraction(config.engine, is_shared=placement is not None and placement.is_shared)
-
-
-def engine_gpus(config: Config) -> set[int] | None:
-    """The engines' GPUs by nvidia-smi's numbers; None where those are not known."""
-    try:
-        placement = vllm_command.placement_of(config)
-    except ConfigError:  # the check of the engine reports it
-        return None
-    entries = [placement.visible.gpus[gpu].entry for engine in placement.engines for gpu in engine]
-    return set(map(int, entries)) if all(map(str.isdigit, entries)) else None
+    if placement is None:
+        return {}
+    engine = memory.engine_fraction(config.engine, is_shared=placement.is_shared)
+    shares = {
+        placement.visible.gpus[gpu].entry: LEARNER_SHARE if gpu in placement.ranks else engine for gpu in placement.used
+    }
+    return {int(entry): share for entry, share in shares.items()} if all(map(str.isdigit, shares)) else {}
 
 
 def engine_settings(config: Config) -> Finding:

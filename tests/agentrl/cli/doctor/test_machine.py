@@ -115,13 +115,12 @@ def test_gpus_driver_and_torch_must_fit(
 
 def test_gpu_memory_that_others_have_is_named() -> None:
     taken = Gpu(name="NVIDIA H200", driver="580.95.05", total_bytes=140 * GIB, free_bytes=20 * GIB)
-    found = machine.gpu_memory([H200, taken], fraction=0.9)
+    found = machine.gpu_memory([H200, taken], {0: 0.9, 1: 0.9})
     assert found.status is FindingStatus.WARN
-    assert "GPU 1: 20.0 GiB of 140.0 GiB free" in found.found
-    assert machine.gpu_memory([H200, taken], fraction=0.1).status is FindingStatus.OK
-    assert machine.gpu_memory([H200, taken], fraction=0.9, used={0}).status is FindingStatus.OK
-    assert machine.gpu_memory([H200, taken], fraction=0.9, used={1}).status is FindingStatus.WARN
-    unknown = machine.gpu_memory([replace(H200, total_bytes=0, free_bytes=0)], fraction=0.9)
+    assert "GPU 1: 20.0 GiB of 140.0 GiB free, and the run may take 90%" in found.found and "GPU 0" not in found.found
+    assert machine.gpu_memory([H200, taken], {0: 0.9, 1: 0.1}).found == "what the run may take is free on GPU 0, 1"
+    assert machine.gpu_memory([H200, taken], {0: 0.9}).status is FindingStatus.OK
+    unknown = machine.gpu_memory([replace(H200, total_bytes=0, free_bytes=0)], {0: 0.9})
     assert unknown.status is FindingStatus.WARN and "engine.kv_cache_bytes" in unknown.fix
 
 

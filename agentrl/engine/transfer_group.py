@@ -153,7 +153,7 @@ class TransferGroup:
     async def _joined(self, engine: PooledEngine, init: TransferInit) -> None:
         try:
             await engine.client.init_transfer(init)
-        except EngineError as error:
+        except (EngineError, WeightsWanted) as error:
             await self._failed(engine, error)
             raise WeightsWanted(f"the engine at {engine.client.url} did not join: {error}") from error
 

@@ -178,7 +178,7 @@ class VLLMEngine:
         return Receivers(engines=(f"{self.url}#{self._weights.num_restarts}",))
 
     async def init_transfer(self, init: TransferInit) -> None:
-        """Join the learner's group. Raises EngineError."""
+        """Join the learner's group. Raises EngineError; WeightsWanted where the server died meanwhile."""
         await self._weights.join(init.init_info)
 
     async def sleep(self) -> None:

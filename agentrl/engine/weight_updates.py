@@ -158,8 +158,17 @@ class WeightUpdater:
         await self._wait_until_back(EngineGone(f"engine at {self._url} is gone"))
 
     async def join(self, init_info: dict[str, Any]) -> None:
-        """Let it join the learner's group. Raises EngineError past the deadline of an update."""
-        await self._control.init_transfer(init_info, timeout_s=self._settings.update_timeout_s)
+        """Let it join the learner's group.
+
+        Raises EngineError past the deadline of an update, WeightsWanted where it died: a group can be made anew.
+        """
+        try:
+            await self._control.init_transfer(init_info, timeout_s=self._settings.update_timeout_s)
+        except EngineError as error:
+            has_group = "rank_offset" in init_info
+            if has_group and (isinstance(error, EngineGone) or await self._is_gone()):
+                raise WeightsWanted(str(error)) from error
+            raise
 
     async def update(self, ref: WeightsRef) -> WeightUpdate:
         """See VLLMEngine.update_weights."""

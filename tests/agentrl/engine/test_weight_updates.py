@@ -11,10 +11,10 @@ import pytest
 
 from agentrl.engine.vllm_engine import VLLMEngine
 from agentrl.engine.weight_updates import UpdateSettings
-from agentrl.errors import PreviousWeightsKept, WeightsWanted, WeightSyncError
+from agentrl.errors import EngineError, EngineGone, PreviousWeightsKept, WeightsWanted, WeightSyncError
 from agentrl.testing import ScriptedEngine
 from agentrl.tokens.tokenizer import TurnTokenizer
-from agentrl.types import Completion, Probe, Sampling, WeightsRef
+from agentrl.types import Completion, Probe, Sampling, TransferInit, WeightsRef
 from tests.agentrl.engine.vllm_double import VLLMDouble, vllm_double
 
 
@@ -72,6 +72,20 @@ async def holding_version_1(tokenizer: TurnTokenizer, **options: Any) -> AsyncIt
 
 async def request(engine: VLLMEngine) -> Completion:
     return await engine.generate([1, 2], Sampling(max_tokens=8), request_id="a-0", session_id="a")
+
+
+async def test_a_server_that_dies_while_it_joins_does_not_end_the_run(tokenizer: TurnTokenizer) -> None:
+    """The learner asks again who takes the weights, and that waits for the server's return."""
+    init = TransferInit(init_info={"rank_offset": 1, "world_size": 2})
+    async with holding_version_1(tokenizer) as (double, engine):
+        double.refuses = lambda path: path == "init_weight_transfer_engine"
+        with pytest.raises(EngineError, match="out of luck"):
+            await engine.init_transfer(init)
+        await double.stop()
+        with pytest.raises(WeightsWanted):
+            await engine.init_transfer(init)
+        with pytest.raises(EngineGone):
+            await engine.receivers(2)
 
 
 async def test_a_streamed_update_that_is_refused_before_a_layer_moves_keeps_the_old_weights(

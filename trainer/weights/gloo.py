@@ -104,14 +104,11 @@ class GlooTrainerEngine(TrainerWeightTransferEngine[GlooTrainerInitInfo]):  # ty
     def _broadcast(self) -> None:
         group, deadline = self._group, Deadline(self._timeout_s)
         assert group is not None
-        pairs = iter(self.source)
         try:
-            for _, tensor in pairs:
+            for _, tensor in self.source:
                 group.broadcast(tensor.cpu().contiguous(), deadline)
         except BaseException:
             group.close()
-            for _ in pairs:
-                pass  # the other ranks gather with us until the end
             raise
 
     def shutdown(self) -> None:

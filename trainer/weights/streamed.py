@@ -126,6 +126,7 @@ class StreamedPublisher:
         return WeightTransferTrainerFactory.trainer_init(init_info, client=self._client, source=self._source)
 
     def _sent(self) -> None:
+        self._source.begin_pass()
         try:
             self._engine.send_weights()
         except BaseException:
@@ -197,6 +198,10 @@ class _FinishedSource:
     def is_split(self) -> bool:
         """See WeightSource."""
         return self._source.is_split
+
+    def begin_pass(self) -> None:
+        """From now on `finish_pass` means a new pass, even if nobody iterates."""
+        self._pass = iter(self._source)
 
     def finish_pass(self) -> None:
         """Take what is left of the last pass, and drop it."""

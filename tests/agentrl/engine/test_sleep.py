@@ -17,6 +17,7 @@ from agentrl.testing import ScriptedEngine
 from agentrl.tokens.tokenizer import TurnTokenizer
 from agentrl.types import Sampling, WeightsRef
 from tests.agentrl.engine.judge import PROMPT, Judge, worst
+from tests.agentrl.engine.test_engine_failures import until_streaming
 from tests.agentrl.engine.test_pool import SAMPLING, Breakable, pool_of, until
 from tests.agentrl.engine.test_pool import ref as any_ref
 from tests.agentrl.engine.test_weight_updates import ref
@@ -171,9 +172,8 @@ async def test_the_real_server_keeps_running_requests_over_a_sleep(
         first = await engine.version() + 1
         await engine.update_weights(judge.ref(first, 0))
         running = asyncio.create_task(engine.generate(PROMPT, Sampling(max_tokens=600), request_id="asleep-0"))
-        await asyncio.sleep(0.3)
+        await until_streaming(engine, 20)
         await engine.sleep()
-        await asyncio.sleep(0.3)
         assert await engine.control.is_paused() and not running.done()
         await engine.update_weights(judge.ref(first + 1, 1))
         assert not await engine.control.is_paused()

@@ -144,22 +144,11 @@ def test_an_engine_restarted_in_mid_broadcast_gets_the_weights_again(monkeypatch
     assert all(torch.equal(a, b) for a, b in zip(link.received, large.parameters(), strict=True))
 
 
-class OneAnswer(Silent):
-    """An orchestrator that answers a publication after a while with an error."""
-
-    def __init__(self, error: Exception, after_s: float = 0.0) -> None:
-        self.error, self.after_s = error, after_s
-
-    def publish(self, ref: WeightsRef) -> None:
-        time.sleep(self.after_s)
-        raise self.error
-
-
 class Communicator:
     """In place of NCCL's, which needs a GPU: its broadcast hangs until it is aborted."""
 
     def __init__(self, *, can_be_aborted: bool = True) -> None:
-        self.aborted = Event()
+        self.begun, self.aborted = Event(), Event()
         self.can_be_aborted = can_be_aborted
 
     def destroy(self) -> None:
@@ -167,11 +156,25 @@ class Communicator:
             self.aborted.set()
 
     def broadcast(self) -> None:
+        self.begun.set()
         self.aborted.wait()
+
+
+class OneAnswer(Silent):
+    """An orchestrator that answers a publication with an error, some time after the broadcast has begun."""
+
+    def __init__(self, error: Exception, communicator: Communicator, after_s: float = 0.0) -> None:
+        self.error, self.communicator, self.after_s = error, communicator, after_s
+
+    def publish(self, ref: WeightsRef) -> None:
+        assert self.communicator.begun.wait(30)
+        time.sleep(self.after_s)
+        raise self.error
 
 
 class BrokenCommunicator(Communicator):
     def broadcast(self) -> None:
+        self.begun.set()
         raise RuntimeError("NCCL error: remote process exited")
 
 
@@ -216,13 +219,36 @@ def test_an_engine_that_dies_in_mid_broadcast_costs_one_publication(
 ) -> None:
     """The other ranks gather the layers to the end: so does the sender that failed at the first."""
     monkeypatch.setattr(CountedSource, "is_split", True)
-    link = OneAnswer(WeightsWanted("it was restarted"), after_s=0.5)
+    link = OneAnswer(WeightsWanted("it was restarted"), communicator, after_s=0.5)
     sender, source = over_nccl(monkeypatch, tiny_model, communicator, link)
     with pytest.raises(WeightsWanted):
         sender.publish(policy_version=1, probe=Probe(token_ids=(), logprobs=()))
     assert communicator.aborted.is_set()
     assert source.num_taken == 2 * len(source.metadata())
     sender.reopen()
+
+
+def test_a_refusal_before_the_first_tensor_leaves_no_rank_waiting(
+    monkeypatch: pytest.MonkeyPatch, tiny_model: Any
+) -> None:
+    """The other ranks gather every layer twice: for the checksum, and for the sending."""
+
+    class Sender:
+        def __init__(self, client: Any) -> None:
+            self.client = client
+
+        def send_weights(self) -> None:
+            self.client.update_weights({})
+
+        def shutdown(self) -> None: ...
+
+    monkeypatch.setattr(StreamedPublisher, "_opened", lambda self: Sender(self._client))
+    monkeypatch.setattr(CountedSource, "is_split", True)
+    source = CountedSource(tiny_model, dtype=torch.float32)
+    sender = publisher(transfer("nccl", timeout_s=20.0), EngineConfig(), source=source, link=AnsweredOnce())
+    with pytest.raises(WeightsWanted):
+        sender.publish(policy_version=1, probe=Probe(token_ids=(), logprobs=()))
+    assert source.num_taken == 2 * len(source.metadata())
 
 
 class AnsweredOnce(Silent):
@@ -274,7 +300,7 @@ def test_a_sender_that_was_left_alone_does_not_disturb_the_next_publication(
 
 @pytest.mark.usefixtures("loaded")
 def test_a_refused_broadcast_is_aborted_and_names_the_refusal(monkeypatch: pytest.MonkeyPatch, tiny_model: Any) -> None:
-    link, communicator = OneAnswer(LearnerError("the orchestrator answered 503")), Communicator()
+    link = OneAnswer(LearnerError("the orchestrator answered 503"), communicator := Communicator())
     sender, _ = over_nccl(monkeypatch, tiny_model, communicator, link)
     with pytest.raises(LearnerError, match="answered 503"):
         sender.publish(policy_version=1, probe=Probe(token_ids=(), logprobs=()))
@@ -290,7 +316,7 @@ def test_a_sender_that_cannot_be_ended_ends_the_process_where_others_depend_on_i
     monkeypatch.setattr(CountedSource, "is_split", is_split)
     ended: list[str] = []
     monkeypatch.setattr(trainer.weights.streamed, "end_process", ended.append)
-    link, communicator = OneAnswer(WeightsWanted("it was restarted")), Communicator(can_be_aborted=False)
+    link = OneAnswer(WeightsWanted("it was restarted"), communicator := Communicator(can_be_aborted=False))
     sender, _ = over_nccl(monkeypatch, tiny_model, communicator, link)
     with pytest.raises(WeightsWanted):
         sender.publish(policy_version=1, probe=Probe(token_ids=(), logprobs=()))

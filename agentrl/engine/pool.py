@@ -20,7 +20,7 @@ from agentrl.config.engine import UpdateOrder
 from agentrl.engine.base import Receivers, WeightUpdate
 from agentrl.engine.pooled_engine import PooledEngine, Replica
 from agentrl.engine.transfer_group import Failure, TransferGroup
-from agentrl.errors import EngineError, EngineGone, WeightSyncError
+from agentrl.errors import EngineError, EngineGone, WeightsWanted, WeightSyncError
 from agentrl.supervision.backoff import backoff_s
 from agentrl.types import Completion, Sampling, TransferInit, WeightsRef
 
@@ -171,7 +171,7 @@ class EnginePool:
         updates = [outcome for outcome in outcomes if isinstance(outcome, WeightUpdate)]
         if updates:
             return _worst(updates)
-        errors = [outcome for outcome in outcomes if isinstance(outcome, EngineError)]
+        errors = [outcome for outcome in outcomes if not isinstance(outcome, WeightUpdate)]
         return await self._first_return(ref, errors[0] if errors else None)
 
     def metrics(self) -> dict[str, float]:
@@ -269,7 +269,7 @@ class EnginePool:
                 member.false_updates += 1
                 self._last_error = error
                 log.warning("%s", error)
-            except EngineError as error:
+            except (EngineError, WeightsWanted) as error:
                 member.is_back = False
                 self._last_error = error
             if member.is_serving:
@@ -301,15 +301,15 @@ class EnginePool:
             member.failures = member.false_updates = 0
             member.is_serving = True
 
-    async def _updated(self, member: PooledEngine, ref: WeightsRef) -> WeightUpdate | EngineError:
+    async def _updated(self, member: PooledEngine, ref: WeightsRef) -> WeightUpdate | Failure:
         try:
             return await member.client.update_weights(ref)
-        except EngineError as error:
+        except (EngineError, WeightsWanted) as error:
             member.false_updates += 1
             await self._eject(member, error)
             return error
 
-    async def _first_return(self, ref: WeightsRef, error: EngineError | None) -> WeightUpdate:
+    async def _first_return(self, ref: WeightsRef, error: Failure | None) -> WeightUpdate:
         """The result of an update that no engine took at once: engines take it when they return."""
         began = time.monotonic()
         try:

@@ -28,7 +28,7 @@ class Breakable:
     """An engine that answers with its version, and fails as `breaks` says."""
 
     url: str
-    breaks: Callable[[str], EngineError | None] = lambda what: None
+    breaks: Callable[[str], EngineError | WeightsWanted | None] = lambda what: None
     version: int = 0
     asked: list[str] = field(default_factory=list)
     is_entered: bool = False
@@ -197,6 +197,18 @@ async def test_an_update_that_one_engine_refuses_takes_it_out_and_no_old_version
         state.clear()
         await until(lambda: pool.metrics()["engine/num_serving"] == 2)
         assert false.version == 1
+
+
+async def test_an_engine_that_was_ended_in_its_update_leaves_and_takes_the_weights_when_it_is_back() -> None:
+    """As one does that slept and did not wake. Others are waited for."""
+    wanted = [WeightsWanted("it did not wake"), WeightsWanted("it did not wake")]
+    ended = Breakable("a", breaks=lambda what: wanted.pop() if what == "update" and wanted else None)
+    good = Breakable("bb")
+    async with pool_of(ended, good) as pool:
+        assert (await pool.update_weights(ref(1))).gap_s == pytest.approx(0.2)
+        assert good.version == 1 and ended.version == 0
+        await until(lambda: pool.metrics()["engine/num_serving"] == 2)
+        assert ended.version == 1 and wanted == []
 
 
 async def test_an_engine_that_never_proves_its_weights_is_given_up() -> None:

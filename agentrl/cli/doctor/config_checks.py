@@ -11,7 +11,7 @@ from pathlib import Path
 from agentrl.cli.doctor.findings import Finding, crashed, fail, ok, shortened, warn
 from agentrl.cli.doctor.machine import GIB
 from agentrl.config import Config, EngineConfig, LearnerConfig, SandboxConfig
-from agentrl.engine import memory, vllm_command
+from agentrl.engine import hub, memory, vllm_command
 from agentrl.engine.model_size import ModelSize, model_size
 from agentrl.engine.placement import Placement
 from agentrl.errors import ConfigError, EngineError
@@ -198,11 +198,14 @@ def model(config: Config) -> Finding:
 def template(config: Config) -> Finding:
     """The test of turns and tool calls that a run makes at its start."""
     from agentrl.tokens.tokenizer import load_tokenizer
-    from agentrl.train.model_folder import is_model_folder
+    from agentrl.train.model_folder import CONFIG, is_model_folder
 
     settings = config.model
     if settings.warmstart is not None and not is_model_folder(Path(settings.path)):
         return ok("chat template", "made with the model by the warm start")
+    if not Path(settings.path).is_dir() and hub.file_of(settings.path, CONFIG) is None:
+        found = "not tried: the model is not here, and the hub does not answer or has no such model"
+        return fail("chat template", found, "see the line of the model")
     try:
         turns = load_tokenizer(settings).with_tool_format(config.rollout.tool_format)
     except ConfigError as error:

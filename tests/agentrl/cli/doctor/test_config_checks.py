@@ -15,6 +15,7 @@ from agentrl.cli.doctor import config_checks
 from agentrl.cli.doctor.findings import FindingStatus
 from agentrl.cli.doctor.machine import GIB
 from agentrl.config import Config, EngineConfig, LearnerConfig, SandboxConfig, parse
+from agentrl.engine import hub
 from agentrl.engine.model_size import ModelSize, model_size
 from agentrl.supervision.serving import free_port, serving
 from tests.agentrl.conftest import QWEN_LIKE, pretend_gpus, write_tokenizer
@@ -77,6 +78,12 @@ def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
     found = config_checks.template(config(tmp_path))
     assert found.status is FindingStatus.FAIL
     assert "no tokenizer could be loaded" in found.found
+
+
+def test_the_template_of_a_model_that_cannot_be_reached_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "answers", lambda: False)
+    found = config_checks.template(config("nobody/has-this-model"))
+    assert found.status is FindingStatus.FAIL and "not tried" in found.found
 
 
 @pytest.fixture

@@ -68,7 +68,8 @@ class Resumption:
     ready: tuple[TrajectoryGroup, ...] = ()
     in_flight: tuple[tuple[int, Task], ...] = ()  # group id and task: to be played again
     state: StepState | None = None  # of step `version`, or the newest known before it
-    unrecorded: tuple[TrajectoryGroup, ...] = ()  # of step `version`, if only its learner survived it
+    unrecorded: dict[int, tuple[TrajectoryGroup, ...]] = field(default_factory=dict)
+    """Of steps up to `version` that only the learner survived."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,7 +235,9 @@ class Journal:
         ((num_issued,),) = self._rows("SELECT COALESCE(MAX(group_id) + 1, 0) FROM groups")
         in_flight = self._of_state(GroupState.IN_FLIGHT, "group_id, task")
         known = self._rows("SELECT step, state FROM steps WHERE step <= ? ORDER BY step DESC LIMIT 1", (version,))
-        is_recorded = not version or (known and known[0][0] == version)
+        recorded = known[0][0] if known else 0
+        # The learner may make and save a step while the one before it is recorded.
+        may_be_lost = range(max(recorded, version - 2) + 1, version + 1)
         return Resumption(
             version=version,
             num_issued=num_issued,
@@ -243,7 +246,7 @@ class Journal:
             ready=tuple(_group(payload) for (payload,) in self._of_state(GroupState.READY, "payload")),
             in_flight=tuple((group_id, _decode(task, Task)) for group_id, task in in_flight),
             state=_decode(known[0][1], StepState) if known else None,
-            unrecorded=() if is_recorded else self._batch(version),
+            unrecorded={step: groups for step in may_be_lost if (groups := self._batch(step))},
         )
 
     def counts(self) -> dict[GroupState, int]:

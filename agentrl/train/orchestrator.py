@@ -133,7 +133,7 @@ class Orchestrator:
         resumed = self._journal.resume_at(first.policy_version)
         self._recorded = self._journal.last_step()
         self._metrics.rewind(self._recorded)
-        await self._record_lost_step(resumed)
+        await self._record_lost_steps(resumed)
         self._tasks.committed(first.policy_version + len(resumed.batches))
         await self._evaluate(first.policy_version, only_if_none=True)
         parts = self._loop_parts(session, resumed)
@@ -219,14 +219,13 @@ class Orchestrator:
             canaries=self._rollout_parts.canaries,
         )
 
-    async def _record_lost_step(self, resumed: Resumption) -> None:
-        """Record the step that the learner made and saved while everything else died before it was recorded."""
-        if not resumed.unrecorded:
-            return
-        self._metrics.log("step", resumed.version, rollout_metrics(resumed.unrecorded))
-        await asyncio.to_thread(self._run.write_trajectories, resumed.version, resumed.unrecorded)
-        if resumed.state is not None:
-            self._journal.step_made(resumed.version, resumed.state, resumable_from=None)
+    async def _record_lost_steps(self, resumed: Resumption) -> None:
+        """Record the steps that the learner made and saved while everything else died before they were recorded."""
+        for step, groups in resumed.unrecorded.items():
+            self._metrics.log("step", step, rollout_metrics(groups))
+            await asyncio.to_thread(self._run.write_trajectories, step, groups)
+            if resumed.state is not None:
+                self._journal.step_made(step, resumed.state, resumable_from=None)
 
     async def _record(self, report: StepReport, batch: Batch) -> None:
         self._observer.step(report)

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from agentrl.buffer.journal import FORMAT, Journal
+from agentrl.buffer.journal import FORMAT, Journal, StepState
 from agentrl.errors import ConfigError, JournalError
 from agentrl.testing import one_token_group
 
@@ -31,6 +31,20 @@ def test_a_journal_of_another_version_is_refused(tmp_path: Path) -> None:
         journal._db.execute("PRAGMA user_version=1")
     with pytest.raises(ConfigError, match=r"another version of agentrl \(format 1, this one reads 2 and 3\)"):
         Journal(path)
+
+
+def test_steps_that_only_the_learner_survived_are_named(tmp_path: Path) -> None:
+    """The learner makes and saves a step while the one before it is being recorded."""
+    groups = [one_token_group(index, versions=(0, 0)) for index in range(3)]
+    with closing(Journal(tmp_path / "journal.sqlite")) as journal:
+        for index, group in enumerate(groups):
+            journal.issued(index, group.task)
+            journal.ready(group)
+            journal.taken([index], step=index + 1)
+        journal.step_made(1, StepState(ess_guard={}, train_s=1.0), resumable_from=None)
+        assert journal.resume_at(3).unrecorded == {2: (groups[1],), 3: (groups[2],)}
+        assert journal.resume_at(2).unrecorded == {2: (groups[1],)}
+        assert journal.resume_at(1).unrecorded == {}
 
 
 def test_a_journal_whose_groups_have_no_episodes_is_still_read(tmp_path: Path) -> None:

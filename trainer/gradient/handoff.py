@@ -6,6 +6,8 @@ gradients exists. Independent of how the sums were made.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trainer.gradient.sums import GradientSums
-from trainer.ranks import gathered
+from trainer.ranks import whole_shape
 
 
 def hand_over(engine: Any, sums: GradientSums, *, factor: float) -> None:
@@ -21,13 +23,29 @@ def hand_over(engine: Any, sums: GradientSums, *, factor: float) -> None:
 
     DeepSpeed minimizes and averages over ranks, so a `factor` of -(number of ranks) maximizes the sum over ranks.
     """
-    # Autograd must see whole parameters, or it refuses gradients of their shape.
-    with gathered(sums.parameters):
+    with _whole_shapes(sums.parameters):
         loss = torch.zeros((), device=sums.parameters[0].device)
         for index, parameter in enumerate(sums.parameters):
             take = partial(_scaled_sum, sums, index, factor, parameter.dtype)
             loss = loss + _PresetGradient.apply(parameter, take)  # type: ignore[no-untyped-call]
         engine.backward(loss)
+
+
+@contextmanager
+def _whole_shapes(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Inside, a parameter that ZeRO-3 divided has its whole shape, but no values: it is one element, expanded.
+
+    Autograd refuses a gradient of another shape than the parameter's. It reads no value, so no rank gathers any.
+    """
+    divided = [parameter for parameter in parameters if parameter.shape != whole_shape(parameter)]
+    kept = [parameter.data for parameter in divided]
+    for parameter in divided:
+        parameter.data = parameter.new_empty(1).expand(whole_shape(parameter))
+    try:
+        yield
+    finally:
+        for parameter, data in zip(divided, kept, strict=True):
+            parameter.data = data
 
 
 def discard(engine: Any) -> None:

@@ -91,6 +91,7 @@ class Estimator:
         idle = [member for group in scored for member in group.idle]
         if self._has_norms:
             self._one_pass_with_norms(active, num_episodes)
+            self.sums.drop_scores()
             self._idle_pass(idle)
         elif self._objective.needs_batch or self._has_proxies:
             self._two_passes(active, idle, num_episodes)

@@ -95,6 +95,10 @@ class GradientSums:
                 scores.zero_()
                 self._ratios[index] = None
 
+    def drop_scores(self) -> None:
+        """Free the scores' memory after the step's last group."""
+        self._scores = []
+
     def take(self, index: int) -> Tensor:
         """The finished sum of one parameter. It is dropped here, so the caller may change and keep it."""
         taken, self.total[index] = self.total[index], torch.empty(0)

@@ -9,7 +9,7 @@ step. With A all parameters, T the trained ones, N ranks, w bytes of a weight, D
 | weights | w A; stage 3: w A / N |
 | optimizer | 8 T / D of AdamW, and 4 T / D of float32 weights where w = 2 or the stage is not 0; offloaded: none |
 | gradient buffer | stage 3: w T / N, from start to end |
-| sums of gradients | 4 T; with exact norms 4 T more, kept between steps |
+| sums of gradients | 4 T; with exact norms 4 T more in the estimate |
 | gathered weights | stage 3, in a pass: w min(A, 1e9) that stay, and w min(A, 5e7) of the next ones |
 | step | float32 gradient and square root: 8 T / D, in stage 3 of at most 1e9 parameters at a time |
 
@@ -108,7 +108,7 @@ def needs(config: Config, model: Any, measure: Measure) -> LearnerNeeds:
         shape=shape_of(model),
         phases=phases(sizes, passes, proof=measure("exact", *PROOF_TOKENS), has_scores="exact" in kinds),
         passes=passes,
-        kept=_kept(sizes, has_scores="exact" in kinds),
+        kept=_kept(sizes),
     )
 
 
@@ -143,8 +143,9 @@ def phases(sizes: Sizes, passes: tuple[PassCost, ...], *, proof: PassCost, has_s
 
     `proof` is the pass over the short texts of trainer/startup_proof.py.
     """
-    kept = _kept(sizes, has_scores=has_scores)
+    kept = _kept(sizes)
     total = {"sums": 4 * sizes.trained}
+    scores = {"scores": 4 * sizes.trained} if has_scores else {}
     whole = {"weights": sizes.itemsize * sizes.all}
     in_pass = max((one.peak_bytes for one in passes), default=0)
     largest = {"one weight": 4 * sizes.largest}
@@ -152,21 +153,19 @@ def phases(sizes: Sizes, passes: tuple[PassCost, ...], *, proof: PassCost, has_s
         Phase(name="load", parts=whole),
         Phase(name="prove", parts={**whole, **total, "pass": proof.peak_bytes}),
         Phase(name="start", parts=_start(sizes)),
-        Phase(name="estimate", parts={**kept, **total, "gathered": sizes.gathered, "pass": in_pass}),
+        Phase(name="estimate", parts={**kept, **scores, **total, "gathered": sizes.gathered, "pass": in_pass}),
         Phase(name="hand-over", parts={**kept, **_handed(sizes), **largest}),
         Phase(name="step", parts={**kept, **_stepped(sizes)}),
         Phase(name="publish", parts={**kept, **largest}),
     )
 
 
-def _kept(sizes: Sizes, *, has_scores: bool) -> dict[str, int]:
+def _kept(sizes: Sizes) -> dict[str, int]:
     """What exists between steps, and so in each phase of a step."""
     parts = {"weights": sizes.weights}
     if not sizes.learner.offload_optimizer:
         parts["optimizer"] = sizes.optimizer
         parts["buffer"] = sizes.buffer
-    if has_scores:
-        parts["scores"] = 4 * sizes.trained
     return {name: size for name, size in parts.items() if size}
 
 
@@ -188,8 +187,6 @@ def _handed(sizes: Sizes) -> dict[str, int]:
     """A sum exists until its gradient does. In stages 0 and 1 autograd and DeepSpeed each hold gradients to the end."""
     is_whole = sizes.learner.zero_stage < 2
     parts = {"sums": (max(4, 2 * sizes.itemsize) if is_whole else 4) * sizes.trained}
-    if sizes.is_split and sizes.ranks > 1:
-        parts["gathered"] = sizes.itemsize * sizes.trained
     if sizes.learner.zero_stage == 2:
         parts["gradients"] = sizes.itemsize * sizes.trained // sizes.ranks
     return parts

@@ -76,7 +76,7 @@ def test_a_shipped_config_fits_the_machine_that_its_header_names(path: Path) -> 
 def test_a_learner_that_gets_no_room_is_told_what_to_write() -> None:
     """Exact norms of a 7B model on GPUs of 80 GB: two float32 sums on every rank."""
     config, plan = plan_of("cluster/aime", "8x80")
-    assert not plan.fits and "hand-over" in plan.problems[0]
+    assert not plan.fits and "estimate" in plan.problems[0]
     cards = asked_cards("8x80")
     found = nearest(config, cards, here)
     assert found is not None

@@ -247,7 +247,9 @@ def test_two_ranks_under_torchrun_go_on_under_deepspeed_as_if_never_stopped(
         monkeypatch.setenv(name, value)
     learner = {"lr": 1e-3, "zero_stage": 2, "checkpoint_every": 2, "num_ranks": 2}
     engine = {"url": "http://127.0.0.1:1"}  # the recorder takes the weights: no GPU is kept for an engine
-    settings = config(tiny_model_dir, learner=learner, engine=engine, algorithm={"rho_base": "auto"})
+    # Without lag a publication is proven before the next batch is asked for, so the calls have one order.
+    rollout = {"max_lag": 0}
+    settings = config(tiny_model_dir, learner=learner, engine=engine, algorithm={"rho_base": "auto"}, rollout=rollout)
     whole, again = tmp_path / "whole", tmp_path / "again"
     for folder in (whole, again):
         folder.mkdir()

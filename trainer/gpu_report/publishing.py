@@ -104,6 +104,10 @@ class Sender:
                 await asyncio.to_thread(self._publisher.reopen)
         return Publication(total_s=time.perf_counter() - began, update=self._link.update)
 
+    async def reopen(self) -> None:
+        """Make a new group at the next publication: the engine has joined another sender's meanwhile."""
+        await asyncio.to_thread(self._publisher.reopen)
+
     async def close(self) -> None:
         """Leave the group, where there is one."""
         await asyncio.to_thread(self._publisher.close)

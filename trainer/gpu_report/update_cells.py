@@ -66,6 +66,7 @@ class _Updates:
                 found: Measured = {"idle": _row(idle), "busy": _row(busy), "busy_requests": NUM_RUNNING}
                 if self._mode in STREAMED:
                     found["refused"] = await self._refused(engine)
+                    await sender.reopen()
                 found["killed"] = await self._killed(engine, sender, part)
                 idle_s, busy_s = found["idle"]["gap_s"], found["busy"]["gap_s"]
                 found["summary"] = (

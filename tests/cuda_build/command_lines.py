@@ -31,6 +31,8 @@ MACHINES = (1, 8)
 H100 = MachineGpu(uuid="GPU-0", total_bytes=85 * 10**9)
 CHANGING = ("--host", "--port", "--model", "--seed")
 """Flags whose values say nothing about vLLM."""
+OF_THE_FOLDER = "HF_HUB_OFFLINE"
+"""A variable that depends on whether the model is in the working folder, as the quickstart's is after a training."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +106,8 @@ def _pairs(argv: Sequence[str]) -> Iterator[tuple[str, str | None]]:
 
 def _variables(env: Mapping[str, str]) -> Iterator[tuple[str, str | None]]:
     for name, value in env.items():
+        if name == OF_THE_FOLDER:
+            continue
         yield name, None if name == vllm_command.secrets.ENGINE else value
 
 

@@ -42,7 +42,6 @@ SMALL_FILES = {
     "sandbox/backends/unsafe.py": "one backend, one file",
     "trainer/gradient/handoff.py": "the only code that feeds DeepSpeed's backward",
     "trainer/gpu_report/__main__.py": "the command of one cell",
-    "trainer/gpu_report/serving.py": "shared by cells of the report and benchmarks",
 }
 PACKAGE_NAMES = [name for name, path in MODULES.items() if path.name == "__init__.py"]
 

@@ -28,7 +28,7 @@ from benchmarks.engine import goals
 from benchmarks.engine.server import Server, serve
 from trainer.gpu_report import random_models as models
 from trainer.gpu_report.publishing import DEADLINE_S, Publication, Sender, modes
-from trainer.gpu_report.serving import SERVED_NAME
+from trainer.gpu_report.serving import SERVED_NAME, outlasting
 
 NUM_RUNNING, PROMPT_TOKENS, MAX_CONTEXT = 16, 64, 4096
 QUICK_SIZES, SIZES, LARGE_SIZES = ("1 MB", "50 MB"), ("1 MB", "50 MB", "500 MB"), ("1 MB", "50 MB", "500 MB", "2 GB")
@@ -239,17 +239,11 @@ async def _running(engine: VLLMEngine, server: Server, draw: random.Random, arri
         for i, prompt in enumerate(prompts[1:])
     ]
     tasks.append(asyncio.create_task(_watched(engine, prompts[0], sampling, name, arrivals)))
-    try:
+    async with outlasting(tasks):
         async with asyncio.timeout(DEADLINE_S):
             while await server.counter("vllm:num_requests_running") < NUM_RUNNING:
                 await asyncio.sleep(RUNNING_POLL_S)
         yield
-        if ended := sum(task.done() for task in tasks):
-            raise RuntimeError(f"{ended} of {NUM_RUNNING} requests ended before the measurement did")
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _watched(

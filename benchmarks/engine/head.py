@@ -6,7 +6,6 @@ import asyncio
 import math
 import random
 import statistics
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from itertools import product
@@ -18,7 +17,7 @@ from agentrl.engine.base import parity
 from agentrl.engine.vllm_engine import VLLMEngine
 from agentrl.types import Sampling
 from benchmarks import reporting
-from benchmarks.engine import goals
+from benchmarks.engine import goals, quickstart
 from trainer.gpu_report import random_models as models
 from trainer.gpu_report.serving import SERVED_NAME, serve
 
@@ -27,7 +26,6 @@ HEADS = (DTYPE, "float32")
 PROMPT_TOKENS, MAX_TOKENS, NUM_TEXTS = 32, 1024, 16
 LENGTHS = (256, 1024)
 ENGINE_FLAG = "--hf-overrides"
-WARMSTART = ("model.warmstart.demonstrations=800", "model.warmstart.steps=400")
 WARMSTART_DEADLINE_S = 900.0
 
 
@@ -54,7 +52,7 @@ async def measure(config: EngineConfig, *, quick: bool) -> str:
     columns += [f"rms x sqrt({LENGTHS[-1]})", f"rho at {LENGTHS[-1]}"]
     intro = (
         f"\n## Precision of the output head\n\n{DTYPE} Qwen3 models: the one of configs/quickstart.yaml "
-        f"({', '.join(WARMSTART)}) and random ones with logits of standard deviation {models.LOGIT_STD:g}. "
+        f"({', '.join(quickstart.WARMSTART)}) and random ones with logits of standard deviation {models.LOGIT_STD:g}. "
         f"{NUM_TEXTS} texts of {PROMPT_TOKENS} random and {MAX_TOKENS} sampled tokens each; engine and learner score "
         "the same tokens under each head. Learner: transformers' forward in the same dtype, with its logits computed "
         "from the final hidden states in bfloat16, as transformers does, or in float32. Sums are of learner - engine "
@@ -72,22 +70,8 @@ def _misses(lines: Sequence[Sequence[str]]) -> list[str]:
 
 async def _warm_start(folder: Path) -> None:
     """The quickstart's model. Raises RuntimeError with the end of the output."""
-    command = ["-m", "trainer.warmstart", "configs/quickstart.yaml", f"model.path={folder}", *WARMSTART]
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, *command),
-        cwd=reporting.ROOT,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-    )
-    try:
-        async with asyncio.timeout(WARMSTART_DEADLINE_S):
-            output, _ = await process.communicate()
-    except BaseException:
-        process.terminate()
-        await process.wait()
-        raise
-    if process.returncode:
-        raise RuntimeError(f"the warm start ended with {process.returncode}: {output.decode()[-2000:]}")
+    command = ("trainer.warmstart", quickstart.CONFIG, f"model.path={folder}", *quickstart.WARMSTART)
+    await quickstart.run("the warm start", *command, timeout_s=WARMSTART_DEADLINE_S)
 
 
 def _trained(folder: Path) -> Any:

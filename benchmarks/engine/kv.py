@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from agentrl.engine.weight_updates import UpdateSettings
 from agentrl.run_folder import RunFolder
 from agentrl.types import Completion, Probe, Sampling
 from benchmarks import reporting
-from benchmarks.engine import goals
+from benchmarks.engine import goals, quickstart
 from benchmarks.engine.server import Server, serve
 from trainer.gpu_report import random_models as models
 from trainer.gpu_report.publishing import Publication, Sender
@@ -30,10 +29,9 @@ from trainer.gpu_report.serving import SERVED_NAME
 NUM_STEPS, MAX_CONTEXT = 3, 4096
 TRAIN_DEADLINE_S = 420.0
 RUNNING_POLL_S = 0.02
-WARMSTART = ("model.warmstart.demonstrations=800", "model.warmstart.steps=400")
 TRAIN = [
     *(f"train.steps={NUM_STEPS}", "learner.save_every=1", "name=kv"),
-    *("eval.num_tasks=1", "eval.samples_per_task=1", *WARMSTART),
+    *("eval.num_tasks=1", "eval.samples_per_task=1", *quickstart.WARMSTART),
 ]
 
 
@@ -94,9 +92,10 @@ async def measure(config: EngineConfig, *, quick: bool) -> str:
     turn, answer = KINDS
     intro = (
         f"\n## KV entries across an update\n\n{NUM_STEPS} consecutive policies of a real run of "
-        f"configs/quickstart.yaml ({', '.join(WARMSTART)}); requests continue contexts of its own episodes, and an "
-        "update comes while they run. For the tokens after the update, the logprob recorded at sampling is compared "
-        "with transformers' under the new weights alone. `Policies apart`: new against old weights, both "
+        f"configs/quickstart.yaml ({', '.join(quickstart.WARMSTART)}); requests continue contexts of its own "
+        "episodes, and an update comes while they run. For the tokens after the update, the logprob recorded at "
+        "sampling is compared with transformers' under the new weights alone. `Policies apart`: new against old "
+        "weights, both "
         f"on these tokens with KV entries of their own. {turn.name.capitalize()}: until the turn's end token, "
         f"{turn.num_running} requests at once; {answer.name}: {answer.max_tokens} tokens, "
         f"{answer.num_running} at once.\n\n"
@@ -116,22 +115,8 @@ async def _train(folder: Path) -> Policies:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = folder / "model"
-    command = ["-m", "agentrl", "train", "configs/quickstart.yaml", f"out_dir={folder}", f"model.path={model}"]
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, *command, *TRAIN),
-        cwd=reporting.ROOT,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-    )
-    try:
-        async with asyncio.timeout(TRAIN_DEADLINE_S):
-            output, _ = await process.communicate()
-    except BaseException:
-        process.terminate()  # it stops its own parts
-        await process.wait()
-        raise
-    if process.returncode:
-        raise RuntimeError(f"the training run ended with {process.returncode}: {output.decode()[-2000:]}")
+    command = ("agentrl", "train", quickstart.CONFIG, f"out_dir={folder}", f"model.path={model}", *TRAIN)
+    await quickstart.run("the training run", *command, timeout_s=TRAIN_DEADLINE_S)
     run = RunFolder.open(folder / "kv")
     folders = [model, *(run.checkpoints / f"step_{step}" for step in range(1, NUM_STEPS + 1))]
     return Policies(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from agentrl.config import EngineConfig
 from agentrl.engine import vllm_command, vllm_server
@@ -50,3 +51,16 @@ async def ready(url: str, part: Child) -> None:
     """Return once the server answers and is idle. Raises EngineError."""
     await vllm_server.wait_ready(url, poll=part.poll, log=part.log_tail, timeout_s=START_TIMEOUT_S)
     await asyncio.sleep(0.5)  # what it does after it became ready is no load of ours
+
+
+@asynccontextmanager
+async def outlasting(requests: Sequence[asyncio.Task[Any]]) -> AsyncIterator[None]:
+    """Cancels the requests after the block. Raises RuntimeError where one ended before the block did."""
+    try:
+        yield
+        if ended := sum(request.done() for request in requests):
+            raise RuntimeError(f"{ended} of {len(requests)} requests ended before the measurement did")
+    finally:
+        for request in requests:
+            request.cancel()
+        await asyncio.gather(*requests, return_exceptions=True)

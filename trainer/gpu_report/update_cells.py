@@ -26,6 +26,7 @@ from trainer.gpu_report import random_models, workload
 from trainer.gpu_report.cells import Claims, Measured, NotHere, Setup
 from trainer.gpu_report.engine_cells import engine_config, make_model, serving
 from trainer.gpu_report.publishing import Publication, Sender
+from trainer.gpu_report.serving import outlasting
 from trainer.weights.publisher import STREAMED
 from trainer.weights.source import WeightSource
 
@@ -196,15 +197,9 @@ async def _running(engine: VLLMEngine) -> AsyncIterator[None]:
         asyncio.create_task(engine.generate([5 + index] * 64, sampling, request_id=f"{name}-{index}"))
         for index in range(NUM_RUNNING)
     ]
-    await asyncio.sleep(1.0)
-    try:
+    async with outlasting(asked):
+        await asyncio.sleep(1.0)
         yield
-        if ended := sum(task.done() for task in asked):
-            raise RuntimeError(f"{ended} of {NUM_RUNNING} requests ended before the updates did")
-    finally:
-        for task in asked:
-            task.cancel()
-        await asyncio.gather(*asked, return_exceptions=True)
 
 
 def _row(publications: list[Publication]) -> Measured:

@@ -27,6 +27,7 @@ from rich.text import Text
 from agentrl.cli.doctor.findings import Finding, shortened
 from agentrl.engine.vllm_command import has_nvidia_device
 from agentrl.errors import ConfigError
+from agentrl.run_folder import write_atomically
 from agentrl.supervision.child import child, module_command
 
 SCHEMA_VERSION = 1
@@ -164,10 +165,8 @@ def _begun(request: ReportRequest) -> dict[str, Any]:
 
 def _save(path: Path, report: Mapping[str, Any]) -> None:
     """Replace the file as a whole. Raises ConfigError."""
-    temporary = path.with_name(path.name + ".part")
     try:
-        temporary.write_text(json.dumps(report, indent=1, allow_nan=True))
-        os.replace(temporary, path)
+        write_atomically(path, json.dumps(report, indent=1, allow_nan=True).encode())
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be written: {error.strerror}. Name a file in a folder that you can write"

@@ -87,16 +87,24 @@ class Refusing(Silent):
         raise LearnerError("the orchestrator answered 503: paused by others")
 
 
+def large_module() -> torch.nn.Module:
+    """More weights than a connection's buffers hold."""
+    return torch.nn.Linear(4096, 4096)
+
+
+def gloo_sender(module: torch.nn.Module, link: Any, *, update_timeout_s: float) -> Publisher:
+    return publisher(
+        transfer("gloo", timeout_s=100),
+        EngineConfig(update_timeout_s=update_timeout_s),
+        source=WeightSource(module, dtype=torch.float32),
+        link=link,
+    )
+
+
 @pytest.mark.usefixtures("loaded")
 def test_a_refusal_ends_a_broadcast_that_nobody_receives(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer.weights.streamed, "GRACE_S", 0.5)
-    large = torch.nn.Linear(4096, 4096)  # more than the connection's buffers hold
-    sender = publisher(
-        transfer("gloo", timeout_s=100),
-        EngineConfig(update_timeout_s=30),
-        source=WeightSource(large, dtype=torch.float32),
-        link=(link := Refusing()),
-    )
+    sender = gloo_sender(large_module(), link := Refusing(), update_timeout_s=30)
     started_s = time.monotonic()
     with pytest.raises(LearnerError, match="503: paused by others"):
         sender.publish(policy_version=0, probe=Probe(token_ids=(), logprobs=()))
@@ -128,13 +136,7 @@ class Restarting(Silent):
 @pytest.mark.usefixtures("loaded")
 def test_an_engine_restarted_in_mid_broadcast_gets_the_weights_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer.weights.streamed, "GRACE_S", 0.2)
-    large = torch.nn.Linear(4096, 4096)  # more than the connection's buffers hold
-    sender = publisher(
-        transfer("gloo", timeout_s=100),
-        EngineConfig(update_timeout_s=4),
-        source=WeightSource(large, dtype=torch.float32),
-        link=(link := Restarting()),
-    )
+    sender = gloo_sender(large := large_module(), link := Restarting(), update_timeout_s=4)
     probe = Probe(token_ids=(), logprobs=())
     with pytest.raises(WeightsWanted):
         sender.publish(policy_version=0, probe=probe)

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from agentrl.engine.checksum import checksum_of
 from agentrl.engine.transfer_group import share_of
+from agentrl.engine.vllm.gloo_group import GroupError
 
 CPU = torch.device("cpu")
 
@@ -155,3 +157,16 @@ class Orchestrator:
     def settled(self) -> list[BaseException | None]:
         """The error of each engine's last call, once all have ended."""
         return [call.exception(timeout=30) for call in self.calls]
+
+
+def assert_noticed_by_all_that_one_does_not_join(engines: Sequence[Engine], sender: Callable[..., Any]) -> None:
+    """The second engine refuses; the sender and the first one know it long before the deadline of 600 s."""
+
+    def refuses(init_info: dict[str, Any]) -> None:
+        raise ConnectionError("nothing listens there")
+
+    engines[1].init = refuses  # type: ignore[method-assign]
+    orchestrator = Orchestrator(engines)
+    with pytest.raises(ConnectionError, match="nothing listens"):
+        sender(orchestrator, Source(1.0), timeout_s=600.0)
+    assert isinstance(orchestrator.settled()[0], GroupError)

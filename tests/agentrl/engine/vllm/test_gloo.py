@@ -7,8 +7,13 @@ from typing import Any
 
 import pytest
 
-from agentrl.engine.vllm.gloo_group import GroupError
-from tests.agentrl.engine.vllm.small_engines import Engine, Orchestrator, Source, assert_hold
+from tests.agentrl.engine.vllm.small_engines import (
+    Engine,
+    Orchestrator,
+    Source,
+    assert_hold,
+    assert_noticed_by_all_that_one_does_not_join,
+)
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -41,14 +46,7 @@ def test_all_workers_of_all_engines_take_weights_in_one_group(tmp_path: Path) ->
 def test_an_engine_that_does_not_join_is_noticed_at_once_by_all(tmp_path: Path) -> None:
     all_engines = engines(tmp_path, 1, 1)
 
-    def refuses(init_info: dict[str, Any]) -> None:
-        raise ConnectionError("nothing listens there")
-
-    all_engines[1].init = refuses  # type: ignore[method-assign]
-    orchestrator = Orchestrator(all_engines)
-    with pytest.raises(ConnectionError, match="nothing listens"):
-        sender(orchestrator, Source(1.0), timeout_s=600.0)
-    assert isinstance(orchestrator.settled()[0], GroupError)
+    assert_noticed_by_all_that_one_does_not_join(all_engines, sender)
     all_engines = engines(tmp_path, 1)
     sender(Orchestrator(all_engines), Source(7.0)).send_weights()
     assert_hold(all_engines[0], 7.0)

@@ -14,7 +14,13 @@ from torch import nn
 from agentrl.engine.vllm.gloo_group import GroupError
 from agentrl.supervision.serving import free_port
 from tests import fake_nccl
-from tests.agentrl.engine.vllm.small_engines import Engine, Orchestrator, Source, assert_hold
+from tests.agentrl.engine.vllm.small_engines import (
+    Engine,
+    Orchestrator,
+    Source,
+    assert_hold,
+    assert_noticed_by_all_that_one_does_not_join,
+)
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -161,14 +167,7 @@ def test_an_engine_that_dies_in_mid_broadcast_costs_neither_the_sender_nor_the_o
 def test_an_engine_that_does_not_join_is_noticed_at_once_by_all(tmp_path: Path) -> None:
     all_engines = engines(tmp_path, 1, 1)
 
-    def refuses(init_info: dict[str, Any]) -> None:
-        raise ConnectionError("nothing listens there")
-
-    all_engines[1].init = refuses  # type: ignore[method-assign]
-    orchestrator = Orchestrator(all_engines)
-    with pytest.raises(ConnectionError, match="nothing listens"):
-        sender(orchestrator, Source(1.0), timeout_s=600.0)
-    assert isinstance(orchestrator.settled()[0], GroupError)
+    assert_noticed_by_all_that_one_does_not_join(all_engines, sender)
     assert all_engines[0].workers[0].model_update_group is None
 
 

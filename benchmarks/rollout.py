@@ -23,8 +23,8 @@ from agentrl.chat.chat_model import ChatModel
 from agentrl.chat.runners import EndpointRunners, TokenRunners
 from agentrl.config import RolloutConfig
 from agentrl.env import Episode, ToolEnv
-from agentrl.rollout.group import GroupPlayer
-from agentrl.rollout.settings import RolloutSettings
+from agentrl.rollouts.group import GroupPlayer
+from agentrl.rollouts.settings import RolloutSettings
 from agentrl.testing import call
 from agentrl.tokens.tokenizer import TurnTokenizer
 from agentrl.tools import tool

@@ -32,11 +32,11 @@ from agentrl.data.source import TaskSource, held_out_tasks
 from agentrl.engine import launch_servers
 from agentrl.env import Env, load_env_class, opened
 from agentrl.report.evaluation import evaluate
-from agentrl.rollout.group import GroupPlayer
-from agentrl.rollout.settings import settings_of
+from agentrl.rollouts.group import GroupPlayer
+from agentrl.rollouts.settings import settings_of
 from agentrl.supervision.secrets import Secrets
-from agentrl.train import launch
-from agentrl.train.model_folder import is_model_folder
+from agentrl.training import launch
+from agentrl.training.model_folder import is_model_folder
 from agentrl.types import Batch, Probe, Task, TrajectoryGroup, WeightsRef
 from benchmarks import stability_task_report
 from benchmarks.reporting import ROOT

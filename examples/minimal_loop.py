@@ -26,8 +26,8 @@ from agentrl import Action, Env, Episode, Message, StepResult, Task, user
 from agentrl.chat.runners import TokenRunners
 from agentrl.config import Config, WarmstartConfig
 from agentrl.env import Split
-from agentrl.rollout.group import GroupPlayer
-from agentrl.rollout.settings import settings_of
+from agentrl.rollouts.group import GroupPlayer
+from agentrl.rollouts.settings import settings_of
 from agentrl.tokens.tokenizer import TurnTokenizer
 from agentrl.types import Batch, Completion, FinishReason, Sampling, VersionSpan
 from trainer import ranks

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agentrl.train.learner_api import LearnerCalls
+from agentrl.training.learner_api import LearnerCalls
 
 
 class OneSession:

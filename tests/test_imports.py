@@ -18,7 +18,7 @@ HEAVY = ("torch", "vllm", "deepspeed", "transformers")
 # Modules and packages of agentrl: each imports only earlier ones, also inside functions.
 ORDER = (
     *("types", "errors", "config", "run_folder", "supervision", "tools", "tokens", "env", "wrappers", "data"),
-    *("engine", "testing", "rollout", "chat", "report", "buffer", "check", "train", "cli", "__main__"),
+    *("engine", "testing", "rollouts", "chat", "report", "buffer", "check", "training", "cli", "__main__"),
 )
 # What each package may import of the other three.
 ALLOWED = {
@@ -108,8 +108,8 @@ def test_the_graph_of_modules_has_no_cycle() -> None:
 
 def test_importing_agentrl_loads_nothing_heavy() -> None:
     code = (
-        "import sys, agentrl, agentrl.env, agentrl.types, agentrl.config, agentrl.rollout.episode, "
-        f"agentrl.train.orchestrator, agentrl.cli.main; "
+        "import sys, agentrl, agentrl.env, agentrl.types, agentrl.config, agentrl.rollouts.episode, "
+        f"agentrl.training.orchestrator, agentrl.cli.main; "
         f"loaded = set({HEAVY!r}) & set(sys.modules); assert not loaded, loaded"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -26,7 +26,7 @@ SMALL_FILES = {
     "agentrl/engine/vllm/auth_middleware.py": "loaded by name inside vLLM's server",
     "agentrl/engine/vllm/plugin.py": "the entry point that vLLM loads",
     "agentrl/engine/vllm/worker.py": "loaded by name inside vLLM's worker",
-    "agentrl/rollout/monitored_env.py": "a wrapper that a run adds, independent of rollouts",
+    "agentrl/rollouts/monitored_env.py": "a wrapper that a run adds, independent of rollouts",
     "agentrl/supervision/backoff.py": "one rule, used by children, clients and retries",
     "agentrl/supervision/orphan_guard.py": "runs inside every child process",
     "envs/adapters/questions.py": "shared by two adapters",
@@ -134,7 +134,7 @@ def test_a_small_file_has_a_reason() -> None:
 
 # Packages and modules whose public classes show how they are used. agentrl/engine/vllm is part of agentrl.engine.
 WITH_EXAMPLES = (
-    *(f"agentrl.{name}" for name in ("env", "tools", "wrappers", "testing", "types", "check", "rollout", "engine")),
+    *(f"agentrl.{name}" for name in ("env", "tools", "wrappers", "testing", "types", "check", "rollouts", "engine")),
     *("agentrl.buffer", "agentrl.tokens", "agentrl.cli.templates"),
     *(
         "sandbox.client",

@@ -1,4 +1,4 @@
-"""The orchestrator's HTTP routes (agentrl/train/learner_api.py) as the learner calls them.
+"""The orchestrator's HTTP routes (agentrl/training/learner_api.py) as the learner calls them.
 
 Every call has a deadline. An orchestrator that cannot be reached is tried again for 30 s, since its answers are
 repeatable; then, or at once after a refusal, the call raises LearnerError. Independent of training.
@@ -15,7 +15,7 @@ import httpx
 
 from agentrl.engine.base import Receivers
 from agentrl.errors import LearnerError, WeightsWanted, boundary
-from agentrl.train import learner_api as api
+from agentrl.training import learner_api as api
 from agentrl.types import Batch, StepOutput, TransferInit, WeightsRef
 
 GONE_AFTER_S = 30.0

@@ -14,7 +14,7 @@ from agentrl.chat.session import ChatSession
 from agentrl.env import attributed
 from agentrl.env.agent_env import AgentEnv, Endpoint
 from agentrl.errors import ConfigError, EnvError
-from agentrl.rollout.episode import PlayedEpisode
+from agentrl.rollouts.episode import PlayedEpisode
 from agentrl.supervision.threads import in_thread
 from agentrl.types import StopReason, Task
 

@@ -14,7 +14,7 @@ from agentrl.chat.chat_model import ChatModel, PromptTooLong
 from agentrl.config import RolloutConfig
 from agentrl.env import Action, StepResult
 from agentrl.errors import ConfigError
-from agentrl.rollout.episode import SegmentRecord
+from agentrl.rollouts.episode import SegmentRecord
 from agentrl.tokens.codec import cut_chars
 from agentrl.types import Message, Task
 

@@ -12,7 +12,7 @@ from agentrl.chat.openai_schema import ChatAnswer, ChatRequest, Finish
 from agentrl.chat.session import ChatSession
 from agentrl.config import RolloutConfig
 from agentrl.errors import AgentRLError
-from agentrl.rollout.episode import SegmentRecord
+from agentrl.rollouts.episode import SegmentRecord
 from agentrl.types import FinishReason, Message, StopReason
 
 

@@ -17,11 +17,11 @@ from agentrl.chat.token_session import TokenSession
 from agentrl.engine.base import Engine
 from agentrl.env import Env
 from agentrl.env.agent_env import AgentEnv
-from agentrl.rollout.env_runner import EnvRunner
-from agentrl.rollout.episode import EpisodeRunner
-from agentrl.rollout.generation import TokenGenerator
-from agentrl.rollout.settings import Attempt, RolloutSettings
-from agentrl.rollout.token_speaker import token_runner
+from agentrl.rollouts.env_runner import EnvRunner
+from agentrl.rollouts.episode import EpisodeRunner
+from agentrl.rollouts.generation import TokenGenerator
+from agentrl.rollouts.settings import Attempt, RolloutSettings
+from agentrl.rollouts.token_speaker import token_runner
 from agentrl.tokens.tokenizer import TurnTokenizer
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from agentrl.chat.openai_schema import ApiError, ChatAnswer, ChatRequest
 from agentrl.errors import AgentRLError
-from agentrl.rollout.episode import SegmentRecord
+from agentrl.rollouts.episode import SegmentRecord
 from agentrl.types import Message, StopReason
 
 

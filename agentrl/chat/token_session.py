@@ -12,8 +12,8 @@ from agentrl.chat.openai_schema import ApiError, ChatAnswer, ChatRequest, Finish
 from agentrl.chat.session import ChatSession
 from agentrl.config import RolloutConfig
 from agentrl.errors import ConfigError, EngineError
-from agentrl.rollout.episode import SegmentRecord
-from agentrl.rollout.generation import TokenGenerator
+from agentrl.rollouts.episode import SegmentRecord
+from agentrl.rollouts.generation import TokenGenerator
 from agentrl.tokens.branches import SegmentStore
 from agentrl.tokens.tokenizer import TurnTokenizer
 from agentrl.tokens.tool_calls import THINK_CLOSE, THINK_OPEN, parse_hermes

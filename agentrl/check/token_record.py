@@ -12,9 +12,9 @@ from pathlib import Path
 
 from agentrl.config import RolloutConfig
 from agentrl.env.base import Env
-from agentrl.rollout.episode import play_episode
-from agentrl.rollout.settings import Attempt, RolloutSettings
-from agentrl.rollout.token_speaker import token_runner
+from agentrl.rollouts.episode import play_episode
+from agentrl.rollouts.settings import Attempt, RolloutSettings
+from agentrl.rollouts.token_speaker import token_runner
 from agentrl.testing import ScriptedEngine
 from agentrl.tokens.tokenizer import TurnTokenizer
 from agentrl.types import Message, Task, Trajectory

@@ -22,11 +22,11 @@ from agentrl.env.canary import Canaries
 from agentrl.errors import ConfigError, EngineError, EngineGone
 from agentrl.report.console import EvalConsole
 from agentrl.report.evaluation import Evaluation, MakeGroup, evaluate
-from agentrl.rollout.group import GroupPlayer
-from agentrl.rollout.settings import settings_of
+from agentrl.rollouts.group import GroupPlayer
+from agentrl.rollouts.settings import settings_of
 from agentrl.supervision.secrets import Secrets
-from agentrl.train import launch
-from agentrl.train.model_folder import check_model
+from agentrl.training import launch
+from agentrl.training.model_folder import check_model
 from agentrl.wrappers import load_wrappers
 
 EVERYTHING = 10**9

@@ -86,7 +86,7 @@ def _new_or_resumed(
     config: str | None, overrides: list[str], resume: Path | None, latest: Path | None
 ) -> tuple[Config, RunFolder | None]:
     from agentrl import config as configs
-    from agentrl.train.resume import reopen
+    from agentrl.training.resume import reopen
 
     if resume is not None:
         run, resumed = reopen(resume, [*filter(None, [config]), *overrides])
@@ -101,7 +101,7 @@ async def _train(config: Config, resumed: RunFolder | None, latest: Path | None)
     from agentrl.report.console import TrainConsole
     from agentrl.run_folder import RunFolder
     from agentrl.supervision.secrets import Secrets
-    from agentrl.train.training import Training, train
+    from agentrl.training.run import Training, train
 
     console = TrainConsole(total_steps=config.train.steps)
     training = Training(config, console, secrets=Secrets.from_environment(os.environ))
@@ -207,7 +207,7 @@ def engine(config_path: ConfigPath, overrides: Overrides = None, debug: Debug = 
     from agentrl import config as configs
     from agentrl.engine.launch_servers import replace_by_engine
     from agentrl.supervision import secrets
-    from agentrl.train.model_folder import check_model, is_model_folder
+    from agentrl.training.model_folder import check_model, is_model_folder
 
     config = configs.load(config_path, overrides or [])
     check_model(config)

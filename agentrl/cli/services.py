@@ -55,7 +55,7 @@ def _orchestrate(
     from agentrl import config as configs
     from agentrl.report.console import TrainConsole
     from agentrl.run_folder import RunFolder
-    from agentrl.train.training import Training, train
+    from agentrl.training.run import Training, train
 
     if secrets.read(secrets.RUN, os.environ) is None:
         raise ConfigError(f"set {secrets.RUN} (or {secrets.RUN}_FILE), the same for orchestrator and learner")
@@ -71,7 +71,7 @@ def _orchestrate(
 def unfinished(latest: Path | None, config: Config) -> RunFolder | None:
     """The run that `latest` leads to, if it has this config and is not over. Prints why not otherwise."""
     from agentrl.run_folder import RunFolder
-    from agentrl.train import resume
+    from agentrl.training import resume
 
     if latest is None or not (latest / "config.json").is_file():
         return None
@@ -99,7 +99,7 @@ def point(link: Path, folder: Path) -> None:
 
 def _learn(config_path: Path, orchestrator_url: str, weights_dir: Path | None) -> NoReturn:
     from agentrl import config as configs
-    from agentrl.train import launch
+    from agentrl.training import launch
 
     token = secrets.read(secrets.RUN, os.environ)
     if token is None:

@@ -14,8 +14,8 @@ from agentrl.chat.runners import TokenRunners
 from agentrl.config import Config, parse
 from agentrl.data.source import held_out_tasks
 from agentrl.env import Episode, Split, ToolEnv, load_env_class
-from agentrl.rollout.group import GroupPlayer
-from agentrl.rollout.settings import settings_of
+from agentrl.rollouts.group import GroupPlayer
+from agentrl.rollouts.settings import settings_of
 from agentrl.testing import ScriptedEngine
 from agentrl.tokens.tokenizer import TurnTokenizer
 from agentrl.types import Message, Task, user

@@ -24,9 +24,9 @@ from agentrl.engine.checksum import checksum_of
 from agentrl.report.metrics import MetricsLine, read
 from agentrl.testing import ScriptedEngine
 from agentrl.tokens.tokenizer import TurnTokenizer
-from agentrl.train import launch
+from agentrl.training import launch
 from agentrl.types import Completion, Sampling, WeightsRef
-from tests.agentrl.train.whole_run import TOKEN, orchestrating
+from tests.agentrl.training.whole_run import TOKEN, orchestrating
 from tests.device import num_gpus
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.timeout(300)]

@@ -14,7 +14,7 @@ import torch
 from agentrl.errors import LearnerError
 from agentrl.testing import with_members
 from agentrl.types import TrajectoryGroup
-from tests.agentrl.train.troubles import Trouble
+from tests.agentrl.training.troubles import Trouble
 from tests.trainer.trainer_builders import batch, config, mixed_groups
 from trainer.learner import MAX_BROKEN, Learner
 

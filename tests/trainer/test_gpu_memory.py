@@ -9,7 +9,7 @@ import torch
 
 from agentrl.config import EngineConfig
 from agentrl.errors import ConfigError, LearnerError
-from tests.agentrl.train.troubles import Trouble
+from tests.agentrl.training.troubles import Trouble
 from trainer.gpu_memory import GpuShare, check_allocator
 
 TOTAL = 100 * 2**30

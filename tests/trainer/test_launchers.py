@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.config import LearnerConfig
-from agentrl.train.launch_ranks import launcher, token_file
+from agentrl.training.launch_ranks import launcher, token_file
 
 TOKEN = "a-secret-of-the-run"
 RECORDER = """#!/bin/sh

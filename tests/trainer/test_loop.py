@@ -21,8 +21,8 @@ from agentrl.engine.checksum import checksum_of
 from agentrl.errors import EngineError, LearnerError, WeightsWanted
 from agentrl.supervision.child import Child, child
 from agentrl.supervision.serving import free_port, serving
-from agentrl.train import launch
-from agentrl.train.learner_api import RunOver, create_app
+from agentrl.training import launch
+from agentrl.training.learner_api import RunOver, create_app
 from agentrl.types import Batch, StepOutput, TransferInit, WeightsRef
 from tests.device import without_gpus
 from tests.one_session import OneSession

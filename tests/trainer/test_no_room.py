@@ -13,7 +13,7 @@ import torch
 
 from agentrl.errors import LearnerError
 from agentrl.types import Probe, WeightsRef
-from tests.agentrl.train.troubles import Trouble
+from tests.agentrl.training.troubles import Trouble
 from tests.trainer.trainer_builders import config
 from trainer import checkpoint
 from trainer.learner import Learner

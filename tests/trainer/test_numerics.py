@@ -13,7 +13,7 @@ import torch
 
 from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.testing import completion, group, trajectory
-from agentrl.train import learner_api as api
+from agentrl.training import learner_api as api
 from agentrl.types import Batch, Task, Trajectory, Turn
 from tests.trainer.trainer_builders import architecture, batch, config, episode, mixed_groups, whole_weights
 from trainer.gradient import attention

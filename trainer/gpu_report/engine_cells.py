@@ -23,7 +23,7 @@ from agentrl.engine.parity import ParityBounds, mean_bound
 from agentrl.engine.vllm_engine import VLLMEngine
 from agentrl.errors import MissingDependencyError
 from agentrl.supervision.child import Child
-from agentrl.train import launch
+from agentrl.training import launch
 from agentrl.types import Completion, Sampling
 from trainer import packing
 from trainer.gpu_report import load, random_models, workload

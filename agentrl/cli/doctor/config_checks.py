@@ -15,7 +15,7 @@ from agentrl.engine import hub, memory, vllm_command
 from agentrl.engine.model_size import ModelSize, model_size
 from agentrl.engine.placement import Placement
 from agentrl.errors import ConfigError, EngineError
-from agentrl.train import launch_ranks
+from agentrl.training import launch_ranks
 
 BASE_RUN_BYTES = GIB // 2  # metrics, trajectories and logs of a small run
 BASE_SHARED_BYTES = GIB // 4
@@ -178,7 +178,7 @@ def ports(engine: EngineConfig, sandbox: SandboxConfig) -> list[Finding]:
 
 def model(config: Config) -> Finding:
     """Whether the model exists, or can be made."""
-    from agentrl.train.model_folder import check_model, check_trainable, is_model_folder
+    from agentrl.training.model_folder import check_model, check_trainable, is_model_folder
 
     path = config.model.path
     if config.model.warmstart is not None and not is_model_folder(Path(path)):
@@ -198,7 +198,7 @@ def model(config: Config) -> Finding:
 def template(config: Config) -> Finding:
     """The test of turns and tool calls that a run makes at its start."""
     from agentrl.tokens.tokenizer import load_tokenizer
-    from agentrl.train.model_folder import CONFIG, is_model_folder
+    from agentrl.training.model_folder import CONFIG, is_model_folder
 
     settings = config.model
     if settings.warmstart is not None and not is_model_folder(Path(settings.path)):

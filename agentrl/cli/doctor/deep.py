@@ -35,8 +35,8 @@ from agentrl.report.observer import StepReport
 from agentrl.run_folder import RunFolder
 from agentrl.supervision.secrets import Secrets
 from agentrl.supervision.status import read_status
-from agentrl.train.model_folder import is_model_folder
-from agentrl.train.training import Training
+from agentrl.training.model_folder import is_model_folder
+from agentrl.training.run import Training
 from agentrl.types import Message, StepOutput, Task, user
 
 STEP, SYNC, PARITY, SUMS = "one-step train", "weight sync", "logprob parity", "summed log-ratio"

@@ -20,7 +20,7 @@ from agentrl.errors import ConfigError, EngineError, EnvError
 from agentrl.testing import ScriptedEngine
 from agentrl.tokens.tokenizer import TurnTokenizer
 from agentrl.types import Completion, Sampling, StopReason, Task, TrajectoryGroup
-from tests.agentrl.rollout.playing import play_group
+from tests.agentrl.rollouts.playing import play_group
 
 TASK = Task(id="t", prompt="What is it?", answer="7")
 LIMITS = RolloutConfig(max_context=600, max_turn_tokens=100, episode_timeout_s=20, max_retries=1)

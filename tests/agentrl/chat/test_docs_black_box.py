@@ -16,7 +16,7 @@ from agentrl.tokens.tokenizer import TurnTokenizer
 from agentrl.types import Message
 from envs.modmath import ModMath
 from sandbox.client import SandboxClient
-from tests.agentrl.rollout.playing import play_group
+from tests.agentrl.rollouts.playing import play_group
 
 DOCS = Path(__file__).parents[3] / "docs" / "black-box-agents.md"
 

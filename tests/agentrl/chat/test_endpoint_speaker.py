@@ -22,9 +22,9 @@ from agentrl.env import Action, Env, Episode, Split, StepResult, ToolEnv
 from agentrl.env.agent_env import AgentEnv, Endpoint
 from agentrl.errors import ConfigError, EngineError, EnvError, SandboxError
 from agentrl.report.statistics import summarize
-from agentrl.rollout.generation import TokenGenerator
-from agentrl.rollout.group import GroupPlayer
-from agentrl.rollout.settings import RolloutSettings
+from agentrl.rollouts.generation import TokenGenerator
+from agentrl.rollouts.group import GroupPlayer
+from agentrl.rollouts.settings import RolloutSettings
 from agentrl.supervision.serving import serving
 from agentrl.testing import ScriptedEngine, call
 from agentrl.tokens.tokenizer import TurnTokenizer

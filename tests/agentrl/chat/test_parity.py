@@ -16,7 +16,7 @@ from agentrl.chat.proxy import ChatProxy
 from agentrl.chat.token_session import TokenSession
 from agentrl.config import RolloutConfig
 from agentrl.engine.vllm_engine import VLLMEngine
-from agentrl.rollout.generation import TokenGenerator
+from agentrl.rollouts.generation import TokenGenerator
 from agentrl.tokens.tokenizer import TurnTokenizer
 from agentrl.types import Completion, Probe, Sampling, Turn, WeightsRef
 from tests.conftest import VLLMServer

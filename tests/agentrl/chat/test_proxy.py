@@ -19,7 +19,7 @@ from agentrl.chat.token_session import TokenSession
 from agentrl.config import RolloutConfig
 from agentrl.env.agent_env import Endpoint
 from agentrl.errors import EngineError
-from agentrl.rollout.generation import TokenGenerator
+from agentrl.rollouts.generation import TokenGenerator
 from agentrl.testing import ScriptedEngine, call
 from agentrl.tokens.tokenizer import TurnTokenizer
 from agentrl.types import Completion, FinishReason, Sampling, StopReason

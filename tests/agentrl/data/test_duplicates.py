@@ -14,7 +14,7 @@ from agentrl.config import EnvConfig, parse
 from agentrl.data.duplicates import Overlap, find_overlaps, refuse_overlap, words_of
 from agentrl.errors import ConfigError
 from agentrl.report.console import TrainConsole
-from agentrl.train.training import Training
+from agentrl.training.run import Training
 from agentrl.types import Task
 from envs.countdown import Countdown
 from envs.math_python import Math

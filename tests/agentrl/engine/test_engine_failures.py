@@ -22,7 +22,7 @@ from agentrl.engine.vllm_engine import VLLMEngine
 from agentrl.errors import EngineError, EngineGone
 from agentrl.supervision.child import Child, ChildDied
 from agentrl.supervision.serving import free_port
-from agentrl.train import launch
+from agentrl.training import launch
 from agentrl.types import Completion, Sampling
 from tests.agentrl.engine.judge import PROMPT, Judge, worst
 from tests.device import engine_settings, parity_bound

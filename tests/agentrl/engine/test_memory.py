@@ -10,7 +10,7 @@ from agentrl.config import EngineConfig
 from agentrl.engine import memory
 from agentrl.engine.model_size import model_size
 from agentrl.errors import ConfigError
-from tests.agentrl.train.troubles import Trouble
+from tests.agentrl.training.troubles import Trouble
 
 GIB = 2**30
 NO_CACHE = Trouble(

@@ -17,7 +17,7 @@ from agentrl.engine.base import Parity, Receivers, WeightUpdate
 from agentrl.engine.metered import MeteredEngine
 from agentrl.engine.pool import EnginePool
 from agentrl.errors import EngineError, EngineGone, LearnerError, PreviousWeightsKept, WeightsWanted, WeightSyncError
-from agentrl.train.learner_api import LearnerSession
+from agentrl.training.learner_api import LearnerSession
 from agentrl.types import Completion, FinishReason, Probe, Sampling, TransferInit, VersionSpan, WeightsRef
 
 SAMPLING = Sampling(max_tokens=4)

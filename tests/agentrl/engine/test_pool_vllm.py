@@ -12,7 +12,7 @@ import pytest
 from agentrl.engine import launch_servers
 from agentrl.engine.pool import EnginePool
 from agentrl.engine.vllm_engine import VLLMEngine
-from agentrl.train import launch
+from agentrl.training import launch
 from agentrl.types import Completion, Sampling
 from tests.agentrl.engine.judge import PROMPT, Judge, worst
 from tests.agentrl.engine.test_engine_failures import BOUND, config_for, server_of, unique, until_streaming

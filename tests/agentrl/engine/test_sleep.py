@@ -22,7 +22,7 @@ from tests.agentrl.engine.test_pool import SAMPLING, Breakable, pool_of, until
 from tests.agentrl.engine.test_pool import ref as any_ref
 from tests.agentrl.engine.test_weight_updates import ref
 from tests.agentrl.engine.vllm_double import VLLMDouble, vllm_double
-from tests.agentrl.train.troubles import Trouble
+from tests.agentrl.training.troubles import Trouble
 from tests.conftest import VLLMServer, serving_tiny_model
 from tests.device import parity_bound
 

@@ -10,9 +10,9 @@ import pytest
 
 from agentrl.engine.metered import MeteredEngine
 from agentrl.tokens.tokenizer import TurnTokenizer
-from agentrl.train.learner_api import LearnerSession
+from agentrl.training.learner_api import LearnerSession
 from agentrl.types import Probe, WeightsRef
-from tests.agentrl.train.whole_run import YesAndNo
+from tests.agentrl.training.whole_run import YesAndNo
 
 ROOT = Path(__file__).parents[3]
 

@@ -113,5 +113,5 @@ def test_a_missing_name_of_a_file_is_no_question_of_adapters(tmp_path: Path) -> 
 
 
 def test_agentrl_does_not_import_the_environments_that_come_with_it() -> None:
-    code = "import sys, agentrl.cli.main, agentrl.train.training; assert 'envs' not in sys.modules"
+    code = "import sys, agentrl.cli.main, agentrl.training.run; assert 'envs' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -16,7 +16,7 @@ from agentrl.errors import InfraError
 from agentrl.supervision import child as supervise
 from agentrl.supervision.backoff import RestartBudget
 from agentrl.supervision.child import ChildDied, child, never
-from tests.agentrl.train.troubles import Trouble
+from tests.agentrl.training.troubles import Trouble
 
 AGAIN = Trouble("the ... process ended with exit code ...; it is started again in ... s (... more times at most)")
 GIVEN_UP = Trouble("the ... process ended with exit code ... (started ... times)... The end of ...")

@@ -17,7 +17,7 @@ from agentrl.tokens.context_window import DROPPED, SUMMARY_HEADER, SUMMARY_REQUE
 from agentrl.tokens.tokenizer import TurnTokenizer
 from agentrl.tools import tool
 from agentrl.types import Completion, Message, Sampling, StopReason, Task, Trajectory, system, user
-from tests.agentrl.rollout.playing import play_one
+from tests.agentrl.rollouts.playing import play_one
 
 TASK = Task(id="t", prompt="What is it?", answer="7")
 LIMITS = RolloutConfig(max_context=1200, max_turn_tokens=100, tool_output_tokens=120)

@@ -18,7 +18,7 @@ from agentrl.tokens.tokenizer import TurnTokenizer
 from agentrl.tokens.tool_calls import FENCE, RETOOL, CodeBlock, format_code, parse_code
 from agentrl.tools import tool
 from agentrl.types import FinishReason, Message, StopReason, Task, ToolCall, Trajectory, user
-from tests.agentrl.rollout.playing import play_one
+from tests.agentrl.rollouts.playing import play_one
 from tests.agentrl.tokens.families import QWEN25, write_family
 
 TOOLS = [{"type": "function", "function": {"name": "python", "description": "Run it.",

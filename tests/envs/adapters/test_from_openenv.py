@@ -23,7 +23,7 @@ from agentrl.tokens.tokenizer import TurnTokenizer
 from agentrl.tools import ToolError
 from agentrl.types import Message, StopReason, Task
 from envs.adapters.from_openenv import OpenEnv, from_openenv
-from tests.agentrl.rollout.playing import play_group
+from tests.agentrl.rollouts.playing import play_group
 from tests.envs.adapters.side_venv import python_of
 
 SERVER = Path(__file__).with_name("openenv_server.py")

@@ -17,7 +17,7 @@ from agentrl.errors import ConfigError, EnvError
 from agentrl.testing import Script, ScriptedEngine, call
 from agentrl.tokens.tokenizer import TurnTokenizer
 from agentrl.types import Trajectory, TrajectoryGroup
-from tests.agentrl.rollout.playing import play_group
+from tests.agentrl.rollouts.playing import play_group
 from tests.envs.adapters.side_venv import python_of
 
 HERE = Path(__file__).parent

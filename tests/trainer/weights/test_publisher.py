@@ -24,7 +24,7 @@ from agentrl.engine.vllm.gloo_group import Deadline, Group, meet
 from agentrl.engine.vllm.watch import Watch
 from agentrl.errors import ConfigError, LearnerError, WeightsWanted
 from agentrl.types import Probe, TransferInit, WeightsRef
-from tests.agentrl.train.troubles import Trouble
+from tests.agentrl.training.troubles import Trouble
 from trainer.weights.publisher import Publisher, TransferSettings
 from trainer.weights.source import WeightSource
 from trainer.weights.streamed import EXIT_HUNG, StreamedPublisher, _init_info, json_safe, within

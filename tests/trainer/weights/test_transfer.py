@@ -27,7 +27,7 @@ from agentrl.engine.vllm_engine import VLLMEngine
 from agentrl.engine.weight_updates import UpdateSettings
 from agentrl.errors import EngineError, WeightSyncError
 from agentrl.supervision.serving import serving
-from agentrl.train.learner_api import RunOver, create_app
+from agentrl.training.learner_api import RunOver, create_app
 from agentrl.types import Batch, Probe, StepOutput, TransferInit, WeightsRef
 from tests.conftest import VLLMServer
 from tests.device import cpu_engine_only, engine_settings, parity_bound, without_gpus

@@ -1,0 +1,117 @@
+"""The episodes of one task, each tried again when a part failed: a group is complete or does not exist.
+
+Independent of how an episode is played: GroupPlayer is given a MakeRunner.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Generic, Protocol, TypeVar
+
+from agentrl.env import Env, uninterrupted_close
+from agentrl.env.agent_env import AgentEnv
+from agentrl.errors import InfraError, WeightSyncError, raise_first
+from agentrl.rollouts.episode import EpisodeRunner, play_episode
+from agentrl.rollouts.settings import Attempt, RolloutSettings
+from agentrl.run_folder import EpisodeKind
+from agentrl.supervision.backoff import backoff_s
+from agentrl.types import EpisodeRecord, Task, TrajectoryGroup
+
+log = logging.getLogger(__name__)
+
+ModelT = TypeVar("ModelT")
+ModelT_contra = TypeVar("ModelT_contra", contravariant=True)
+
+
+class MakeRunner(Protocol[ModelT_contra]):
+    """How episodes are played with one kind of model, such as an Engine or a ChatModel.
+
+    runner = runners.for_env(env, attempt, engine, settings)
+    """
+
+    def for_env(self, env: Env, attempt: Attempt, model: ModelT_contra, settings: RolloutSettings) -> EpisodeRunner:
+        """The environment leads the conversation."""
+        ...
+
+    def for_agent(
+        self, env: AgentEnv, attempt: Attempt, model: ModelT_contra, settings: RolloutSettings
+    ) -> EpisodeRunner:
+        """The environment's own agent leads it."""
+        ...
+
+
+class GroupPlayer(Generic[ModelT]):
+    """Turns tasks into groups, with everything that a run has settled. One per run.
+
+        player = GroupPlayer(make_env, settings_of(config), TokenRunners(tokenizer))
+        group = await player.play_group(engine, 7, task, kind="train")
+
+    Args:
+        make_env: a new environment for one episode.
+        settings: of training groups, and of the samples of held-out tasks.
+    """
+
+    def __init__(
+        self, make_env: Callable[[], Env], settings: Mapping[EpisodeKind, RolloutSettings], runners: MakeRunner[ModelT]
+    ) -> None:
+        self._make_env = make_env
+        self._settings = settings
+        self._runners = runners
+
+    async def play_group(self, model: ModelT, group_id: int, task: Task, /, *, kind: EpisodeKind) -> TrajectoryGroup:
+        """Play `task` `group_size` times at once, each in an environment of its own.
+
+        An episode that fails for infrastructure is played again up to `max_retries` times; then its error is raised
+        and the other episodes are cancelled. `info["retries"]` counts the failed attempts. With `request_seeds` an
+        episode that is played again, also in another process, asks for the same tokens. Raises InfraError, ConfigError.
+        """
+        settings = self._settings[kind]
+        try:
+            async with asyncio.TaskGroup() as tg:
+                members = [
+                    tg.create_task(
+                        self._member(model, _attempt(task, kind, group_id, index, settings.seed), settings),
+                        name=f"episode {kind}-{group_id}-{index}",
+                    )
+                    for index in range(settings.config.group_size)
+                ]
+        except BaseExceptionGroup as group:
+            raise_first(group)
+        return TrajectoryGroup(group_id=group_id, task=task, episodes=tuple(m.result() for m in members))
+
+    async def _member(self, model: ModelT, first: Attempt, settings: RolloutSettings) -> EpisodeRecord:
+        max_retries = settings.config.max_retries
+        for number in range(max_retries + 1):
+            try:
+                episode = await uninterrupted_close(self._play(model, replace(first, number=number), settings))
+                return episode if number == 0 else _with_retries(episode, number)
+            except WeightSyncError:
+                raise
+            except InfraError as error:
+                if number == max_retries:
+                    raise
+                log.warning("episode %s failed, retry %d: %s", first.episode_id, number + 1, error)
+                await asyncio.sleep(backoff_s(number, base_s=settings.backoff_s))
+        raise AssertionError("unreachable")
+
+    async def _play(self, model: ModelT, attempt: Attempt, settings: RolloutSettings) -> EpisodeRecord:
+        env = self._make_env()
+        if isinstance(env, AgentEnv):
+            runner = self._runners.for_agent(env, attempt, model, settings)
+        else:
+            runner = self._runners.for_env(env, attempt, model, settings)
+        return await play_episode(env, attempt, runner, settings.config)
+
+
+def _attempt(task: Task, kind: EpisodeKind, group_id: int, index: int, seed: int) -> Attempt:
+    episode_seed = zlib.crc32(f"{seed}/{task.id}/{group_id}/{index}".encode())
+    return Attempt(task=task, episode_id=f"{kind}-{group_id}-{index}", seed=episode_seed)
+
+
+def _with_retries(episode: EpisodeRecord, number: int) -> EpisodeRecord:
+    segments = (replace(one, info={**one.info, "retries": float(number)}) for one in episode.segments)
+    return replace(episode, segments=tuple(segments))

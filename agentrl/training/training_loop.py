@@ -1,0 +1,242 @@
+"""The training loop: take a batch, offer it to the learner, wait for the step and then for the new weights, repeat.
+
+With max_lag > 0 the learner is offered the next batch while the engines take the new weights.
+
+Independent of how episodes are played (rollout_loop.py) and of how a step is computed (the learner's process).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+
+from agentrl.buffer.ess_guard import EssGuard
+from agentrl.buffer.journal import Journal, StepState
+from agentrl.buffer.trajectory_buffer import TrajectoryBuffer
+from agentrl.config import Config
+from agentrl.engine.metered import MeteredEngine
+from agentrl.engine.vllm_server import publication_timeout_s
+from agentrl.env.canary import Canaries
+from agentrl.errors import NoLearningSignal, raise_first
+from agentrl.report.metrics import rollout_metrics
+from agentrl.report.observer import StepReport
+from agentrl.supervision.wait_graph import Gauges, WaitGraph
+from agentrl.training.learner_api import LearnerSession
+from agentrl.training.rollout_loop import RolloutLoop, VersionedTaskSource
+from agentrl.types import Batch, StepOutput
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopParts:
+    """The parts that the steps of one attempt work with. A run that resumes begins a new attempt with new parts.
+
+    Example: `TrainingLoop(config, LoopParts(session=session, buffer=buffer, ...), ...)`, in orchestrator.py.
+    """
+
+    session: LearnerSession
+    buffer: TrajectoryBuffer
+    rollouts: RolloutLoop
+    tasks: VersionedTaskSource
+    journal: Journal
+    engine: MeteredEngine
+    ess_guard: EssGuard
+    canaries: Canaries | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class _Mark:
+    """What was done up to a moment."""
+
+    at_s: float
+    num_tokens: int
+    busy_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _MadeStep:
+    """A step of the learner whose weights the engines do not hold yet."""
+
+    step: int
+    batch: Batch
+    output: StepOutput
+    began: _Mark
+
+
+class TrainingLoop:
+    """Makes the steps of a run, from the buffer's version to the last.
+
+    Args:
+        record: stores the report on a step and its batch.
+        evaluate: measures the version that the engines hold.
+        trained_s: seconds spent training before this attempt, in a run that was resumed.
+        wait_graph: records the waits. The watchdog that reads it ends waits without a deadline of their own.
+
+    Example:
+        loop = TrainingLoop(config, parts, record=record, evaluate=evaluate, trained_s=0.0, wait_graph=wait_graph)
+        note = await loop.run()
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        parts: LoopParts,
+        *,
+        record: Callable[[StepReport, Batch], Awaitable[None]],
+        evaluate: Callable[[int], Awaitable[None]],
+        trained_s: float,
+        wait_graph: WaitGraph,
+    ) -> None:
+        self._config = config
+        self._parts = parts
+        self._record = record
+        self._evaluate = evaluate
+        self._started = time.monotonic() - trained_s
+        self._wait_graph = wait_graph
+        self._lag = 0
+        self._publication: asyncio.Task[None] | None = None
+        self._committed = self._mark()
+
+    def gauges(self) -> Gauges:
+        """How far the loop is."""
+        parts, ledger = self._parts, self._parts.buffer.ledger()
+        return Gauges(
+            step=parts.buffer.version,
+            num_steps=self._config.train.steps,
+            version=parts.buffer.version,
+            learner_version=max(parts.session.made_version, parts.buffer.version),
+            lag=self._lag,
+            max_lag=self._config.rollout.max_lag,
+            num_tokens=parts.engine.num_tokens,
+            ledger={name: getattr(ledger, name) for name in ledger.__slots__},
+            queues={
+                "ready groups": ledger.ready,
+                "groups in flight": ledger.in_flight,
+                "slots": parts.buffer.num_slots,
+            },
+        )
+
+    @property
+    def train_s(self) -> float:
+        """Seconds spent training, including those before a resume."""
+        return time.monotonic() - self._started
+
+    async def run(self) -> str:
+        """Make every step. Returns why it ended early, or an empty text. Raises the error that ended it otherwise."""
+        try:
+            async with asyncio.TaskGroup() as publications:
+                return await self._steps(publications)
+        except BaseExceptionGroup as errors:
+            raise_first(errors)
+
+    async def _steps(self, publications: asyncio.TaskGroup) -> str:
+        """The engines take a step's weights while the learner has the next batch, where nothing must wait for them."""
+        settings = self._config.train
+        for step in range(self._parts.buffer.version + 1, settings.steps + 1):
+            if settings.max_minutes is not None and self.train_s > 60 * settings.max_minutes:
+                return f"the {settings.max_minutes:g} minutes of train.max_minutes were used up"
+            try:
+                made = await self._made(step)
+            except NoLearningSignal as error:
+                if step == 1:
+                    raise
+                return str(error)
+            if self._publication is not None:
+                await self._publication  # its weights are in the engines, but its record may still be written
+            self._publication = publications.create_task(self._published(made), name=f"weights of step {step}")
+            is_measured = bool(self._config.eval.every) and step % self._config.eval.every == 0
+            if self._config.rollout.max_lag == 0 or is_measured or self._has_canaries(step):
+                await self._publication
+            await self._check_canaries(step)
+            if is_measured and step < settings.steps:
+                await self._evaluate(step)
+        return ""
+
+    async def _made(self, step: int) -> _MadeStep:
+        """Take a batch and have the learner make the step."""
+        parts, began = self._parts, self._mark()
+        with self._wait_graph.waiting("training loop", on="rollouts", what="a full batch"):
+            batch = await parts.buffer.take()
+        self._lag = max(batch.policy_version - group.policy_version for group in batch.groups)
+        if self._config.engine.sleep_while_training:
+            await parts.engine.sleep()  # until the new weights wake it
+        within_s = self._config.learner.step_timeout_s
+        if self._publication is not None and not self._publication.done():
+            within_s += publication_timeout_s(self._config.engine)  # the learner reports the step after it
+        with self._wait_graph.waiting("training loop", on="learner", what="a step", within_s=within_s):
+            output = await parts.session.train(batch, within_s=within_s)
+        await parts.buffer.stepped(output.policy_version)
+        return _MadeStep(step=step, batch=batch, output=output, began=began)
+
+    async def _published(self, made: _MadeStep) -> None:
+        """Wait until every engine holds the step's weights, then record it."""
+        parts = self._parts
+        within_s = max(self._config.learner.step_timeout_s, publication_timeout_s(self._config.engine))
+        with self._wait_graph.waiting("training loop", on="learner", what="new weights", within_s=within_s):
+            ref = await parts.session.weights(within_s=within_s)
+        await self._act_on_ess(made.output)
+        parts.tasks.committed(ref.policy_version)
+        await parts.buffer.commit(ref.policy_version)
+        began, self._committed = max(made.began, self._committed), self._mark()
+        seconds = self._committed.at_s - began.at_s
+        timing = {
+            "engine/tokens_per_s": (self._committed.num_tokens - began.num_tokens) / seconds,
+            "engine/busy_share": min(1.0, (self._committed.busy_s - began.busy_s) / seconds),
+            "run/step_s": seconds,
+            "run/overlap": parts.session.overlap,
+        }
+        metrics = self._metrics(made.batch, made.output, timing)
+        report = StepReport(step=made.step, output=made.output, update=parts.session.last_update, metrics=metrics)
+        await self._record(report, made.batch)
+        # Last: a step that a crash leaves without this mark is recorded again.
+        state = StepState(ess_guard=parts.ess_guard.state_dict(), train_s=self.train_s)
+        parts.journal.step_made(made.step, state, resumable_from=made.output.resumable_from)
+
+    def _mark(self) -> _Mark:
+        engine = self._parts.engine
+        return _Mark(at_s=time.monotonic(), num_tokens=engine.num_tokens, busy_s=engine.busy.seconds)
+
+    def _has_canaries(self, step: int) -> bool:
+        every = self._config.rollout.canary_every
+        return self._parts.canaries is not None and bool(every) and step % every == 0
+
+    async def _check_canaries(self, step: int) -> None:
+        canaries = self._parts.canaries
+        if canaries is not None and self._has_canaries(step):
+            with self._wait_graph.waiting("training loop", on="canaries", what="known outcomes"):
+                await canaries.check(when=f"after step {step}")
+
+    async def _act_on_ess(self, output: StepOutput) -> None:
+        """Admit groups with less lag while the effective sample size is low, with more when it has recovered."""
+        guard = self._parts.ess_guard
+        before, lag = guard.lag, guard.observe(output.ess_ratio)
+        if lag == before:
+            return
+        floor = self._config.algorithm.ess_floor
+        log.warning("ESS ratio %s, ess_floor %s: groups are now admitted with lag %d", output.ess_ratio, floor, lag)
+        await self._parts.buffer.set_lag(lag)
+
+    def _metrics(self, batch: Batch, output: StepOutput, timing: Mapping[str, float]) -> dict[str, float]:
+        parts, ledger = self._parts, self._parts.buffer.ledger()
+        assert ledger.balanced(), ledger
+        update = parts.session.last_update
+        values = {
+            **output.metrics,
+            **rollout_metrics(parts.rollouts.pop_finished() or batch.groups),
+            **{f"ledger/{name}": float(getattr(ledger, name)) for name in ledger.__slots__},
+            "buffer/ready_groups": float(ledger.ready),
+            "buffer/in_flight_groups": float(ledger.in_flight),
+            "buffer/admission_lag": float(parts.ess_guard.lag),
+            **parts.engine.metrics(),
+            **(update.metrics() if update else {}),
+            "wait/learner_for_batch_s": output.wait_batch_s,
+            "wait/rollout_for_slot_s": parts.rollouts.pop_slot_wait_s(),
+            **timing,
+        }
+        if dropped_lengths := parts.buffer.pop_dropped_lengths():
+            values["buffer/dropped_stale_tokens_mean"] = sum(dropped_lengths) / len(dropped_lengths)
+        return values

@@ -1,0 +1,77 @@
+"""Whole runs in which the engine releases its memory while the learner steps, on a double of a vLLM server."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from agentrl.config import Config
+from agentrl.engine.base import WeightUpdate
+from agentrl.engine.vllm_engine import VLLMEngine
+from agentrl.tokens.tokenizer import TurnTokenizer
+from agentrl.training.learner_api import LearnerSession
+from agentrl.types import Batch, StepOutput, WeightsRef
+from tests.agentrl.engine.vllm_double import vllm_double
+from tests.agentrl.training.test_troubleshooting_engine import provable
+from tests.agentrl.training.whole_run import YesAndNo, make_config, obedient_learner, orchestrating, run_with
+
+
+class Sleeping(VLLMEngine):
+    """Tells its script which version it has."""
+
+    script: YesAndNo
+
+    async def update_weights(self, ref: WeightsRef) -> WeightUpdate:
+        update = await super().update_weights(provable(ref))
+        self.script.policy_version = ref.policy_version
+        return update
+
+
+def config_for(tmp_path: Path) -> Config:
+    config = make_config(tmp_path, steps=3, eval_every=2, max_lag=0)
+    return config.model_copy(update={"engine": config.engine.model_copy(update={"sleep_while_training": True})})
+
+
+async def test_the_learner_has_the_gpu_to_itself_from_the_batch_to_the_new_weights(
+    tmp_path: Path, tokenizer: TurnTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = YesAndNo(tokenizer)
+    stepped: list[set[str]] = []
+    async with vllm_double(script) as double, Sleeping(double.url) as engine:
+        engine.script = script
+        train = LearnerSession.train
+
+        async def watched(session: LearnerSession, batch: Batch, *, within_s: float) -> StepOutput:
+            stepped.append(set(double.asleep))
+            return await train(session, batch, within_s=within_s)
+
+        monkeypatch.setattr(LearnerSession, "train", watched)
+        summary, seen = await run_with(config_for(tmp_path), engine, tokenizer)
+        assert summary.num_steps == len(seen) == 3
+        assert stepped == [{"weights", "kv_cache"}] * 3
+        changes = [call for call in double.calls if call in ("sleep", "wake_up weights", "wake_up kv_cache")]
+        assert changes == ["sleep", "wake_up weights", "wake_up kv_cache"] * 3
+        asleep = False
+        for call in double.calls:
+            asleep = call == "sleep" or (asleep and call != "wake_up kv_cache")
+            assert not (asleep and call == "inference/v1/generate")
+        assert double.lies == []
+
+
+async def test_a_learner_that_dies_while_the_engine_sleeps_wakes_it_when_it_is_back(
+    tmp_path: Path, tokenizer: TurnTokenizer
+) -> None:
+    script = YesAndNo(tokenizer)
+    async with vllm_double(script) as double, Sleeping(double.url) as engine:
+        engine.script = script
+        async with orchestrating(config_for(tmp_path), engine, tokenizer) as (orchestrator, url):
+            run = asyncio.create_task(orchestrator.run())
+            await obedient_learner(url, [], name="first", dies_at=1)
+            assert double.asleep == {"weights", "kv_cache"}
+            await obedient_learner(url, [], name="second", version=0)
+            assert (await run).num_steps == 3
+        changes = [call for call in double.calls if call in ("sleep", "wake_up kv_cache")]
+        assert changes == ["sleep", "wake_up kv_cache"] * 5  # two steps of the first learner, three of the second
+        assert double.asleep == set() and double.lies == []

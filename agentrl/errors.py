@@ -32,7 +32,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NoReturn
+
+DISTRIBUTION = "agentrl-vcpo"
+"""The project's name for pip; `agentrl` on PyPI is another package."""
 
 
 class AgentRLError(Exception):
@@ -48,7 +52,19 @@ class DataError(ConfigError):
 
 
 class MissingDependencyError(ConfigError):
-    """An optional package is needed; the message names the extra to install."""
+    """An optional package is needed; the message has the command that installs it."""
+
+    @classmethod
+    def of_extra(cls, need: str, extra: str) -> MissingDependencyError:
+        """`need` says what is missing, and what for; `extra` is the name in pyproject.toml.
+
+        Example:
+            raise MissingDependencyError.of_extra("the mcp package is not installed", "mcp")
+        """
+        checkout = Path(__file__).parent.parent
+        here = checkout if (checkout / "pyproject.toml").is_file() else None
+        command = f"pip install -e '{here}[{extra}]'" if here else f"pip install '{DISTRIBUTION}[{extra}]'"
+        return cls(f"{need}: {command}")
 
 
 class InfraError(AgentRLError):

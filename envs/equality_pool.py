@@ -79,9 +79,8 @@ class EqualityPool:
 class _Worker:
     def __init__(self) -> None:
         if importlib.util.find_spec("math_verify") is None:
-            raise MissingDependencyError(
-                "grading answers that are not integers needs math-verify: pip install 'agentrl[grading]'"
-            )
+            need = "grading answers that are not integers needs math-verify"
+            raise MissingDependencyError.of_extra(need, "grading")
         self._process = subprocess.Popen(
             [sys.executable, "-m", "envs.equality_worker", str(CPU_LIMIT_S), str(MEMORY_BYTES)],
             stdin=subprocess.PIPE,

@@ -91,5 +91,6 @@ else
   $pip install -qq --no-deps --retries 1 --extra-index-url https://download.pytorch.org/whl/cpu "$(pin torch)"
   $pip install -qq --no-deps --no-build-isolation -r "$lock"
 fi
+$pip uninstall -qq -y agentrl 2>/dev/null || true # this distribution's name before it was agentrl-vcpo: one set of entry points
 $pip install -qq --no-deps --no-build-isolation -e "$here/.."
 say "done, $(du -sh "$venv" | cut -f1)"

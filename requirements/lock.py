@@ -29,7 +29,7 @@ GPU_HEADER = """\
 def cpu_pins() -> dict[str, str]:
     """Versions of what is installed, by name."""
     pins = {d.metadata["Name"].lower().replace("_", "-"): d.version.split("+")[0] for d in distributions()}
-    pins.pop("agentrl", None)
+    pins.pop("agentrl-vcpo", None)
     return pins
 
 

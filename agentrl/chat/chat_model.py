@@ -69,9 +69,8 @@ class ChatModel:
         try:
             import openai
         except ImportError as error:
-            raise MissingDependencyError(
-                "a model behind an OpenAI-compatible endpoint needs the openai package: pip install 'agentrl[chat]'"
-            ) from error
+            need = "a model behind an OpenAI-compatible endpoint needs the openai package"
+            raise MissingDependencyError.of_extra(need, "chat") from error
         self._openai = openai
         self._client = openai.AsyncOpenAI(
             base_url=url, api_key=api_key or "none", timeout=request_timeout_s, max_retries=max_retries

@@ -142,7 +142,7 @@ def _parquet(path: Path, stem: str) -> Iterator[_Row]:
         import pyarrow as arrow
         from pyarrow import parquet
     except ImportError as error:
-        raise MissingDependencyError(f"reading {path} needs pyarrow: pip install 'agentrl[data]'") from error
+        raise MissingDependencyError.of_extra(f"reading {path} needs pyarrow", "data") from error
     number = 0
     try:
         with parquet.ParquetFile(path) as file:

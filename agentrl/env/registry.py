@@ -113,7 +113,7 @@ def spec(env_id: str) -> EnvSpec:
         return _SPECS[env_id]
     failures = register_installed()
     if env_id not in _SPECS:
-        known = _suggest(env_id, list(_SPECS)) or "; no installed package registers one (pip install agentrl does)"
+        known = _suggest(env_id, list(_SPECS)) or "; no installed package registers one: run `make setup`"
         problem = f"there is no environment {env_id!r}{known}; your own: module:Class or path/to/file.py:Class"
         raise ConfigError("\n".join((problem, *failures)))
     return _SPECS[env_id]

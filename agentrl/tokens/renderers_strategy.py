@@ -91,9 +91,8 @@ def load_strategy(
         from renderers import create_renderer
         from renderers.configs import config_from_name
     except ImportError as error:
-        raise MissingDependencyError(
-            f"model.renderer={family!r} needs the renderers package: pip install 'agentrl[renderers]'"
-        ) from error
+        need = f"model.renderer={family!r} needs the renderers package"
+        raise MissingDependencyError.of_extra(need, "renderers") from error
     try:
         config = config_from_name(family)
         fields = {"thinking_retention": "all", **template_args}

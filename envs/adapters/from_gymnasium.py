@@ -153,7 +153,7 @@ def _maker(
     try:
         import gymnasium
     except ModuleNotFoundError as error:
-        raise MissingDependencyError("gymnasium is not installed: pip install 'agentrl[gymnasium]'") from error
+        raise MissingDependencyError.of_extra("gymnasium is not installed", "gymnasium") from error
     try:
         spec = gymnasium.spec(env_id)
         bare = gymnasium.make(env_id, **kwargs)

@@ -224,4 +224,4 @@ def _require_mcp() -> None:
     try:
         import mcp  # noqa: F401
     except ModuleNotFoundError as error:
-        raise MissingDependencyError("the mcp package is not installed: pip install 'agentrl[mcp]'") from error
+        raise MissingDependencyError.of_extra("the mcp package is not installed", "mcp") from error

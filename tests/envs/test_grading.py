@@ -172,7 +172,7 @@ def test_workers_end_with_their_owner() -> None:
 
 def test_a_missing_math_verify_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(equality_pool.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MissingDependencyError, match=r"agentrl\[grading\]"):
+    with pytest.raises(MissingDependencyError, match=r"pip install -e .*\[grading\]"):
         EqualityPool(1).equal("x", "y")
 
 

@@ -26,7 +26,7 @@ from rich.text import Text
 
 from agentrl.cli.doctor.findings import Finding, shortened
 from agentrl.engine.vllm_command import has_nvidia_device
-from agentrl.errors import ConfigError
+from agentrl.errors import DISTRIBUTION, ConfigError
 from agentrl.run_folder import write_atomically
 from agentrl.supervision.child import child, module_command
 
@@ -140,7 +140,7 @@ def _begun(request: ReportRequest) -> dict[str, Any]:
     machine = _fingerprint()
     head = {
         "schema_version": SCHEMA_VERSION,
-        "agentrl_version": metadata.version("agentrl"),
+        "agentrl_version": metadata.version(DISTRIBUTION),
         "commit": _commit(),
         "device": request.device,
         "machine_fingerprint": machine,

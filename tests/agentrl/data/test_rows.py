@@ -136,7 +136,7 @@ def test_a_parquet_file_that_is_none_is_a_config_error(tmp_path: Path) -> None:
 def test_parquet_without_pyarrow_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_parquet(tmp_path / "rows.parquet", [{"problem": "x"}])
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(MissingDependencyError, match=r"agentrl\[data\]"):
+    with pytest.raises(MissingDependencyError, match=r"pip install -e .*\[data\]"):
         read_tasks(path)
 
 

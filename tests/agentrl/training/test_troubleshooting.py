@@ -38,8 +38,8 @@ LEARNER_AGAIN = Trouble("the learner was restarted: the run continues from the j
 
 PROVOKED_ELSEWHERE = {
     "... can be reached by others": "supervision/test_secrets.py::test_an_engine_that_others_reach_demands_a_token",
-    "... is being trained by process": "train/test_resume.py::test_two_processes_do_not_train_one_run",
-    "the last ... groups each had": "train/test_orchestrator.py::test_a_task_without_signal_ends_with_a_reason",
+    "... is being trained by process": "training/test_resume.py::test_two_processes_do_not_train_one_run",
+    "the last ... groups each had": "training/test_orchestrator.py::test_a_task_without_signal_ends_with_a_reason",
     "the engine ended with exit code": "engine/test_vllm_server.py::test_a_server_that_ends_is_reported_with_its_log",
     "weights of version ...; it has a part": "engine/test_weight_updates.py::"
     "test_a_streamed_update_that_broke_off_is_never_resumed_and_a_complete_one_ends_the_wait",
@@ -47,8 +47,8 @@ PROVOKED_ELSEWHERE = {
     "test_a_server_that_is_not_ours_has_to_be_restarted_by_its_owner",
     "update_order=rolling": "engine/test_launch_servers.py::"
     "test_settings_that_cannot_work_are_refused_with_how_to_fix_them",
-    "model.path=... is quantised": "train/test_model_folder.py::test_a_quantised_checkpoint_is_refused_by_name",
-    "model.path=... is a mixture": "train/test_model_folder.py::test_a_run_refuses_before_anything_starts",
+    "model.path=... is quantised": "training/test_model_folder.py::test_a_quantised_checkpoint_is_refused_by_name",
+    "model.path=... is a mixture": "training/test_model_folder.py::test_a_run_refuses_before_anything_starts",
     "one logprob of the probe text": "engine/test_parity.py::"
     "test_an_update_with_one_outlier_is_taken_and_logged_and_one_that_is_off_is_refused",
     "no engine is left": "engine/test_pool.py::test_an_update_that_no_engine_takes_is_an_error",
@@ -58,8 +58,9 @@ PROVOKED_ELSEWHERE = {
     "learner.hostfile: DeepSpeed's": "engine/test_placement.py::test_the_first_of_two_nodes",
     "... is a CUDA build": "engine/test_vllm_command.py::"
     "test_a_cuda_build_behind_an_empty_mask_is_not_started_with_a_cpu_s_flags",
-    "the learner did not deliver": "train/test_stalls.py::test_a_learner_that_never_comes_is_ended_by_its_own_deadline",
-    "nothing moved for": "train/test_stalls.py::"
+    "the learner did not deliver": "training/test_stalls.py::"
+    "test_a_learner_that_never_comes_is_ended_by_its_own_deadline",
+    "nothing moved for": "training/test_stalls.py::"
     "test_an_engine_that_falls_silent_in_training_is_named_down_the_whole_chain",
     "no thread of this process": "supervision/test_watchdog.py::test_code_that_lets_no_thread_run_is_interrupted_too",
     "...; the run was cancelled": "supervision/test_watchdog.py::"

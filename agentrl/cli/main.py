@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from agentrl.cli.config import config as config_command
 from agentrl.cli.doctor.command import doctor
 from agentrl.cli.env import env_app
-from agentrl.cli.explain import explain
 from agentrl.cli.options import (
     ApiKeyEnv,
     ConfigPath,
@@ -53,7 +53,7 @@ app.command(name="status")(status)
 app.command(name="orchestrator")(orchestrator)
 app.command(name="learner")(learner)
 app.command(name="doctor")(doctor)
-app.command(name="explain")(explain)
+app.command(name="config")(config_command)
 
 
 @app.command()
@@ -72,7 +72,7 @@ def train(
 ) -> None:
     """Start sandbox, engine and learner on this machine, train, write the run folder with report.html, stop them.
 
-    `agentrl explain` documents the keys of a config.
+    `agentrl config` documents the keys of a config.
     """
 
     def main() -> None:

@@ -76,7 +76,7 @@ def _explain(item: Any) -> str:
     """One pydantic error as a sentence that says how to fix it."""
     where = ".".join(str(part) for part in item["loc"]) or "config"
     if item["type"] != "extra_forbidden":
-        help_ = f"; `agentrl explain {where}` says what they mean" if item["type"] == "literal_error" else ""
+        help_ = f"; `agentrl config --describe {where}` says what they mean" if item["type"] == "literal_error" else ""
         return f"  {where}: {item['msg'].removeprefix('Value error, ')} (got {_shorten(item.get('input'))}){help_}"
     known = _known_keys(item["loc"][:-1])
     near = difflib.get_close_matches(str(item["loc"][-1]), known, n=1, cutoff=0.5)

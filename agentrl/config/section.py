@@ -15,7 +15,7 @@ from pydantic_core import CoreSchema
 class Section(BaseModel):
     """A frozen node of the config tree. Unknown keys are refused.
 
-    The string below each field is its documentation: `agentrl explain` and docs/configuration.md show it.
+    The string below each field is its documentation: `agentrl config` and docs/config.md show it.
 
     Example:
         >>> class Cooking(Section):

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import pytest
 
-from agentrl.cli.explain import registered_names
+from agentrl.cli.config import registered_names
 from agentrl.config import Section
 from agentrl.config.presets import PRESETS
 from agentrl.config.reference import NAMES, find, sections
@@ -62,9 +62,10 @@ def test_the_sandbox_says_of_its_backends_what_the_config_says() -> None:
         assert f"{name:<12}{line}" in shown.stdout
 
 
-def test_the_page_of_the_docs_is_current() -> None:
-    made = subprocess.run([*AGENTRL, "explain", "--markdown"], capture_output=True, text=True, check=True, timeout=60)
-    assert (DOCS / "configuration.md").read_text() == made.stdout, "agentrl explain --markdown > docs/configuration.md"
+@pytest.mark.parametrize(("option", "file"), [("--markdown", "config.md"), ("--schema", "config.schema.json")])
+def test_the_generated_files_of_the_docs_are_current(option: str, file: str) -> None:
+    made = subprocess.run([*AGENTRL, "config", option], capture_output=True, text=True, check=True, timeout=60)
+    assert (DOCS / file).read_text() == made.stdout, f"agentrl config {option} > docs/{file}"
 
 
 @pytest.mark.parametrize(
@@ -107,8 +108,10 @@ def test_the_table_of_adapters_has_every_scheme() -> None:
         ("model.lora.rank", "Rank of B A."),
     ],
 )
-def test_explain_prints_a_key_or_a_section(key: str, shown: str) -> None:
-    done = subprocess.run([*AGENTRL, "explain", key], capture_output=True, text=True, check=True, timeout=60)
+def test_describe_prints_a_key_or_a_section(key: str, shown: str) -> None:
+    done = subprocess.run(
+        [*AGENTRL, "config", "--describe", key], capture_output=True, text=True, check=True, timeout=60
+    )
     assert shown in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 120
 

@@ -91,10 +91,10 @@ def markdown(known: Known | None = None) -> str:
         "Every key of a run's YAML file. `section.key=value` on the command line overrides one, an unknown key is an",
         "error that names the nearest known one, and `agentrl config --describe KEY` prints an entry of this page.",
         "",
-        "An editor with a YAML language server (VS Code: Red Hat's extension YAML) completes keys and names, shows these",
-        "sentences and marks errors, where the first line of the file leads to `docs/config.schema.json` as in `configs/`:",
-        "`# yaml-language-server: $schema=../docs/config.schema.json`. Without a checkout,",
-        "`agentrl config --schema > config.schema.json` writes it. `agentrl config CONFIG` prints a config with all keys.",
+        "An editor with a YAML language server (VS Code: Red Hat's extension YAML) completes keys and names, shows",
+        "these sentences and marks errors, where the first line of a file leads to `docs/config.schema.json`, as in",
+        "`configs/`: `# yaml-language-server: $schema=../docs/config.schema.json`. Without a checkout,",
+        "`agentrl config --schema > config.schema.json` writes it. `agentrl config CONFIG` prints a config in full.",
     ]
     for section, keys in sections(known):
         lines += ["", f"## `{section.path}`" if section.path else "## The run", "", _cell(section.doc), ""]

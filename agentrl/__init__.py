@@ -1,7 +1,8 @@
 """Train language models to use tools over many turns, asynchronously.
 
-Exports what environments are written with: `import agentrl; agentrl.make("AimePython-v0")`. Names are loaded at first
-use, so that `import agentrl` alone loads nothing. The parts of a run are in the packages below.
+Exports the Python API (`agentrl.train`, docs/python-api.md) and what environments are written with
+(`agentrl.make("AimePython-v0")`). Names are loaded at first use, so that `import agentrl` alone loads nothing. The
+parts of a run are in the packages below.
 
 May import: `sandbox.client` and `sandbox.protocol`; neither `envs` nor `trainer`. Start reading in
 `examples/minimal_loop.py`, then `agentrl/types.py`.
@@ -13,14 +14,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from agentrl.check import check_env
+    from agentrl.api import Run, RunResult, check_env, evaluate, read_run, rollout, train
     from agentrl.env import Action, Env, Episode, StepResult, ToolEnv, make, opened, register, spec, specs
+    from agentrl.report.observer import Observer
     from agentrl.tools import ToolError, tool
     from agentrl.types import Message, Task, ToolCall, system, user
     from agentrl.wrappers import RewardScale, TimeLimit, ToolBudget, Wrapper
 
 _PLACES = {
-    "agentrl.check": ("check_env",),
+    "agentrl.api": ("Run", "RunResult", "check_env", "evaluate", "read_run", "rollout", "train"),
     "agentrl.env": (
         "Action",
         "Env",
@@ -33,6 +35,7 @@ _PLACES = {
         "spec",
         "specs",
     ),
+    "agentrl.report.observer": ("Observer",),
     "agentrl.tools": ("ToolError", "tool"),
     "agentrl.types": ("Message", "Task", "ToolCall", "system", "user"),
     "agentrl.wrappers": ("RewardScale", "TimeLimit", "ToolBudget", "Wrapper"),
@@ -44,7 +47,10 @@ __all__ = [
     "Env",
     "Episode",
     "Message",
+    "Observer",
     "RewardScale",
+    "Run",
+    "RunResult",
     "StepResult",
     "Task",
     "TimeLimit",
@@ -54,13 +60,17 @@ __all__ = [
     "ToolError",
     "Wrapper",
     "check_env",
+    "evaluate",
     "make",
     "opened",
+    "read_run",
     "register",
+    "rollout",
     "spec",
     "specs",
     "system",
     "tool",
+    "train",
     "user",
 ]
 

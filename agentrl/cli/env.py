@@ -135,34 +135,25 @@ def env_check(
     debug: Debug = False,
 ) -> None:
     """Check an environment: contract, tools, seeds, clean-up, tokens; a gold answer scores 1.0, a wrong one 0.0."""
-    kwargs = guarded(lambda: _kwargs(arguments), debug=debug)
-    report = run(_check(target, kwargs=kwargs, data=data, limit=limit, tokenizer=tokenizer), debug=debug)
-    if not report.ok:
-        raise typer.Exit(1)
 
+    def main() -> CheckReport:
+        from rich.text import Text
 
-async def _check(
-    target: str, *, kwargs: dict[str, Any], data: str | None, limit: int | None, tokenizer: str | None
-) -> CheckReport:
-    """Run the checks with a real sandbox and print them. Raises ConfigError for a target or data file that is wrong."""
-    from rich.text import Text
+        from agentrl import api
+        from agentrl.report.console import EvalConsole
 
-    from agentrl.check import check_env
-    from agentrl.env import load_env_class
-    from agentrl.report.console import EvalConsole
-    from sandbox.client import SandboxClient
-
-    env_class = load_env_class(target, kwargs)
-    console = EvalConsole()
-    async with SandboxClient.embedded() as sandbox:
-        with console.progress("checking") as advance:
-            report = await check_env(
-                env_class, data=data, sandbox=sandbox, limit=limit, tokenizer=tokenizer, progress=advance
+        console = EvalConsole()
+        with console.phase("checking") as advance:
+            report = api.check_env(
+                target, data=data, limit=limit, kwargs=_kwargs(arguments), tokenizer=tokenizer, progress=advance
             )
-    for check in report.checks:
-        mark = ("ok   ", "green") if check.ok else ("FAIL ", "bold red")
-        console.line(Text.assemble(mark, f"{check.name}: {check.detail}"))
-    return report
+        for check in report.checks:
+            mark = ("ok   ", "green") if check.ok else ("FAIL ", "bold red")
+            console.line(Text.assemble(mark, f"{check.name}: {check.detail}"))
+        return report
+
+    if not guarded(main, debug=debug).ok:
+        raise typer.Exit(1)
 
 
 @env_app.command(name="play")

@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -18,6 +18,7 @@ from agentrl.cli.config import config as config_command
 from agentrl.cli.doctor.command import doctor
 from agentrl.cli.env import env_app
 from agentrl.cli.options import (
+    NOTHING_LEFT,
     ApiKeyEnv,
     ConfigPath,
     Data,
@@ -25,21 +26,15 @@ from agentrl.cli.options import (
     Latest,
     Model,
     Overrides,
-    PlayOptions,
     ServedModel,
     Target,
     Tokenizer,
 )
 from agentrl.cli.options import fail as _fail
 from agentrl.cli.options import guarded as _guarded
-from agentrl.cli.options import run as _run
-from agentrl.cli.services import learner, orchestrator, point, unfinished
+from agentrl.cli.services import learner, orchestrator, pointing, unfinished
 from agentrl.cli.status import status
 from agentrl.errors import ConfigError
-
-if TYPE_CHECKING:
-    from agentrl.config import Config
-    from agentrl.run_folder import RunFolder
 
 app = typer.Typer(
     name="agentrl",
@@ -76,39 +71,23 @@ def train(
     """
 
     def main() -> None:
-        loaded, run = _new_or_resumed(config, overrides or [], resume, latest)
-        _run(_train(loaded, run, latest), debug=debug)
+        from agentrl import api
+        from agentrl import config as configs
+
+        changes, keeping = overrides or [], pointing(latest)
+        if resume is not None:
+            changes = [*filter(None, [config]), *changes]
+            api.train(resume=resume, overrides=changes, observer=keeping, console=True)
+        elif config is None:
+            raise ConfigError(
+                "give a config, e.g. agentrl train configs/quickstart.yaml, or --resume with a run's folder"
+            )
+        elif (last := unfinished(latest, configs.load(config, changes))) is not None:
+            api.train(resume=last.path, observer=keeping, console=True)
+        else:
+            api.train(config, changes, observer=keeping, console=True)
 
     _guarded(main, debug=debug)
-
-
-def _new_or_resumed(
-    config: str | None, overrides: list[str], resume: Path | None, latest: Path | None
-) -> tuple[Config, RunFolder | None]:
-    from agentrl import config as configs
-    from agentrl.training.resume import reopen
-
-    if resume is not None:
-        run, resumed = reopen(resume, [*filter(None, [config]), *overrides])
-        return resumed, run
-    if config is None:
-        raise ConfigError("give a config, e.g. agentrl train configs/quickstart.yaml, or --resume with a run's folder")
-    loaded = configs.load(config, overrides)
-    return loaded, unfinished(latest, loaded)
-
-
-async def _train(config: Config, resumed: RunFolder | None, latest: Path | None) -> None:
-    from agentrl.report.console import TrainConsole
-    from agentrl.run_folder import RunFolder
-    from agentrl.supervision.secrets import Secrets
-    from agentrl.training.run import Training, train
-
-    console = TrainConsole(total_steps=config.train.steps)
-    training = Training(config, console, secrets=Secrets.from_environment(os.environ))
-    run = resumed or RunFolder.create(config.out_dir, config.name, config=config)
-    if latest is not None:
-        point(latest, run.path)
-    await train(training, run, console)
 
 
 @app.command(name="eval")
@@ -126,22 +105,25 @@ def evaluate(
     debug: Debug = False,
 ) -> None:
     """Measure a model on held-out rows: avg@n and pass@k with 95 % confidence intervals."""
-    from agentrl import config as configs
-    from agentrl.cli.evaluate import Request, measure
 
-    config = configs.load(config_path, overrides or [])
-    options = PlayOptions(
-        model=model,
-        served_model=served_model,
-        api_key_env=api_key_env,
-        data=data,
-        target=target,
-        tokenizer=tokenizer,
-        samples=samples,
-        limit=limit,
-    )
-    request = Request.from_options(config, options, environ=os.environ)
-    _run(measure(request), debug=debug)
+    def main() -> None:
+        from agentrl import api
+
+        api.evaluate(
+            config_path,
+            overrides or [],
+            model=model,
+            served_model=served_model,
+            api_key_env=api_key_env,
+            data=data,
+            env=target,
+            tokenizer=tokenizer,
+            samples=samples,
+            limit=limit,
+            console=True,
+        )
+
+    _guarded(main, debug=debug, interrupted=NOTHING_LEFT)
 
 
 @app.command()
@@ -165,24 +147,34 @@ def rollout(
     debug: Debug = False,
 ) -> None:
     """Play episodes with a model, and read them."""
-    from agentrl import config as configs
-    from agentrl.cli.evaluate import Request
-    from agentrl.cli.rollout import Sample, sample_episodes
 
-    config = configs.load(config_path, overrides or [])
-    options = PlayOptions(
-        model=model,
-        served_model=served_model,
-        api_key_env=api_key_env,
-        data=data,
-        target=target,
-        tokenizer=tokenizer,
-        samples=samples,
-        limit=limit,
-    )
-    request = Request.from_options(config, options, environ=os.environ)
-    wanted = Sample(request=request, task_id=task, show=show, tokens=tokens, save=save)
-    _run(sample_episodes(wanted), debug=debug, interrupted="every part was stopped")
+    def main() -> None:
+        from agentrl import api
+        from agentrl.cli.rollout import decoder, show_groups
+
+        if tokens and served_model is not None:
+            raise ConfigError(
+                "--tokens: a chat endpoint does not return token ids; give a model folder or a vLLM's URL"
+            )
+        groups = api.rollout(
+            config_path,
+            overrides or [],
+            model=model,
+            served_model=served_model,
+            api_key_env=api_key_env,
+            data=data,
+            env=target,
+            tokenizer=tokenizer,
+            samples=samples,
+            limit=limit,
+            task=task,
+            save=save,
+            console=True,
+        )
+        decode = decoder(config_path, overrides or [], model=model, tokenizer=tokenizer) if tokens else None
+        show_groups(groups, whole=show, decode=decode)
+
+    _guarded(main, debug=debug, interrupted=NOTHING_LEFT)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})

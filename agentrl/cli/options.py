@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
 import sys
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
 
@@ -15,6 +13,7 @@ import typer
 from agentrl.errors import AgentRLError, ConfigError
 
 T = TypeVar("T")
+NOTHING_LEFT = "every part was stopped"
 RUN_INTERRUPTED = "every part was stopped; what was finished is in the run folder"
 
 ConfigPath = Annotated[Path, typer.Argument(help="YAML file, e.g. configs/quickstart.yaml", show_default=False)]
@@ -31,7 +30,7 @@ Latest = Annotated[
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")]
 
-# Options of both `agentrl eval` and `agentrl rollout`: PlayOptions.
+# Options of both `agentrl eval` and `agentrl rollout`.
 Model = Annotated[str | None, typer.Option(help="Folder, hub name, or URL of a running server.")]
 ServedModel = Annotated[
     str | None, typer.Option(help="MODEL is any OpenAI-compatible chat endpoint (.../v1), and serves this name.")
@@ -45,62 +44,20 @@ Target = Annotated[str | None, typer.Option("--env", help="Another environment, 
 Tokenizer = Annotated[str | None, typer.Option(help="Tokenizer folder, where MODEL is a vLLM's URL.")]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlayOptions:
-    """The options of both `agentrl eval` and `agentrl rollout`. None: as the config says.
-
-    Example:
-        PlayOptions(model="models/tiny", samples=4)
-    """
-
-    model: str | None = None
-    served_model: str | None = None
-    api_key_env: str | None = None
-    data: str | None = None
-    target: str | None = None
-    tokenizer: str | None = None
-    samples: int | None = None  # of each task
-    limit: int | None = None  # tasks
-
-
 def run(work: Coroutine[Any, Any, T], *, debug: bool, interrupted: str = RUN_INTERRUPTED) -> T:
     """The result of asynchronous work. Prints `interrupted` after Ctrl-C, when the work has cleaned up."""
-    return guarded(lambda: asyncio.run(_interruptible(work)), debug=debug, interrupted=interrupted)
+    from agentrl.api.blocking import blocking
 
-
-class _Interrupted(Exception):
-    """A signal to stop arrived, and the work has cleaned up."""
-
-
-async def _interruptible(work: Coroutine[Any, Any, T]) -> T:
-    """Cancel the work on Ctrl-C, SIGTERM (a container stops) and SIGHUP (a terminal closes), so that it cleans up.
-
-    Python's own handler for Ctrl-C is missing where a shell started the process in the background.
-    """
-    task = asyncio.ensure_future(work)
-    interrupted = False
-
-    def stop() -> None:
-        nonlocal interrupted
-        interrupted = True
-        task.cancel()
-
-    is_kept = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # nohup
-    for number in (signal.SIGINT, signal.SIGTERM, *(() if is_kept else (signal.SIGHUP,))):
-        asyncio.get_running_loop().add_signal_handler(number, stop)
-    try:
-        return await task
-    except asyncio.CancelledError:
-        if interrupted:
-            raise _Interrupted from None
-        raise
+    return guarded(lambda: blocking(work), debug=debug, interrupted=interrupted)
 
 
 def guarded(work: Callable[[], T], *, debug: bool, interrupted: str = RUN_INTERRUPTED) -> T:
     """Run the work. Show an error on one screen and exit with its code."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell that starts a process in the background does this
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return work()
-    except (KeyboardInterrupt, _Interrupted):
+    except KeyboardInterrupt:
         typer.echo(f"interrupted: {interrupted}", err=True)
         raise typer.Exit(130) from None
     except ConfigError as error:

@@ -18,6 +18,7 @@ from agentrl.supervision import secrets
 
 if TYPE_CHECKING:
     from agentrl.config import Config
+    from agentrl.report.observer import Observer
     from agentrl.run_folder import RunFolder
 
 
@@ -83,6 +84,21 @@ def unfinished(latest: Path | None, config: Config) -> RunFolder | None:
         return None
     typer.echo(f"{run.path.name} continues")
     return run
+
+
+def pointing(latest: Path | None) -> Observer | None:
+    """Points the link to the run's folder as soon as there is one; None without a link."""
+    from agentrl.report.observer import Observer
+
+    class Pointing(Observer):
+        """Of `--latest`."""
+
+        def run_folder(self, path: Path) -> None:
+            """See Observer."""
+            assert latest is not None
+            point(latest, path)
+
+    return None if latest is None else Pointing()
 
 
 def point(link: Path, folder: Path) -> None:

@@ -7,7 +7,7 @@ then `loading.py`. `reference.py` documents the keys.
 from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.config.engine import EngineConfig
 from agentrl.config.learner import LearnerConfig
-from agentrl.config.loading import load, parse, save
+from agentrl.config.loading import ConfigSource, Overrides, load, parse, save
 from agentrl.config.rollout import RolloutConfig
 from agentrl.config.section import Section
 from agentrl.config.tree import (
@@ -25,12 +25,14 @@ from agentrl.config.tree import (
 __all__ = [
     "AlgorithmConfig",
     "Config",
+    "ConfigSource",
     "EngineConfig",
     "EnvConfig",
     "EvalConfig",
     "LearnerConfig",
     "LoraConfig",
     "ModelConfig",
+    "Overrides",
     "RolloutConfig",
     "SandboxConfig",
     "Section",

@@ -5,8 +5,9 @@ An unknown key or name is an error that names the nearest known one. Reads no en
 
 from __future__ import annotations
 
+import copy
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,45 @@ from agentrl.config.section import Section
 from agentrl.config.tree import Config
 from agentrl.errors import ConfigError
 
+ConfigSource = str | Path | Mapping[str, Any] | Config
+"""A YAML or JSON file, a nested dict, or a config."""
+Overrides = Sequence[str] | Mapping[str, Any]
+"""`["learner.lr=1e-4"]`, where values are YAML, or `{"learner.lr": 1e-4}`. A dict in the dict, as in
+`{"learner": {"lr": 1e-4}}`, is merged into what is there; under a dotted name it replaces it."""
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a YAML file, apply `section.key=value` overrides (values are YAML), and check everything.
+
+def load(source: ConfigSource, overrides: Overrides = ()) -> Config:
+    """Read a config, apply the overrides, and check everything.
 
     Raises ConfigError with the file, the key, and the nearest known key.
 
     Example:
         config = load("configs/quickstart.yaml", ["learner.lr=1e-4", "train.steps=20"])
+        config = load(config, {"seed": 3})
     """
-    path = Path(path)
+    if isinstance(source, Config) and not overrides:
+        return source
+    tree, name = _tree(source)
+    if isinstance(overrides, str):
+        raise ConfigError(f"overrides={overrides!r} is one text: give a list of them, [{overrides!r}], or a dict")
+    if isinstance(overrides, Mapping):
+        _merge(tree, overrides)
+    else:
+        for override in overrides:
+            _apply_override(tree, override)
+    return parse(tree, source=name)
+
+
+def _tree(source: ConfigSource) -> tuple[dict[str, Any], str]:
+    """The config as plain data, and what an error calls it."""
+    if isinstance(source, Config):
+        return source.model_dump(mode="json"), "config"
+    if isinstance(source, Mapping):
+        return copy.deepcopy(dict(source)), "config"
+    return _read(Path(source)), str(source)
+
+
+def _read(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text()
     except OSError as error:
@@ -37,9 +67,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold a mapping of sections, found {type(tree).__name__}")
-    for override in overrides:
-        _apply_override(tree, override)
-    return parse(tree, source=str(path))
+    return tree
 
 
 def parse(tree: dict[str, Any], *, source: str) -> Config:
@@ -59,17 +87,31 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     key, separator, value = override.partition("=")
     if not separator or not key:
         raise ConfigError(f"override {override!r} is not of the form section.key=value")
+    try:
+        _set(tree, key, yaml.safe_load(value), said=override)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"override {override!r}: the value is not valid YAML: {error}") from error
+
+
+def _set(tree: dict[str, Any], key: str, value: Any, *, said: str) -> None:
+    """Set the value under a dotted key."""
     *sections, last = key.split(".")
     node = tree
     for section in sections:
         child = node.setdefault(section, {})
         if not isinstance(child, dict):
-            raise ConfigError(f"override {override!r}: {section!r} is a value, not a section")
+            raise ConfigError(f"override {said!r}: {section!r} is a value, not a section")
         node = child
-    try:
-        node[last] = yaml.safe_load(value)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"override {override!r}: the value is not valid YAML: {error}") from error
+    node[last] = value
+
+
+def _merge(tree: dict[str, Any], overrides: Mapping[str, Any]) -> None:
+    """Set the leaves of a nested dict, and whole values under dotted keys."""
+    for key, value in overrides.items():
+        if isinstance(value, Mapping) and isinstance(tree.get(key), dict):
+            _merge(tree[key], value)
+        else:
+            _set(tree, key, copy.deepcopy(value), said=key)
 
 
 def _explain(item: Any) -> str:

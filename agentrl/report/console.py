@@ -9,25 +9,25 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, Any
 
 from rich.console import Console
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
-from agentrl.report.observer import StepReport, Summary
+from agentrl.report.observer import Observer, Outcome, StepReport, Summary
 from agentrl.report.statistics import EvalResult
 
 log = logging.getLogger(__name__)
 
-Advance = Callable[[int, int], None]
 PLAIN_PROGRESS_EVERY_S = 15.0
 
 _COLUMNS = (  # title, metric, format, width; with the waits, a line fits 80 columns
@@ -83,7 +83,7 @@ class _LossyFile:
         )
 
 
-class Terminal:
+class Terminal(Observer):
     """Phases and progress bars, shared by all commands.
 
     Example:
@@ -92,57 +92,47 @@ class Terminal:
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(highlight=False, soft_wrap=True, file=_LossyFile(sys.stdout))  # type: ignore[arg-type]
+        self._shown: Status | Live | None = None  # of the phase, in a terminal
+        self._phase_bar: Progress | None = None
+        self._last_line = 0.0  # without a terminal: when the phase began, or its progress was last shown
         self.phase_seconds: dict[str, float] = {}
 
     def line(self, text: str | Text) -> None:
         """Print one line."""
         self._console.print(text, markup=False)
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Show a spinner while the block runs, then one line with its duration and whether it failed."""
-        with self._timed(name), self._console.status(Text(name)) if self._console.is_terminal else nullcontext():
-            yield
+    def phase_started(self, name: str) -> None:
+        """Show a spinner."""
+        self._last_line = time.monotonic()
+        if self._console.is_terminal:
+            self._show(self._console.status(Text(name)))
 
-    @contextmanager
-    def progress(self, name: str) -> Iterator[Advance]:
-        """Show a bar while the block runs; call the yielded function with (done, total)."""
-        with self._timed(name):
-            if self._console.is_terminal:
-                bar = _bar(self._console)
-                job = bar.add_task(name, total=None)
-                with Live(bar, console=self._console, transient=True):
-                    yield lambda done, total: bar.update(job, completed=done, total=total)
-            else:
-                yield self._plain_progress(name)
+    def phase_progress(self, name: str, done: int, total: int) -> None:
+        """Show a bar; without a terminal a line every few seconds, so that a log shows progress."""
+        if self._console.is_terminal:
+            if self._phase_bar is None:
+                self._phase_bar = _bar(self._console)
+                self._phase_bar.add_task(name, total=None)
+                self._show(Live(self._phase_bar, console=self._console, transient=True))
+            self._phase_bar.update(self._phase_bar.task_ids[0], completed=done, total=total)
+        elif (now := time.monotonic()) - self._last_line >= PLAIN_PROGRESS_EVERY_S:
+            self._last_line = now
+            self.line(f"{name}: {done} of {total}")
 
-    def _plain_progress(self, name: str) -> Advance:
-        """Without a terminal: a line every few seconds, so that a log shows progress."""
-        last = time.monotonic()
+    def phase_ended(self, name: str, seconds: float, outcome: Outcome) -> None:
+        """Print one line with the duration, and whether it failed."""
+        self._show(None)
+        self._phase_bar = None
+        self.phase_seconds[name] = self.phase_seconds.get(name, 0.0) + seconds
+        self.line(f"{name}: {'' if outcome == 'done' else f'{outcome} after '}{seconds:.1f} s")
 
-        def advance(done: int, total: int) -> None:
-            nonlocal last
-            if (now := time.monotonic()) - last >= PLAIN_PROGRESS_EVERY_S:
-                last = now
-                self.line(f"{name}: {done} of {total}")
-
-        return advance
-
-    @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
-        started, ending = time.monotonic(), ""
-        try:
-            yield
-        except Exception:
-            ending = "failed after "
-            raise
-        except BaseException:  # cancellation or Ctrl-C
-            ending = "stopped after "
-            raise
-        finally:
-            seconds = time.monotonic() - started
-            self.phase_seconds[name] = self.phase_seconds.get(name, 0.0) + seconds
-            self.line(f"{name}: {ending}{seconds:.1f} s")
+    def _show(self, display: Status | Live | None) -> None:
+        """Show this in the place of what is shown: there can be only one at a time."""
+        if self._shown is not None:
+            self._shown.stop()
+        self._shown = display
+        if display is not None:
+            display.start()
 
 
 class TrainConsole(Terminal):
@@ -160,9 +150,6 @@ class TrainConsole(Terminal):
         self._measuring = self._bar.add_task("measuring", total=None, visible=False)
         self._live = Live(self._bar, console=self._console, transient=True)
         self._num_lines = 0
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._live.stop()
@@ -216,10 +203,10 @@ class EvalConsole(Terminal):
     """Output of `agentrl eval` and other single jobs.
 
     Example:
-        EvalConsole().result(evaluation.result)
+        EvalConsole().evaluated(evaluation.result)
     """
 
-    def result(self, result: EvalResult) -> None:
+    def evaluated(self, result: EvalResult) -> None:
         """Print avg@n, pass@k and how episodes ended."""
         table = Table("measure", "value", "95 % interval", title=f"{result.num_tasks} tasks, {result.n} samples each")
         table.add_row(f"avg@{result.n}", f"{result.avg:.3f}", f"{result.avg_low:.3f} to {result.avg_high:.3f}")

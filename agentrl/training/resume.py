@@ -5,14 +5,14 @@ Independent of processes; the journal says which work is left.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from agentrl import config as configs
 from agentrl.buffer.journal import Journal
-from agentrl.config import Config
+from agentrl.config import Config, Overrides
 from agentrl.errors import ConfigError
 from agentrl.run_folder import RunFolder, write_atomically
 
@@ -27,7 +27,7 @@ class CannotResume(ConfigError):
     """The run has no work left, or the new config would make it another run. Example: another `seed`."""
 
 
-def reopen(path: Path, overrides: Sequence[str]) -> tuple[RunFolder, Config]:
+def reopen(path: Path, overrides: Overrides) -> tuple[RunFolder, Config]:
     """The run's folder, and its config with `overrides`, which is saved in the folder.
 
     Raises ConfigError where there is no run, CannotResume where an override changes a fixed key or the run is over.

@@ -21,9 +21,8 @@ from agentrl.engine.vllm_server import start_timeout_s
 from agentrl.env import Env, load_env_class, opened
 from agentrl.env.canary import Canaries
 from agentrl.errors import DiskError
-from agentrl.report.console import TrainConsole
 from agentrl.report.metrics import MetricsLog
-from agentrl.report.observer import Summary
+from agentrl.report.observer import Observer, Summary
 from agentrl.rollouts.group import GroupPlayer
 from agentrl.rollouts.monitored_env import monitored
 from agentrl.rollouts.settings import settings_of
@@ -55,14 +54,14 @@ class Training:
     Raises ConfigError, DataError, EnvError at construction, before any process is started.
 
     Example:
-        training = Training(config, console)
+        training = Training(config, observer)
         summary = await training.run(RunFolder.create(config.out_dir, config.name, config=config))
     """
 
     def __init__(
         self,
         config: Config,
-        console: TrainConsole,
+        observer: Observer,
         *,
         secrets: Secrets | None = None,
         learner_at: tuple[str, int] | None = None,
@@ -72,7 +71,7 @@ class Training:
         if learner_at is None:
             launch_ranks.check_hosts(config.learner)
         self._config = config
-        self._console = console
+        self._observer = observer
         self._secrets = secrets or Secrets.from_environment({})
         self._learner_at = learner_at
         is_elsewhere = learner_at is not None and bool(config.engine.urls)
@@ -92,7 +91,7 @@ class Training:
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
-        with self._console.phase(name), self._wait_graph.phase(name):
+        with self._observer.phase(name), self._wait_graph.phase(name):
             yield
 
     async def _with_sandbox(self) -> Summary:
@@ -118,7 +117,7 @@ class Training:
         if model.warmstart is None or is_model_folder(Path(model.path)):
             return model.path
         name = "warm start: learning from demonstrations"
-        with self._console.progress(name) as advance, self._wait_graph.phase(name):
+        with self._observer.phase(name) as advance, self._wait_graph.phase(name):
 
             def on_progress(done: int, total: int) -> None:
                 self._wait_graph.beat("warm start")
@@ -170,7 +169,7 @@ class Training:
                 ),
                 run=self._run,
                 metrics=metrics,
-                observer=self._console,
+                observer=self._observer,
                 wait_graph=self._wait_graph,
             )
             host, port = self._learner_at or ("127.0.0.1", 0)
@@ -209,16 +208,17 @@ class Training:
         learner.allow_restarts(self._config.learner.max_restarts)
 
 
-async def train(training: Training, run: RunFolder, console: TrainConsole) -> None:
-    """Run `training` with the folder locked, then write the report, also after an error, and show the summary."""
+async def train(training: Training, run: RunFolder, observer: Observer) -> Summary:
+    """Run `training` with the folder locked, then write the report, also after an error, and tell the summary."""
     from agentrl.report.page import write_report
 
     with run.locked():
         try:
-            with console:
+            with observer:
                 summary = await training.run(run)
         except BaseException:
             with suppress(DiskError):  # the error that ended the run matters more
                 write_report(run)
             raise
-        console.summary(summary, run.path, write_report(run))
+        observer.summary(summary, run.path, write_report(run))
+    return summary

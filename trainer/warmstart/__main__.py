@@ -72,7 +72,7 @@ async def make_model(
             await warmstart(config, out=target, sandbox=sandbox, progress=_print_progress)
             return
         console = EvalConsole()
-        with console.progress("learning from demonstrations") as advance:
+        with console.phase("learning from demonstrations") as advance:
             report = await warmstart(config, out=target, sandbox=sandbox, progress=advance)
         console.line(report.describe())
 

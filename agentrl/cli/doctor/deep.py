@@ -12,14 +12,11 @@ import math
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count, islice
 from pathlib import Path
 from random import Random
 from typing import Any, ClassVar
-
-from rich.console import Console
 
 from agentrl.cli.doctor.findings import Finding, crashed, fail, ok, warn
 from agentrl.config import Config
@@ -30,8 +27,7 @@ from agentrl.engine.placement import Device
 from agentrl.engine.vllm_server import start_timeout_s
 from agentrl.env import Action, Env, Episode, Split, StepResult
 from agentrl.errors import AgentRLError, ConfigError, WeightSyncError
-from agentrl.report.console import TrainConsole
-from agentrl.report.observer import StepReport
+from agentrl.report.observer import Observer, StepReport
 from agentrl.run_folder import RunFolder
 from agentrl.supervision.secrets import Secrets
 from agentrl.supervision.status import read_status
@@ -105,10 +101,10 @@ async def one_step_train(
     folder = Path(tempfile.mkdtemp(prefix="agentrl-doctor-"))
     trial = _trial_config(config, folder)
     run = RunFolder.create(folder, "trial", config=trial)
-    console, started, deadline_s = _TrialConsole(say), time.monotonic(), _deadline_s(trial)
+    observer, started, deadline_s = _Trial(say), time.monotonic(), _deadline_s(trial)
     try:
         async with asyncio.timeout(deadline_s) as deadline:
-            await Training(trial, console, secrets=secrets).run(run)
+            await Training(trial, observer, secrets=secrets).run(run)
     except _StepMade as made:
         findings = judged(made.report, trial, seconds=time.monotonic() - started)
     except Exception as error:  # whatever it is: a finding, and the logs stay
@@ -206,18 +202,15 @@ class _StepMade(Exception):
         self.report = report
 
 
-class _TrialConsole(TrainConsole):
-    """Prints nothing; ends the run with the report on the first step."""
+class _Trial(Observer):
+    """Says the phases; ends the run with the report on the first step."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
-        super().__init__(total_steps=1, console=Console(quiet=True))
         self._say = say
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """See Terminal.phase."""
+    def phase_started(self, name: str) -> None:
+        """See Observer."""
         self._say(name)
-        yield
 
     def evaluating(self, done: int, total: int) -> None:
         """See Observer."""

@@ -1,5 +1,6 @@
 """`agentrl rollout`: a model plays, and a person reads."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -7,13 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import Result
 from fastapi import FastAPI
+from typer.testing import CliRunner
 
-from agentrl.cli.evaluate import Request
-from agentrl.cli.options import PlayOptions
-from agentrl.cli.rollout import Sample, sample_episodes
-from agentrl.config import Config
-from agentrl.errors import ConfigError
+from agentrl.cli.main import app
 from agentrl.supervision.serving import serving
 from tests.conftest import VLLMServer
 
@@ -40,29 +39,33 @@ class Echo(ToolEnv):
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Config:
+def config(tmp_path: Path) -> Path:
     (tmp_path / "echo_env.py").write_text(ENVIRONMENT)
-    return Config.model_validate(
-        {
-            "name": "x",
-            "env": {
-                "target": f"{tmp_path}/echo_env.py:Echo",
-                "max_turns": 3,
-                "wrappers": [{"RewardScale": {"scale": 2.0}}],
-            },
-            "model": {"path": "unused"},
-            "rollout": {"max_context": 512, "max_turn_tokens": 24, "tool_output_tokens": 16},
-            "sandbox": {"backend": "unsafe", "allow_unsafe": True},
-        }
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        json.dumps(
+            {
+                "name": "x",
+                "env": {
+                    "target": f"{tmp_path}/echo_env.py:Echo",
+                    "max_turns": 3,
+                    "wrappers": [{"RewardScale": {"scale": 2.0}}],
+                },
+                "model": {"path": "unused"},
+                "rollout": {"max_context": 512, "max_turn_tokens": 24, "tool_output_tokens": 16},
+                "sandbox": {"backend": "unsafe", "allow_unsafe": True},
+            }
+        )
     )
+    return path
 
 
 @asynccontextmanager
 async def endpoint() -> AsyncIterator[str]:
     """A chat model that looks once, then says the last number it was told."""
-    app = FastAPI()
+    server = FastAPI()
 
-    @app.post("/v1/chat/completions")
+    @server.post("/v1/chat/completions")
     async def complete(sent: dict[str, Any]) -> dict[str, Any]:
         call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": '{"where": "up"}'}}
         message: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": [call]}
@@ -72,54 +75,52 @@ async def endpoint() -> AsyncIterator[str]:
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
         return {"id": "x", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice], "usage": usage}
 
-    async with serving(app, host="127.0.0.1", port=0) as url:
+    async with serving(server, host="127.0.0.1", port=0) as url:
         yield f"{url}/v1"
 
 
-def asked(config: Config, **options: Any) -> Request:
-    return Request.from_options(config, PlayOptions(samples=2, limit=1, **options), environ={})
+def rollout(config: Path, *options: object) -> Result:
+    return CliRunner().invoke(app, ["rollout", str(config), "-n", "2", *map(str, options)], env={"COLUMNS": "120"})
 
 
-def sample(request: Request, **wanted: Any) -> Sample:
-    return Sample(**{"request": request, "task_id": None, "show": False, "tokens": False, "save": None, **wanted})
-
-
-async def test_episodes_are_shown_and_saved(config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_episodes_are_shown_and_saved(config: Path, tmp_path: Path) -> None:
     save = tmp_path / "episodes.jsonl"
     async with endpoint() as url:
-        request = asked(config, model=url, served_model="m")
-        groups = await sample_episodes(sample(request, task_id="row-2", show=True, save=save))
-    assert [trajectory.reward for trajectory in groups[0].trajectories] == [2.0, 2.0]  # the config's wrapper was there
-    shown = capsys.readouterr().out
+        options = ("--model", url, "--served-model", "m", "--task", "row-2", "--show", "--save", save)
+        done = await asyncio.to_thread(rollout, config, *options)
+    assert done.exit_code == 0, done.output
     for text in ("task row-2", '→ look(where="up")', "      nothing up", "reward 2 (correct 1)", "ended: completed"):
-        assert text in shown
+        assert text in done.stdout
     lines = [json.loads(line) for line in save.read_text().splitlines()]
+    # Twice the reward: the config's wrapper was there.
     assert [(line["task"]["id"], line["reward"], len(line["messages"])) for line in lines] == [("row-2", 2.0, 4)] * 2
 
 
-async def test_what_cannot_be_done_is_refused_before_anything_starts(config: Config, tmp_path: Path) -> None:
+def test_what_cannot_be_done_is_refused_before_anything_starts(config: Path, tmp_path: Path) -> None:
     (tmp_path / "old.jsonl").touch()
-    request = asked(config, model="http://127.0.0.1:9/v1", served_model="m")
     for wanted, reason in (
-        ({"tokens": True}, "does not return token ids"),
-        ({"save": tmp_path / "old.jsonl"}, "nothing is overwritten"),
-        ({"task_id": "row-9"}, "no test task with id 'row-9'"),
+        (("--tokens",), "does not return token ids"),
+        (("--save", tmp_path / "old.jsonl"), "nothing is overwritten"),
+        (("--task", "row-9"), "no test task with id 'row-9'"),
     ):
-        with pytest.raises(ConfigError, match=reason):
-            await sample_episodes(sample(request, **wanted))
+        done = rollout(config, "--model", "http://127.0.0.1:9/v1", "--served-model", "m", *wanted)
+        assert done.exit_code == 2
+        assert reason in " ".join(done.stderr.replace("│", " ").split())
 
 
 @pytest.mark.engine
-async def test_tokens_of_a_real_engine_are_shown(
-    config: Config, vllm_server: VLLMServer, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+def test_tokens_of_a_real_engine_are_shown(
+    config: Path, vllm_server: VLLMServer, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
-    request = asked(config, model=vllm_server.url, tokenizer=str(tiny_model_dir))
-    ((group),) = await sample_episodes(sample(request, tokens=True))
-    shown = capsys.readouterr().out.splitlines()
-    first = group.trajectories[0]
+    save = tmp_path / "episodes.jsonl"
+    options = ("--model", vllm_server.url, "--tokenizer", tiny_model_dir, "--tokens", "--save", save)
+    done = rollout(config, *options)
+    shown = done.stdout.splitlines()
+    episodes = [json.loads(line) for line in save.read_text().splitlines()]
     assert sum("not trained on" in line for line in shown) == sum(
-        trajectory.action_mask().count(0) for trajectory in group.trajectories
+        episode["action_mask"].count(0) for episode in episodes
     )
-    position = first.action_mask().index(1)
-    logprob, version = first.behavior_logprobs()[position], first.policy_versions()[position]
+    first = episodes[0]
+    position = first["action_mask"].index(1)
+    logprob, version = first["behavior_logprobs"][position], first["policy_versions"][position]
     assert any(line.startswith(f"{position:6d}  v{version} {logprob:8.3f}") for line in shown)

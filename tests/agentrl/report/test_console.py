@@ -93,7 +93,7 @@ def test_a_phase_says_how_it_ended_and_lets_the_error_through(
 
 def test_a_progress_says_how_it_ended() -> None:
     console = screen(terminal=True)
-    with pytest.raises(OSError), Terminal(console).progress("checking") as advance:
+    with pytest.raises(OSError), Terminal(console).phase("checking") as advance:
         advance(1, 2)
         raise OSError
     assert "checking: failed after" in shown(console)
@@ -123,7 +123,7 @@ def test_brackets_in_a_line_are_text() -> None:
 
 def test_an_evaluation_shows_every_interval() -> None:
     console, result = screen(), an_evaluation(0.5, version=0)
-    EvalConsole(console).result(result)
+    EvalConsole(console).evaluated(result)
     for part in ("avg@4", "pass@1", "pass@4", f"{result.avg_low:.3f} to {result.avg_high:.3f}", "completed"):
         assert part in shown(console)
 

@@ -17,8 +17,7 @@ from agentrl.engine.base import TrainableEngine
 from agentrl.env import Action, Env, Episode, StepResult
 from agentrl.env.canary import Canaries
 from agentrl.report.metrics import MetricsLog
-from agentrl.report.observer import StepReport, Summary
-from agentrl.report.statistics import EvalResult
+from agentrl.report.observer import Observer, StepReport, Summary
 from agentrl.rollouts.group import GroupPlayer
 from agentrl.rollouts.settings import settings_of
 from agentrl.run_folder import RunFolder
@@ -51,7 +50,7 @@ class SayYes(Env):
         return {"correct": float(episode.final_text == "yes")}
 
 
-class Quiet:
+class Quiet(Observer):
     """An observer that only remembers."""
 
     def __init__(self) -> None:
@@ -59,12 +58,6 @@ class Quiet:
 
     def step(self, report: StepReport) -> None:
         self.steps.append(report.step)
-
-    def evaluated(self, result: EvalResult) -> None:
-        pass
-
-    def evaluating(self, done: int, total: int) -> None:
-        pass
 
 
 class YesAndNo(ScriptedEngine):

@@ -1,4 +1,7 @@
-"""`agentrl eval`: measures a model folder, hub name or running server on held-out rows, with the code of training."""
+"""Plays held-out tasks with a model folder, a hub name or a running server, with the code of training.
+
+`measuring.py` has the functions that users call.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,12 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from agentrl.chat.chat_model import ChatModel
 from agentrl.chat.runners import EndpointRunners, TokenRunners
-from agentrl.cli.options import PlayOptions
 from agentrl.config import Config, parse
 from agentrl.data.source import held_out_tasks
 from agentrl.engine import launch_servers
@@ -20,21 +23,41 @@ from agentrl.engine.vllm_engine import VLLMEngine
 from agentrl.env import Env, load_env_class, opened
 from agentrl.env.canary import Canaries
 from agentrl.errors import ConfigError, EngineError, EngineGone
-from agentrl.report.console import EvalConsole
 from agentrl.report.evaluation import Evaluation, MakeGroup, evaluate
+from agentrl.report.observer import Observer
 from agentrl.rollouts.group import GroupPlayer
 from agentrl.rollouts.settings import settings_of
 from agentrl.supervision.secrets import Secrets
 from agentrl.training import launch
 from agentrl.training.model_folder import check_model
+from agentrl.types import Task
 from agentrl.wrappers import load_wrappers
 
 EVERYTHING = 10**9
+MAX_SEARCHED = 1_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlayOptions:
+    """What to play, other than the config says. None: as the config says.
+
+    Example:
+        PlayOptions(model="models/tiny", samples=4)
+    """
+
+    model: str | None = None
+    served_model: str | None = None
+    api_key_env: str | None = None
+    data: str | None = None
+    target: str | None = None
+    tokenizer: str | None = None
+    samples: int | None = None  # of each task
+    limit: int | None = None  # tasks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What to measure.
+    """What to play, and with which model.
 
     Example:
         options = PlayOptions(model="models/tiny", samples=4, limit=64)
@@ -46,13 +69,13 @@ class Request:
     served_model: str | None  # set: `url` is an OpenAI-compatible chat endpoint that serves this name
     api_key: str | None
     api_key_env: str
-    tokenizer: str
+    tokenizer: str  # folder or hub name
     num_tasks: int
     secrets: Secrets
 
     @classmethod
     def from_options(cls, config: Config, options: PlayOptions, *, environ: Mapping[str, str]) -> Request:
-        """The config, overridden by the options of the command line. Raises ConfigError."""
+        """The config, overridden by the options. Raises ConfigError."""
         model = options.model
         is_url = model is not None and model.startswith(("http://", "https://"))
         _check_endpoint(options, is_url=is_url)
@@ -94,57 +117,71 @@ def _check_endpoint(options: PlayOptions, *, is_url: bool) -> None:
         raise ConfigError("a chat endpoint takes messages: leave out --tokenizer, or --served-model")
 
 
-async def measure(request: Request) -> Evaluation:
-    """Play every task and print the results. Raises AgentRLError."""
+async def play(
+    request: Request, observer: Observer, *, task_id: str | None = None, max_concurrent_tasks: int | None = None
+) -> Evaluation:
+    """Play every task, or the one with this id. Raises AgentRLError; ConfigError before anything is started.
+
+    Args:
+        max_concurrent_tasks: None: so many that the engine is busy.
+    """
     config = request.config
     env_class = load_env_class(config.env.target, config.env.kwargs)
-    tasks = held_out_tasks(env_class, config.env, num_tasks=request.num_tasks)
-    console = EvalConsole()
-    async with playing(request, env_class, console) as make_group:
-        with console.progress("playing") as advance:
-            evaluation = await evaluate(
+    tasks = _tasks(env_class, request, task_id)
+    async with playing(request, env_class, observer) as make_group:
+        with observer.phase("playing") as advance:
+            return await evaluate(
                 tasks,
                 make_group=make_group,
                 policy_version=0,
-                max_concurrent_groups=max(1, 2 * config.engine.max_running // config.eval.samples_per_task),
+                max_concurrent_groups=max_concurrent_tasks
+                or max(1, 2 * config.engine.max_running // config.eval.samples_per_task),
                 progress=advance,
             )
-    console.result(evaluation.result)
-    return evaluation
+
+
+def _tasks(env_class: type[Env], request: Request, task_id: str | None) -> list[Task]:
+    if task_id is None:
+        return held_out_tasks(env_class, request.config.env, num_tasks=request.num_tasks)
+    rows = islice(env_class.tasks("test", data=request.config.env.eval_data), MAX_SEARCHED)
+    found = next((task for task in rows if task.id == task_id), None)
+    if found is None:
+        raise ConfigError(f"--task: {request.config.env.target} has no test task with id {task_id!r}")
+    return [found]
 
 
 @asynccontextmanager
-async def playing(request: Request, env_class: type[Env], console: EvalConsole) -> AsyncIterator[MakeGroup]:
+async def playing(request: Request, env_class: type[Env], observer: Observer) -> AsyncIterator[MakeGroup]:
     """Start everything that playing needs, then stop it. Yields (index, task) -> group. Raises AgentRLError."""
     config = request.config
     wrappers = load_wrappers(config.env.wrappers)
     through = _by_tokens if request.served_model is None else _by_messages
     with TemporaryDirectory(prefix="agentrl-eval-") as logs:
         async with launch.sandbox_service(config, logs=Path(logs), token=request.secrets.sandbox) as (sandbox, parts):
-            with console.phase("starting the sandbox"):
+            with observer.phase("starting the sandbox"):
                 await launch.sandbox_ready(sandbox, parts, max_restarts=config.sandbox.max_restarts)
             async with launch.watching(*parts), opened(env_class, sandbox=sandbox, wrappers=wrappers) as make_env:
                 await Canaries(env_class, make_env=make_env, sandbox=sandbox).check(when="at the start")
-                async with through(request, make_env, Path(logs), console) as make_group:
+                async with through(request, make_env, Path(logs), observer) as make_group:
                     yield make_group
 
 
 @asynccontextmanager
 async def _by_tokens(
-    request: Request, make_env: Callable[[], Env], logs: Path, console: EvalConsole
+    request: Request, make_env: Callable[[], Env], logs: Path, observer: Observer
 ) -> AsyncIterator[MakeGroup]:
     """Play through an engine that exchanges token ids: the code path of training."""
     from agentrl.tokens.tokenizer import load_tokenizer
 
     tokenizer = await asyncio.to_thread(load_tokenizer, request.config.model, request.tokenizer)
     player = GroupPlayer(make_env, settings_of(request.config), TokenRunners(tokenizer))
-    async with _engine(request, logs, console) as engine:
+    async with _engine(request, logs, observer) as engine:
         yield lambda index, task: player.play_group(engine, index, task, kind="eval")
 
 
 @asynccontextmanager
 async def _by_messages(
-    request: Request, make_env: Callable[[], Env], logs: Path, console: EvalConsole
+    request: Request, make_env: Callable[[], Env], logs: Path, observer: Observer
 ) -> AsyncIterator[MakeGroup]:
     """Play through any chat endpoint."""
     config = request.config
@@ -161,7 +198,7 @@ async def _by_messages(
 
 
 @asynccontextmanager
-async def _engine(request: Request, logs: Path, console: EvalConsole) -> AsyncIterator[Engine]:
+async def _engine(request: Request, logs: Path, observer: Observer) -> AsyncIterator[Engine]:
     """A server started for the model folder, or the running server."""
     config = request.config
     if request.url is not None:
@@ -171,7 +208,7 @@ async def _engine(request: Request, logs: Path, console: EvalConsole) -> AsyncIt
     async with launch_servers.engine_servers(
         config, model_path=config.model.path, logs=logs, token=request.secrets.engine, has_learner=False
     ) as servers:
-        with console.phase("starting the engine (vLLM)"):
+        with observer.phase("starting the engine (vLLM)"):
             await launch_servers.engines_ready(servers, config.engine)
         async with (
             launch.watching(*launch_servers.parts_of(servers)),

@@ -1,4 +1,4 @@
-"""The arguments of `agentrl eval`, and what it measures with them."""
+"""What the arguments of an evaluation or a rollout ask for, and what is played with them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
+from agentrl.api.playing import PlayOptions, Request, _by_tokens, _engine
 from agentrl.cli.doctor.deep import TellAStory
-from agentrl.cli.evaluate import Request, _by_tokens, _engine
-from agentrl.cli.options import PlayOptions
-from agentrl.cli.rollout import _decoder
 from agentrl.config import Config
 from agentrl.errors import ConfigError, EngineGone
-from agentrl.report.console import EvalConsole
+from agentrl.report.observer import Observer
 from agentrl.supervision.serving import serving
+from agentrl.tokens.tokenizer import load_tokenizer
 
 CONFIG = Config.model_validate({"name": "x", "env": {"target": "envs.modmath:ModMath"}, "model": {"path": "unused"}})
 URL = "http://127.0.0.1:9/v1"
@@ -54,7 +53,7 @@ async def test_a_server_that_is_not_in_rl_mode_is_to_be_measured_through_its_cha
     plain.get("/v1/models")(lambda: {"data": [{"id": "some-model"}]})
     async with serving(plain, host="127.0.0.1", port=0) as url:
         with pytest.raises(ConfigError, match="--served-model NAME") as refused:
-            async with _engine(request(model=url), tmp_path, EvalConsole()):
+            async with _engine(request(model=url), tmp_path, Observer()):
                 pass
     assert url in str(refused.value) and "agentrl engine" in str(refused.value)
 
@@ -65,10 +64,9 @@ async def test_the_configs_renderer_writes_the_prompts(
     folder = with_template("{{ raise_exception('this template cannot be trained with') }}")
     by_template = request(model=URL, tokenizer=folder)
     with pytest.raises(ConfigError, match="cannot be trained with"):
-        _decoder(by_template)
+        load_tokenizer(by_template.config.model, folder)
     model = by_template.config.model.model_copy(update={"renderer": "raw"})
     raw = replace(by_template, config=by_template.config.model_copy(update={"model": model}))
-    assert _decoder(raw)([]) == ""
     with pytest.raises(EngineGone):  # the tokenizer was loaded; nothing listens at the address
-        async with _by_tokens(raw, TellAStory, tmp_path, EvalConsole()):
+        async with _by_tokens(raw, TellAStory, tmp_path, Observer()):
             pass

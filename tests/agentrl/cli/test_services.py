@@ -10,11 +10,12 @@ from typer.testing import CliRunner
 
 from agentrl import config
 from agentrl.buffer.journal import Journal
-from agentrl.cli import main, services
+from agentrl.cli import services
 from agentrl.cli.main import app
 from agentrl.config import Config
 from agentrl.errors import ConfigError
 from agentrl.run_folder import RunFolder
+from agentrl.training.resume import reopen
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
 
@@ -81,7 +82,8 @@ def test_train_continues_the_run_that_its_link_leads_to(tmp_path: Path) -> None:
     Journal(run.journal).close()
     services.point(tmp_path / "latest", run.path)
     changes = [f"out_dir={tmp_path}", "train.steps=9"]
-    loaded, found = main._new_or_resumed(str(QUICKSTART), changes, None, tmp_path / "latest")
-    assert found == RunFolder.open(run.path.resolve()) and loaded.train.steps == 9
-    _, found = main._new_or_resumed(str(QUICKSTART), changes, None, None)
-    assert found is None
+    wanted = config.load(QUICKSTART, changes)
+    found = services.unfinished(tmp_path / "latest", wanted)
+    assert found == RunFolder.open(run.path.resolve())
+    assert reopen(found.path, ()) == (found, wanted)
+    assert services.unfinished(None, wanted) is None

@@ -4,8 +4,9 @@ import asyncio
 import os
 import signal
 import subprocess
+import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,10 +111,7 @@ def serving_tiny_model(
         dtype=dtype,
         seed=0,
     )
-    with server.log_path.open("wb") as log:
-        process = subprocess.Popen(
-            argv, env={**os.environ, **env, **env_added}, stdout=log, stderr=log, start_new_session=True
-        )
+    process = start_guarded(argv, {**env, **env_added}, server.log_path)
     try:
         waiting = engine_server.wait_ready(
             server.url, poll=process.poll, log=lambda: server.log_path.read_text()[-3000:], timeout_s=170
@@ -121,5 +119,25 @@ def serving_tiny_model(
         asyncio.run(waiting)
         yield server
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait(timeout=10)
+        kill_guarded(process)
+
+
+def start_guarded(argv: list[str], env: dict[str, str], log_path: Path) -> subprocess.Popen[bytes]:
+    """A server under the guard of a run, which also removes its temporary files and semaphores."""
+    from agentrl.supervision.child import guarded_by
+
+    guarded = [*guarded_by(uuid.uuid4().hex), *argv]
+    with log_path.open("ab") as log:
+        return subprocess.Popen(
+            guarded, env={**os.environ, **env}, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
+        )
+
+
+def kill_guarded(process: subprocess.Popen[bytes]) -> None:
+    """Kill the server with its process group, as a crash would, and wait for its guard."""
+    assert process.stdin is not None
+    with suppress(ProcessLookupError, FileNotFoundError):
+        for server in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+            os.kill(int(server), signal.SIGKILL)
+    process.wait(timeout=10)
+    process.stdin.close()

@@ -197,7 +197,7 @@ def sandbox(context: typer.Context) -> None:
 def engine(config_path: ConfigPath, overrides: Overrides = None, debug: Debug = False) -> None:
     """Serve the config's model with vLLM, with the flags that in-flight weight updates need."""
     from agentrl import config as configs
-    from agentrl.engine.launch_servers import replace_by_engine
+    from agentrl.engine.launch_servers import serve_in_foreground
     from agentrl.supervision import secrets
     from agentrl.training.model_folder import check_model, is_model_folder
 
@@ -207,7 +207,9 @@ def engine(config_path: ConfigPath, overrides: Overrides = None, debug: Debug = 
         raise ConfigError(
             f"model.path: there is no {config.model.path} yet: run `agentrl warmstart {config_path}` first"
         )
-    _guarded(lambda: replace_by_engine(config, token=secrets.read(secrets.ENGINE, os.environ)), debug=debug)
+    token = secrets.read(secrets.ENGINE, os.environ)
+    code = _guarded(lambda: serve_in_foreground(config, token=token), debug=debug, interrupted="the engine was stopped")
+    raise typer.Exit(code)
 
 
 @app.command()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from agentrl.engine.pool import EnginePool
 from agentrl.engine.vllm_engine import VLLMEngine
 from agentrl.engine.weight_updates import UpdateSettings
 from agentrl.errors import raise_first
-from agentrl.supervision.child import Child, child, never
+from agentrl.supervision.child import Child, child, in_foreground, never
 from agentrl.supervision.serving import configured_port
 
 SERVED_NAME = "policy"
@@ -64,7 +65,7 @@ async def engine_servers(
             url, command, env = _command(config, model_path, index, token, placement)
             name = "engine" if settings.replicas == 1 else f"engine-{index}"
             part = await stack.enter_async_context(
-                child(name, command, log_path=logs / f"{name}.log", env=env, may_end=never)
+                child(name, command, log_path=logs / f"{name}.log", env=env, may_end=never, has_own_temporary=True)
             )
             servers.append(EngineServer(url=url, part=part))
         yield servers
@@ -143,12 +144,15 @@ def vllm_client(
     )
 
 
-def replace_by_engine(config: Config, *, token: str | None = None) -> None:
-    """Become the engine server of `config`, in the foreground: `agentrl engine`. Raises ConfigError."""
+def serve_in_foreground(config: Config, *, token: str | None = None) -> int:
+    """Serve the model of `config` until the server ends: `agentrl engine`. Returns its exit code.
+
+    Raises ConfigError, and KeyboardInterrupt when this process is asked to stop.
+    """
     placement = vllm_command.placement_alone(config.engine)
     url, command, env = _command(config, config.model.path, 0, token, placement)
     sys.stderr.write(f"{vllm_command.describe(config.engine, placement)}\n{url} serves {config.model.path}\n")
-    os.execvpe(command[0], command, {**os.environ, **env})
+    return in_foreground(command, env=env)
 
 
 def _command(
@@ -170,4 +174,10 @@ def _command(
         placement=placement,
         index=index,
     )
-    return f"http://{settings.host}:{port}", command, env
+    return f"http://{settings.host}:{port}", command, env | _compiler_cache()
+
+
+def _compiler_cache() -> dict[str, str]:
+    """Torch caches what it compiles under TMPDIR, which is another folder at each start of a server."""
+    folder = Path(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
+    return {"TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(folder))}

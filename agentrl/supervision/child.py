@@ -8,8 +8,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import shutil
 import signal
+import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from asyncio.subprocess import Process
@@ -27,6 +30,7 @@ log = logging.getLogger(__name__)
 GRACE_S = 8.0
 RESTART_AFTER_S = 1.0
 MARK_VARIABLE = "AGENTRL_PART"  # set in the environment of all processes of a part, to find those left over
+MAX_TEMPORARY = 60  # characters: the path of a socket in such a folder must not exceed 107
 
 
 class ChildDied(InfraError):
@@ -88,12 +92,13 @@ class Child:
             raise InfraError(f"the {self.name} process could not be started: {error}") from error
 
     def end_all(self) -> None:
-        """End every process of this part at once. `watch` then starts it again. Also ends those that the orphan guard
-        did not end because it was killed itself."""
+        """End every process of this part at once. `watch` then starts it again. Also ends those, and removes the
+        temporary files, that the orphan guard left because it was killed itself."""
         for path in Path("/proc").glob("[0-9]*/environ"):
             with suppress(OSError):
                 if f"{MARK_VARIABLE}={self._mark}".encode() in path.read_bytes().split(b"\0"):
-                    os.kill(int(path.parent.name), signal.SIGKILL)
+                    orphan_guard.kill_unless_tracker(int(path.parent.name))
+        shutil.rmtree(temporary_folder(self._mark), ignore_errors=True)
 
     def allow_restarts(self, number: int) -> None:
         """From now on `watch` restarts the part when it dies: `number` times in a row, see RestartBudget."""
@@ -143,6 +148,46 @@ class Child:
         return "\n".join("  " + line for line in text.splitlines()[-num_lines:]) or "  (it wrote nothing)"
 
 
+def temporary_folder(mark: str) -> Path:
+    """The folder for the temporary files of a part, in /tmp where sockets would have too long a path elsewhere."""
+    parent = Path(tempfile.gettempdir())
+    return (parent if len(str(parent)) <= MAX_TEMPORARY else Path("/tmp")) / f"agentrl-{mark[:12]}"
+
+
+def guarded_by(mark: str | None = None) -> list[str]:
+    """What is written before a command to run it under the orphan guard. `mark`: with temporary files of its own."""
+    folder = "" if mark is None else str(temporary_folder(mark))
+    return [sys.executable, "-I", "-S", orphan_guard.__file__, str(GRACE_S), folder]
+
+
+def in_foreground(command: Sequence[str], *, env: Mapping[str, str]) -> int:
+    """Run one part with this process's own output, and temporary files of its own. Returns its exit code.
+
+    Ends it, and raises KeyboardInterrupt, on Ctrl-C, SIGTERM (a container stops) and SIGHUP (a terminal closes).
+    """
+    process = subprocess.Popen(
+        [*guarded_by(uuid.uuid4().hex), *command],
+        stdin=subprocess.PIPE,
+        env={**os.environ, **env},
+        start_new_session=True,
+    )
+    assert process.stdin is not None
+    end, stopped = process.stdin.close, False
+
+    def stop(*_: object) -> None:
+        nonlocal stopped
+        stopped = True
+        end()
+
+    is_kept = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # nohup
+    for number in (signal.SIGINT, signal.SIGTERM, *(() if is_kept else (signal.SIGHUP,))):
+        signal.signal(number, stop)
+    code = process.wait()
+    if stopped:
+        raise KeyboardInterrupt
+    return code
+
+
 @asynccontextmanager
 async def child(
     name: str,
@@ -152,6 +197,7 @@ async def child(
     env: Mapping[str, str] | None = None,
     on_line: Callable[[str], None] | None = None,
     may_end: Callable[[], bool] = lambda: True,
+    has_own_temporary: bool = False,
 ) -> AsyncIterator[Child]:
     """Run `command` for the length of the block; its whole process group is gone when the block is left.
 
@@ -160,18 +206,18 @@ async def child(
         env: variables added to this process's own.
         on_line: called with each line of standard output, which then does not go to the log.
         may_end: asked after exit code 0; if it returns False, the end counts as a death.
+        has_own_temporary: its temporary files (TMPDIR) are removed when it has ended, however it ended.
 
     Raises:
         InfraError: the command could not be started.
     """
     log_path.parent.mkdir(parents=True, exist_ok=True)
-    guarded = [sys.executable, "-I", "-S", orphan_guard.__file__, str(GRACE_S)]
     readers: list[asyncio.Task[None]] = []
 
     async def start(mark: str) -> Process:
         with log_path.open("ab") as log_file:
             process = await asyncio.create_subprocess_exec(
-                *guarded,
+                *guarded_by(mark if has_own_temporary else None),
                 *(command() if callable(command) else command),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=log_file if on_line is None else asyncio.subprocess.PIPE,

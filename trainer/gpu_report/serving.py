@@ -42,7 +42,8 @@ async def serve(
     if without is not None:
         del argv[argv.index(without) : argv.index(without) + 2]
     url = f"http://{config.host}:{port}"
-    async with child("engine", argv, log_path=log_folder / f"engine-{next(_numbers)}.log", env=env) as part:
+    log_path = log_folder / f"engine-{next(_numbers)}.log"
+    async with child("engine", argv, log_path=log_path, env=env, has_own_temporary=True) as part:
         await ready(url, part)
         yield url, part
 

@@ -36,7 +36,7 @@ async def test_a_missing_model_gives_the_reason_of_the_real_server(tmp_path: Pat
         dtype="float32",
         seed=3,
     )
-    async with child("engine", argv, log_path=tmp_path / "engine.log", env=env) as part:
+    async with child("engine", argv, log_path=tmp_path / "engine.log", env=env, has_own_temporary=True) as part:
         with pytest.raises(EngineError, match=r"exit code 1 (.|\n)*nothing-here"):
             await vllm_server.wait_ready(f"http://127.0.0.1:{port}", poll=part.poll, log=part.log_tail, timeout_s=150)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import signal
 import subprocess
@@ -31,6 +32,18 @@ time.sleep(60)
 """
 
 
+LEAVES_FILES = """
+import multiprocessing, os, socket, tempfile, time
+held = multiprocessing.get_context("spawn").Lock()
+listening = socket.socket(socket.AF_UNIX)
+listening.bind(tempfile.mktemp())
+semaphore = "/dev/shm/sem." + held._semlock.name.removeprefix("/")
+assert os.path.exists(semaphore)
+print(os.getpid(), semaphore, listening.getsockname(), flush=True)
+time.sleep(60)
+"""
+
+
 def alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
@@ -51,6 +64,24 @@ async def test_leaving_the_block_ends_the_whole_group(tmp_path: Path) -> None:
         pids = await pids_in(log)
         assert all(alive(pid) for pid in pids)
     assert not any(alive(pid) for pid in pids)
+
+
+@pytest.mark.parametrize("killed", ["nothing", "the command", "its guard"])
+async def test_temporary_files_and_semaphores_are_removed_however_the_part_ends(tmp_path: Path, killed: str) -> None:
+    log = tmp_path / "child.log"
+    async with child("engine", [sys.executable, "-c", LEAVES_FILES], log_path=log, has_own_temporary=True) as part:
+        async with asyncio.timeout(10):
+            while not (log.exists() and log.read_text().endswith("\n")):
+                await asyncio.sleep(0.02)
+        pid, *left = log.read_text().split()
+        assert all(Path(name).exists() for name in left)
+        if killed != "nothing":
+            os.kill(int(pid) if killed == "the command" else part.process.pid, signal.SIGKILL)
+            with pytest.raises(ChildDied, match="SIGKILL"):
+                await part.watch()
+    async with asyncio.timeout(10):  # the semaphores of a killed guard's part: moments later
+        while any(Path(name).exists() for name in (*left, Path(left[1]).parent)):
+            await asyncio.sleep(0.02)
 
 
 async def test_a_dead_child_is_named_with_its_last_words(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from agentrl.errors import EngineError, WeightSyncError
 from agentrl.supervision.serving import serving
 from agentrl.training.learner_api import RunOver, create_app
 from agentrl.types import Batch, Probe, StepOutput, TransferInit, WeightsRef
-from tests.conftest import VLLMServer
+from tests.conftest import VLLMServer, kill_guarded, start_guarded
 from tests.device import cpu_engine_only, engine_settings, parity_bound, without_gpus
 from tests.one_session import OneSession
 from tests.trainer.trainer_builders import plain_logprobs
@@ -92,14 +92,13 @@ def start_server(model_dir: Path, log_path: Path, backend: str, port: int = 0) -
         dtype="float32",
         seed=0,
     )
-    with log_path.open("wb") as log:
-        process = subprocess.Popen(argv, env={**os.environ, **env}, stdout=log, stderr=log, start_new_session=True)
+    process = start_guarded(argv, env, log_path)
     url = f"http://127.0.0.1:{port}"
     waiting = engine_server.wait_ready(url, poll=process.poll, log=lambda: log_path.read_text()[-3000:], timeout_s=170)
     try:
         asyncio.run(waiting)
     except BaseException:
-        os.killpg(process.pid, signal.SIGKILL)
+        kill_guarded(process)
         raise
     return process, url
 
@@ -112,8 +111,7 @@ class GlooServer:
         self._process, self.url = start_server(model_dir, logs / "first.log", "gloo")
 
     def kill(self) -> None:
-        os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait(timeout=10)
+        kill_guarded(self._process)
 
     def start_again(self) -> None:
         port = int(self.url.rpartition(":")[2])

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
-import subprocess
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from agentrl.engine.weight_updates import UpdateSettings
 from agentrl.errors import EngineError
 from agentrl.supervision.serving import free_port
 from agentrl.types import Sampling
+from tests.conftest import kill_guarded, start_guarded
 from tests.device import cpu_engine_only, engine_settings
 from tests.trainer.weights.test_transfer import Engines, distance, learner, new_model, said
 
@@ -50,10 +49,7 @@ class Server:
         if self._backend == "nccl":  # which the command refuses without a GPU
             argv[argv.index("--weight-transfer-config") + 1] = json.dumps({"backend": "agentrl_nccl"})
             env["PYTHONPATH"] = f"{self._plugins}{os.pathsep}{ROOT}"
-        with self._log_path.open("ab") as log:
-            self.process = subprocess.Popen(
-                argv, env={**os.environ, **env}, stdout=log, stderr=log, start_new_session=True
-            )
+        self.process = start_guarded(argv, env, self._log_path)
 
     async def ready(self) -> None:
         await vllm_server.wait_ready(
@@ -61,8 +57,7 @@ class Server:
         )
 
     def kill(self) -> None:
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(timeout=10)
+        kill_guarded(self.process)
 
 
 @pytest.fixture(scope="module")

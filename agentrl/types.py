@@ -193,11 +193,23 @@ class StopReason(StrEnum):
     MAX_TURNS = "max_turns"
     """The turn budget was used up."""
     MAX_CONTEXT = "max_context"
-    """No room was left for another turn, or a turn was cut by its token budget."""
+    """The context was full: no room was left for another turn, or it cut a turn (`rollout.max_context`).
+    Episodes recorded before MAX_TURN_TOKENS existed have this reason for both."""
+    MAX_TURN_TOKENS = "max_turn_tokens"
+    """A turn used up its own budget and was cut (`rollout.max_turn_tokens`)."""
     TRUNCATED = "truncated"
     """The environment returned `truncated`."""
     TIMEOUT = "timeout"
     """The episode's deadline passed."""
+
+    @property
+    def is_overlong(self) -> bool:
+        """Whether a limit on tokens ended the episode: the overlong rules of the config apply.
+
+        >>> StopReason.MAX_TURN_TOKENS.is_overlong, StopReason.MAX_TURNS.is_overlong
+        (True, False)
+        """
+        return self in (StopReason.MAX_CONTEXT, StopReason.MAX_TURN_TOKENS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -73,7 +73,12 @@ class EndpointSpeaker:
         self._num_completion_tokens += reply.num_completion_tokens
         self._generate_s += reply.generate_s
         self._messages.append(reply.message)
-        return Action(message=reply.message, parse_errors=reply.parse_errors, finish_reason=reply.finish_reason)
+        return Action(
+            message=reply.message,
+            parse_errors=reply.parse_errors,
+            finish_reason=reply.finish_reason,
+            cut_by=config.limit_of(reply.num_completion_tokens),
+        )
 
     def observe(self, result: StepResult) -> Sequence[Message]:
         """See Speaker. Tool output is cut; several answers of one turn share the allowance."""

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from agentrl.config.section import Choices, Section
+from agentrl.types import StopReason
 
 MIN_TURN_TOKENS = 16
 
@@ -103,7 +104,7 @@ class RolloutConfig(Section):
     mask_void_turns: bool = False
     """Leave episodes with a turn that has neither a whole call nor a boxed answer out of the loss (SimpleTIR)."""
     overlong: Overlong = "keep"
-    """What happens to episodes that the context limit ends."""
+    """What happens to episodes that a limit on tokens ends: of the context, or of a turn."""
     overlong_cache_tokens: PositiveInt = 512
     """DAPO's L_cache: the punishment grows from 0 to 1 over this many tokens before the limit."""
     compaction: Compaction = "none"
@@ -133,3 +134,11 @@ class RolloutConfig(Section):
     def compaction_tokens(self) -> int:
         """A prompt with more tokens than this is compacted."""
         return self.compact_at_tokens or self.max_context - self.max_turn_tokens - self.tool_output_tokens
+
+    def limit_of(self, num_tokens: int) -> StopReason:
+        """Which limit cut a turn after `num_tokens` tokens: its own budget, or the context, which left it less.
+
+        >>> RolloutConfig(max_turn_tokens=512).limit_of(100).value
+        'max_context'
+        """
+        return StopReason.MAX_CONTEXT if num_tokens < self.max_turn_tokens else StopReason.MAX_TURN_TOKENS

@@ -33,6 +33,8 @@ class Action:
     message: Message
     parse_errors: tuple[str, ...] = ()
     finish_reason: FinishReason = FinishReason.STOP
+    cut_by: StopReason = StopReason.MAX_TURN_TOKENS
+    """Which limit cut the turn, where `finish_reason` is LENGTH: the turn's own budget, or MAX_CONTEXT."""
 
 
 class StepResult(NamedTuple):

@@ -102,7 +102,7 @@ class Dialogue:
             self.num_turns += 1
             self.messages.append(action.message)
             if action.finish_reason is FinishReason.LENGTH:
-                return StopReason.MAX_CONTEXT
+                return action.cut_by
             result = await advance(self.env, action)
             add_counts(self.counts, result.info)
             self.step_reward += result.reward

@@ -214,6 +214,7 @@ CHARTS = (
         curves={
             "completed": "rollout/stop_completed",
             "out of context": "rollout/stop_max_context",
+            "turn cut": "rollout/stop_max_turn_tokens",
             "out of turns": "rollout/stop_max_turns",
             "truncated by the environment": "rollout/stop_truncated",
             "timeout": "rollout/stop_timeout",
@@ -247,7 +248,7 @@ def _rewards_by_name(steps: Sequence[MetricsLine]) -> list[Chart]:
     prefix = "rollout/reward_"
     names = sorted({name for line in steps for name in line.values if name.startswith(prefix)} - {f"{prefix}mean"})
     curves = {name.removeprefix(prefix): name for name in names}
-    note = "Means over the episodes, before weighting; `step` is the sum of the rewards of single turns."
+    note = "Means over all episodes of the step, before weighting; an episode without one counts as 0. `step` is the sum of the rewards of single turns."
     return [Chart(title="Rewards by name", curves=curves, note=note)] if len(curves) > 1 else []
 
 

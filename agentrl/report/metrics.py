@@ -130,7 +130,7 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
     """The `rollout/*` metrics of the episodes of one step. Empty without episodes.
 
     Shares are of episodes, `solve_none` and `solve_all` of groups. `tool_success_rate` is absent when no tool was
-    called, and a named reward is averaged over the episodes that have it.
+    called. A named reward is averaged over all episodes; one that does not have it counts as 0.
     """
     segments = [episode.segments for group in groups for episode in group.episodes]
     if not segments:
@@ -153,7 +153,8 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
     }
     for reason in StopReason:
         values[f"rollout/stop_{reason}"] = _mean([episode.stop_reason == reason for episode in episodes])
-    values |= _means_by_name("rollout/reward_{}", [episode.rewards for episode in episodes])
+    names = sorted({name for episode in episodes for name in episode.rewards})
+    values |= {f"rollout/reward_{name}": _mean([one.rewards.get(name, 0.0) for one in episodes]) for name in names}
     seconds = [{k: v for k, v in episode.info.items() if k.endswith("_s")} for episode in episodes]
     values |= _means_by_name("rollout/{}_mean", seconds)
     if sum(tool_calls):

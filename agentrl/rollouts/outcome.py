@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from agentrl.config import RolloutConfig
-from agentrl.types import Message, StopReason, Trajectory
+from agentrl.types import Message, Trajectory
 
 OVERLONG = "overlong"
 """Name of the penalty among the rewards."""
@@ -48,7 +48,7 @@ def is_void(message: Message) -> bool:
 
 
 def _is_masked(segments: Sequence[Trajectory], config: RolloutConfig) -> bool:
-    if config.overlong == "mask" and segments[0].stop_reason is StopReason.MAX_CONTEXT:
+    if config.overlong == "mask" and segments[0].stop_reason.is_overlong:
         return True
     return config.mask_void_turns and any(is_void(message) for message in _said(segments, config))
 
@@ -68,7 +68,7 @@ def _said(segments: Sequence[Trajectory], config: RolloutConfig) -> list[Message
 
 def _punishment(segment: Trajectory, config: RolloutConfig) -> float:
     """The penalty of one segment; the full one if a generation was cut at the limit."""
-    if segment.stop_reason is StopReason.MAX_CONTEXT:
+    if segment.stop_reason.is_overlong:
         return 1.0
     num_opening = len(segment.turns[0].observation_ids)
     num_tokens = sum(len(turn.observation_ids) + len(turn.completion.token_ids) for turn in segment.turns)

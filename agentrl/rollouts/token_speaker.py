@@ -137,4 +137,9 @@ class TokenSpeaker:
         parsed = self._tokenizer.parse(completion.token_ids, tools=self._tools, id_prefix=id_prefix)
         message = Message(role="assistant", content=parsed.content, tool_calls=parsed.tool_calls)
         self._window.record(completion, message)
-        return Action(message=message, parse_errors=parsed.errors, finish_reason=completion.finish_reason)
+        return Action(
+            message=message,
+            parse_errors=parsed.errors,
+            finish_reason=completion.finish_reason,
+            cut_by=self._config.limit_of(len(completion.token_ids)),
+        )

@@ -198,7 +198,7 @@ async def test_long_tool_output_is_cut(scripted: Connect) -> None:
     ("limits", "reason"),
     [
         ({"max_turns": 2}, StopReason.MAX_TURNS),
-        ({"max_turn_tokens": 5}, StopReason.MAX_CONTEXT),
+        ({"max_turn_tokens": 5}, StopReason.MAX_TURN_TOKENS),
         ({"max_context": 450}, StopReason.MAX_CONTEXT),
     ],
 )

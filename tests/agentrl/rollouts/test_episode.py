@@ -132,7 +132,8 @@ async def test_each_prompt_extends_the_last_and_budgets_hold(
     shown = [m.content for m in episode.messages if m.role == "tool"]
     assert all(tokenizer.count(text) <= 24 for text in shown)
     if any(turn.completion.finish_reason is FinishReason.LENGTH for turn in episode.turns):
-        assert episode.stop_reason is StopReason.MAX_CONTEXT
+        used_up = len(episode.turns[-1].completion.token_ids) == cap
+        assert episode.stop_reason is (StopReason.MAX_TURN_TOKENS if used_up else StopReason.MAX_CONTEXT)
 
 
 async def test_long_tool_output_is_cut_in_tokens_where_the_model_and_the_record_see_it(
@@ -153,8 +154,10 @@ async def test_the_turn_budget_ends_an_episode(play: Callable[..., Any]) -> None
 
 async def test_a_cut_turn_ends_the_episode_and_is_scored(play: Callable[..., Any]) -> None:
     episode = await play(["word " * 400])
-    assert (episode.stop_reason, episode.reward) == (StopReason.MAX_CONTEXT, 0.0)
+    assert (episode.stop_reason, episode.reward) == (StopReason.MAX_TURN_TOKENS, 0.0)
     assert episode.turns[0].completion.finish_reason is FinishReason.LENGTH
+    episode = await play(["word " * 400], limits=replace_limits(max_context=300))
+    assert episode.stop_reason is StopReason.MAX_CONTEXT  # the context left the turn less than its own budget
 
 
 async def test_a_full_context_ends_the_episode(play: Callable[..., Any]) -> None:

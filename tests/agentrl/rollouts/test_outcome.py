@@ -90,7 +90,13 @@ def test_notes_before_a_fork_are_not_void() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stop", "weight"), [(StopReason.MAX_CONTEXT, 0.0), (StopReason.MAX_TURNS, 1.0), (StopReason.COMPLETED, 1.0)]
+    ("stop", "weight"),
+    [
+        (StopReason.MAX_CONTEXT, 0.0),
+        (StopReason.MAX_TURN_TOKENS, 0.0),
+        (StopReason.MAX_TURNS, 1.0),
+        (StopReason.COMPLETED, 1.0),
+    ],
 )
 def test_overlong_filtering_masks_what_the_limit_cut(stop: StopReason, weight: float) -> None:
     one = episode(ANSWER, stop=stop)
@@ -111,6 +117,7 @@ def test_the_punishment_is_dapos(num_tokens: int, expected: float) -> None:
         (40, StopReason.COMPLETED, 0.0),
         (70, StopReason.COMPLETED, 0.5),
         (30, StopReason.MAX_CONTEXT, 1.0),
+        (30, StopReason.MAX_TURN_TOKENS, 1.0),
     ],
 )
 def test_penalizing_takes_the_punishment_off_the_reward_and_names_it(

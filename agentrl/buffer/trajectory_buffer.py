@@ -19,7 +19,7 @@ from agentrl.buffer.journal import GroupState, Journal, Resumption
 from agentrl.buffer.staleness import StalenessRule
 from agentrl.config.rollout import OnStale
 from agentrl.errors import NoLearningSignal
-from agentrl.report.statistics import has_spread
+from agentrl.report.learning_signal import LearningSignal, signal_of, total
 from agentrl.types import Batch, Task, TrajectoryGroup
 
 
@@ -113,8 +113,8 @@ class TrajectoryBuffer:
         self._training: dict[int, tuple[int, ...]] = {}  # ids of the groups of each step that is not committed
         self._counts = Counter(resumed.counts)
         self._num_issued = resumed.num_issued
-        # A run in which no group carries signal would otherwise wait forever (or spin) silently.
-        self._recent_useless: deque[float] = deque(maxlen=8 * self.num_slots)
+        self._recent: deque[LearningSignal] = deque(maxlen=8 * self.num_slots)  # of the groups that finished last
+        self._num_useless = 0  # that finished since the last useful one
         self._dropped_lengths: list[int] = []
         # The learner may have made a step that was never committed because the orchestrator died.
         self._drop_stale()
@@ -146,13 +146,14 @@ class TrajectoryBuffer:
         """A group is finished: offer it to the learner, or free its slot if it carries no gradient."""
         async with self._changed:
             self._land(group.group_id)
-            rewards_G = group.rewards_G
-            if self._drop_zero_variance and not has_spread(rewards_G):
-                self._recent_useless.append(rewards_G[0])
+            signal = signal_of(group, needs_spread=self._drop_zero_variance)
+            self._recent.append(signal)
+            if not signal.useful:
+                self._num_useless += 1
                 self._counts[GroupState.DROPPED_ZERO_VARIANCE] += 1
                 self._journal.useless(group)
             else:
-                self._recent_useless.clear()
+                self._num_useless = 0
                 self._journal.ready(group)
                 self._offer(group)
                 self._drop_if_stale(group.group_id)
@@ -213,6 +214,11 @@ class TrajectoryBuffer:
             self._changed.notify_all()
 
     @property
+    def signal(self) -> LearningSignal:
+        """Of the last 8 * num_slots finished groups of this attempt."""
+        return total(self._recent)
+
+    @property
     def version(self) -> int:
         """The policy version in every engine."""
         return self._version
@@ -259,11 +265,11 @@ class TrajectoryBuffer:
     def _batch_is_ready(self) -> bool:
         if len(self._ready) >= self._rule.groups_per_step:
             return self._on_stale != "wait" or not self._would_strand()
-        if len(self._recent_useless) == self._recent_useless.maxlen:
-            mean = sum(self._recent_useless) / len(self._recent_useless)
+        # A run in which no group carries signal would otherwise wait forever (or spin) silently.
+        if self._num_useless >= (self._recent.maxlen or 0):
             raise NoLearningSignal(
-                f"the last {len(self._recent_useless)} groups each had equal rewards (mean {mean:.2f}): there is "
-                + ("nothing left to learn here" if mean > 0.5 else "no success to learn from; use easier tasks")
+                f"the last {len(self._recent)} groups each had equal rewards, from which nothing can be learned: "
+                + self.signal.diagnosis()
             )
         return False
 

@@ -115,6 +115,7 @@ def _rows(found: RunStatus) -> list[tuple[str, str]]:
             ("version", f"{at.version} in the engines, {at.learner_version} at the learner"),
             ("lag", f"{at.lag} in the last batch, at most {at.max_lag}"),
         ]
+    rows += [("useful groups" if number == 0 else "", text) for number, text in enumerate(at.learning)]
     if found.tokens_per_s is not None and at.num_tokens:
         rows.append(("generating", f"{found.tokens_per_s:.0f} tokens/s"))
     if at.ledger:

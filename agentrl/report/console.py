@@ -9,7 +9,6 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +22,7 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
+from agentrl.report.learning_signal import Cause, LearningSignal
 from agentrl.report.observer import Observer, Outcome, StepReport, Summary
 from agentrl.report.statistics import EvalResult
 
@@ -30,15 +30,26 @@ log = logging.getLogger(__name__)
 
 PLAIN_PROGRESS_EVERY_S = 15.0
 
-_COLUMNS = (  # title, metric, format, width; with the waits, a line fits 80 columns
+_COLUMNS = (  # title, metric, format, width; with the cause at its end, a line fits 80 columns
     ("step", "run/step", "{:.0f}", 4),
     ("reward", "rollout/reward_mean", "{:.2f}", 6),
+    ("useful", "rollout/useful_groups", "{:.0%}", 6),
     ("ess", "learner/ess_ratio", "{:.2f}", 4),
     ("lr x", "learner/lr_scale", "{:.2f}", 4),
     ("|grad|", "learner/grad_norm", "{:.2f}", 6),
     ("lag", "learner/lag_mean", "{:.1f}", 3),
     ("tok/s", "engine/tokens_per_s", "{:.0f}", 6),
     ("step s", "run/step_s", "{:.1f}", 6),
+    ("wait s", "wait/learner_for_batch_s", "{:.1f}", 6),
+    ("idle", "engine/idle_share", "{:.0%}", 4),
+)
+_LEGEND = (  # 80 columns at most
+    "reward: mean of the episodes that finished since the last step",
+    "useful: share of finished groups whose rewards differ; only they are trained",
+    "ess: share of the batch that counts after importance weighting (1: on-policy)",
+    "lr x: factor of the learning rate, from ess   |grad|: norm before clipping",
+    "lag: optimizer steps between sampling and training   tok/s: sampled tokens",
+    "wait s: the learner waited for a batch   idle: the engine had nothing to do",
 )
 _MAX_CAUSES, _MAX_LINES, _MAX_CHARACTERS = 4, 10, 700  # of an error's screen
 
@@ -150,22 +161,35 @@ class TrainConsole(Terminal):
         self._measuring = self._bar.add_task("measuring", total=None, visible=False)
         self._live = Live(self._bar, console=self._console, transient=True)
         self._num_lines = 0
+        self._explained: Cause | None = None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._live.stop()
 
     def step(self, report: StepReport) -> None:
         """See Observer."""
+        if self._num_lines == 0:
+            for explanation in _LEGEND:
+                self.line(Text(explanation, style="dim"))
         if self._num_lines % 20 == 0:
-            titles = " ".join(title.rjust(width) for title, _, _, width in _COLUMNS)
-            self.line(Text(titles + "  what waits", style="bold"))
+            self.line(Text(" ".join(title.rjust(width) for title, _, _, width in _COLUMNS), style="bold"))
         self._num_lines += 1
         shown = {"run/step": float(report.step), **report.metrics}
+        if "engine/busy_share" in shown:
+            shown["engine/idle_share"] = 1 - shown["engine/busy_share"]
         cells = (
             (_number(form, shown[key], width) if key in shown else "-").rjust(width) for _, key, form, width in _COLUMNS
         )
-        self.line(" ".join(cells) + "  " + _waits(report.metrics))
+        cause = report.signal.cause
+        self.line(" ".join(cells) + (f"  {cause}" if cause else ""))
+        self._explain(report.signal)
         self._bar.update(self._job, completed=report.step, visible=True)
+
+    def _explain(self, signal: LearningSignal) -> None:
+        """Say why few groups are useful, once for each new cause."""
+        if signal.cause is not None and signal.cause != self._explained:
+            self.line(Text(f"{signal.cause}: {'. '.join(signal.lines())}", style="yellow"))
+            self._explained = signal.cause
 
     def evaluating(self, done: int, total: int) -> None:
         """See Observer."""
@@ -185,7 +209,11 @@ class TrainConsole(Terminal):
         table.add_row("after", _quality(summary.after))
         table.add_row("rise", f"{summary.after.avg - summary.before.avg:+.3f}")
         table.add_row("training", f"{summary.num_steps} steps in {summary.train_s / 60:.1f} min")
-        table.add_row("async overlap", f"{summary.overlap:.2f} of the learner's working time, the engine generated")
+        table.add_row(
+            "async overlap", f"during {summary.overlap:.0%} of the learner's working time the engine generated"
+        )
+        for number, text in enumerate(summary.signal.lines()):
+            table.add_row("useful groups" if number == 0 else "", text)
         for name, seconds in self.phase_seconds.items():
             table.add_row(name, f"{seconds:.0f} s")
         if summary.note:
@@ -252,13 +280,6 @@ def _number(form: str, value: float, width: int) -> str:
     """The value; in scientific notation where it is too wide for its column."""
     text = form.format(value)
     return text if len(text) <= width else f"{value:.0e}"
-
-
-def _waits(values: Mapping[str, float]) -> str:
-    """Waits of this step: the learner's in seconds, the engine's as the share of the step in which it was idle."""
-    busy = values.get("engine/busy_share")
-    text = f"learner {values.get('wait/learner_for_batch_s', 0.0):.1f}s"
-    return text if busy is None else f"{text}, engine idle {100 * (1 - busy):.0f}%"
 
 
 def _quality(result: EvalResult) -> str:

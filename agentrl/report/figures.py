@@ -204,6 +204,12 @@ CHARTS = (
         note="Means over the episodes; success is the share of tool calls without an error.",
     ),
     Chart(
+        title="Useful groups",
+        curves={"of groups": "rollout/useful_groups", "of tokens": "rollout/useful_tokens"},
+        note="Share of the finished groups whose rewards differ, and of the generated tokens that are in them. Groups "
+        "of equal rewards teach nothing and are dropped.",
+    ),
+    Chart(
         title="Groups without a signal",
         curves={"all wrong": "rollout/solve_none", "all right": "rollout/solve_all"},
         note="Share of groups whose members all failed or all solved the task.",
@@ -248,7 +254,10 @@ def _rewards_by_name(steps: Sequence[MetricsLine]) -> list[Chart]:
     prefix = "rollout/reward_"
     names = sorted({name for line in steps for name in line.values if name.startswith(prefix)} - {f"{prefix}mean"})
     curves = {name.removeprefix(prefix): name for name in names}
-    note = "Means over all episodes of the step, before weighting; an episode without one counts as 0. `step` is the sum of the rewards of single turns."
+    note = (
+        "Means over all episodes of the step, before weighting; an episode without one counts as 0. `step` is the sum "
+        "of the rewards of single turns."
+    )
     return [Chart(title="Rewards by name", curves=curves, note=note)] if len(curves) > 1 else []
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
 from agentrl.engine.base import WeightUpdate
+from agentrl.report.learning_signal import LearningSignal
 from agentrl.report.statistics import EvalResult
 from agentrl.types import StepOutput
 
@@ -33,6 +34,7 @@ class StepReport:
     output: StepOutput  # of the learner
     update: WeightUpdate | None  # by which the engines took the new weights; None where none was measured
     metrics: Mapping[str, float]  # to be shown and stored; what decides something has a field of its own
+    signal: LearningSignal = field(default_factory=LearningSignal)  # of the groups that finished last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +52,7 @@ class Summary:
     train_s: float
     overlap: float  # share of the learner's working time during which the engine generated, since its last start
     note: str = ""  # why it ended early; empty if it did not
+    signal: LearningSignal = field(default_factory=LearningSignal)  # of all finished groups
 
 
 class Observer:

@@ -16,6 +16,7 @@ from markupsafe import Markup
 from agentrl.config import ModelConfig
 from agentrl.report.episode_text import Token, tokens_of
 from agentrl.report.figures import figures
+from agentrl.report.learning_signal import LearningSignal, signal_in, total
 from agentrl.report.metrics import MetricsLine, read
 from agentrl.report.statistics import is_correct
 from agentrl.run_folder import EpisodeKind, RunFolder, write_atomically
@@ -27,6 +28,13 @@ TEMPLATES = Path(__file__).parent
 NUM_EPISODES = 10
 NUM_TOKENS_HEAD, NUM_TOKENS_TAIL = 3000, 1000  # of a long episode's token view
 Decode = Callable[[Sequence[int]], str]
+
+_AVERAGE = "Share of the held-out episodes that solved their task: mean over tasks of {n} samples each."
+_OVERLAP = (
+    "Share of the learner's working time during which the engine generated. At rollout.max_lag=0 they take turns."
+)
+_ESS = "Share of the batch that counts after importance weighting. 1: the data is as fresh as the policy."
+_USEFUL = "Groups whose rewards differ. The others leave no gradient and are dropped after they were generated."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +65,7 @@ def write_report(run: RunFolder) -> Path:
         tiles=_tiles(lines),
         nonce=secrets.token_urlsafe(16),
         waits=_waits(lines),
+        learning=_signal(lines).lines(),
         charts=[{"note": note} for _, note in drawn],
         figures=_json_for_script([figure for figure, _ in drawn]),
         plotly_js=_plotly_js() if drawn else "",
@@ -98,16 +107,29 @@ def _tiles(lines: Sequence[MetricsLine]) -> list[dict[str, str]]:
         for values, label in ((evals[0], "before"), (evals[-1], "after" if len(evals) > 1 else "")):
             if label:
                 low, high = values["eval/avg_at_n_low"], values["eval/avg_at_n_high"]
-                tiles.append(_tile(f"{values['eval/avg_at_n']:.3f}", f"avg@{n} {label}, 95 % [{low:.2f}, {high:.2f}]"))
+                title = f"avg@{n} {label}, 95 % [{low:.2f}, {high:.2f}]"
+                tiles.append(_tile(f"{values['eval/avg_at_n']:.3f}", title, _AVERAGE.format(n=n)))
         if len(evals) > 1:
-            tiles.append(_tile(f"{evals[-1]['eval/avg_at_n'] - evals[0]['eval/avg_at_n']:+.3f}", "rise"))
+            rise = evals[-1]["eval/avg_at_n"] - evals[0]["eval/avg_at_n"]
+            tiles.append(_tile(f"{rise:+.3f}", "rise", "avg@n after training minus avg@n before."))
     if steps:
         last = steps[-1].values
-        tiles.append(_tile(str(steps[-1].step), "steps"))
-        tiles.append(_tile(_minutes(lines[-1].time_s - lines[0].time_s), "from the first to the last measurement"))
+        tiles.append(_tile(str(steps[-1].step), "steps", "Optimizer steps. Each makes a new version of the policy."))
+        minutes = _minutes(lines[-1].time_s - lines[0].time_s)
+        tiles.append(_tile(minutes, "from the first to the last measurement", "Training, waiting and evaluations."))
         if "run/overlap" in last:
-            tiles.append(_tile(f"{last['run/overlap']:.2f}", "of the learner's working time, the engine generated"))
+            tiles.append(_tile(f"{last['run/overlap']:.0%}", "async overlap", _OVERLAP))
+        if "learner/ess_ratio" in last:
+            tiles.append(_tile(f"{last['learner/ess_ratio']:.2f}", "effective sample size, last step", _ESS))
+    signal = _signal(lines)
+    if signal.groups:
+        tiles.append(_tile(f"{signal.useful_share:.0%}", f"of {signal.groups:.0f} groups were useful", _USEFUL))
     return tiles
+
+
+def _signal(lines: Sequence[MetricsLine]) -> LearningSignal:
+    """Of all groups that finished in the run."""
+    return total(signal_in(line.values) for line in lines)
 
 
 def _minutes(seconds: float) -> str:
@@ -125,15 +147,22 @@ def _waits(lines: Sequence[MetricsLine]) -> str:
         return ""
     learner = sum(values["wait/learner_for_batch_s"] for values in measured) / total_s
     engine = sum((1 - values["engine/busy_share"]) * values["run/step_s"] for values in measured) / total_s
-    bottleneck = "generation" if learner > engine else "the learner"
-    return (
+    text = (
         f"The learner waited for a batch {learner:.0%} of the time, the engine had nothing to do {engine:.0%} of it: "
-        f"{bottleneck} is the bottleneck."
     )
+    signal = _signal(lines)
+    share = f"{signal.useful_token_share:.0%} of the generated tokens were in useful groups"
+    if not signal.groups:
+        return text + f"{'generation' if learner > engine else 'the learner'} is the bottleneck."
+    if learner <= engine:
+        return text + f"the learner is the bottleneck. {share}."
+    if signal.useful_token_share >= 0.5:
+        return text + f"generation is the bottleneck. {share}."
+    return text + f"generation is the bottleneck because most of it is thrown away. Only {share}."
 
 
-def _tile(value: str, label: str) -> dict[str, str]:
-    return {"value": value, "label": label}
+def _tile(value: str, label: str, about: str) -> dict[str, str]:
+    return {"value": value, "label": label, "about": about}
 
 
 def _ledger(lines: Sequence[MetricsLine]) -> list[tuple[str, str]]:

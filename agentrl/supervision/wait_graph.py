@@ -30,6 +30,8 @@ class Gauges:
     num_tokens: int = 0  # generated since the start
     ledger: Mapping[str, int] = field(default_factory=dict)  # groups
     queues: Mapping[str, int] = field(default_factory=dict)  # entries
+    useful_groups: float | None = None  # share of the groups that finished last; None before the first
+    learning: tuple[str, ...] = ()  # how many groups are useful, and where they are few, why and what to do
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

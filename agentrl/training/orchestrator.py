@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agentrl.buffer.ess_guard import EssGuard
-from agentrl.buffer.journal import Journal, Resumption
+from agentrl.buffer.journal import Journal, Resumption, StepState
 from agentrl.buffer.trajectory_buffer import TrajectoryBuffer
 from agentrl.config import Config
 from agentrl.data.source import TaskSource
@@ -27,7 +27,8 @@ from agentrl.engine.metered import MeteredEngine
 from agentrl.env.canary import Canaries
 from agentrl.errors import LearnerReplaced, raise_first
 from agentrl.report.evaluation import evaluate
-from agentrl.report.metrics import MetricsLog, rollout_metrics
+from agentrl.report.learning_signal import signal_in, total
+from agentrl.report.metrics import MetricsLog, read, rollout_metrics
 from agentrl.report.observer import Observer, StepReport, Summary
 from agentrl.run_folder import RunFolder
 from agentrl.supervision.wait_graph import Gauges, WaitGraph
@@ -149,10 +150,14 @@ class Orchestrator:
         with self._wait_graph.phase("training"):
             note = await _run_both(parts.rollouts, loop)
         version, train_s = parts.buffer.version, loop.train_s
+        # With the time that the run waited for a step that it did not make: a resumed run goes on from here.
+        state = StepState(ess_guard=parts.ess_guard.state_dict(), train_s=train_s)
+        self._journal.step_made(version, state, resumable_from=None)
         await session.finish()
         await self._evaluate(version)
         await self._exported(session)
-        self._metrics.log("event", version, {"run/overlap": session.overlap, "run/train_s": train_s})
+        values = {"run/overlap": session.overlap, "run/train_s": train_s, **loop.pop_signal().metrics()}
+        self._metrics.log("event", version, values)
         evaluations = self._journal.evaluations()
         return Summary(
             num_steps=version,
@@ -161,6 +166,7 @@ class Orchestrator:
             train_s=train_s,
             overlap=session.overlap,
             note=note,
+            signal=total(signal_in(line.values) for line in read(self._run.metrics)),
         )
 
     def _gauges_at(self, version: int) -> Gauges:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from agentrl.buffer.ess_guard import EssGuard
@@ -21,12 +21,13 @@ from agentrl.engine.metered import MeteredEngine
 from agentrl.engine.vllm_server import publication_timeout_s
 from agentrl.env.canary import Canaries
 from agentrl.errors import NoLearningSignal, raise_first
+from agentrl.report.learning_signal import LearningSignal, signal_of, total
 from agentrl.report.metrics import rollout_metrics
 from agentrl.report.observer import StepReport
 from agentrl.supervision.wait_graph import Gauges, WaitGraph
 from agentrl.training.learner_api import LearnerSession
 from agentrl.training.rollout_loop import RolloutLoop, VersionedTaskSource
-from agentrl.types import Batch, StepOutput
+from agentrl.types import Batch, StepOutput, TrajectoryGroup
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +104,7 @@ class TrainingLoop:
 
     def gauges(self) -> Gauges:
         """How far the loop is."""
-        parts, ledger = self._parts, self._parts.buffer.ledger()
+        parts, ledger, signal = self._parts, self._parts.buffer.ledger(), self._parts.buffer.signal
         return Gauges(
             step=parts.buffer.version,
             num_steps=self._config.train.steps,
@@ -118,12 +119,18 @@ class TrainingLoop:
                 "groups in flight": ledger.in_flight,
                 "slots": parts.buffer.num_slots,
             },
+            useful_groups=signal.useful_share if signal.groups else None,
+            learning=signal.lines(),
         )
 
     @property
     def train_s(self) -> float:
         """Seconds spent training, including those before a resume."""
         return time.monotonic() - self._started
+
+    def pop_signal(self) -> LearningSignal:
+        """Of the groups that finished since the last step."""
+        return self._signal(self._parts.rollouts.pop_finished())
 
     async def run(self) -> str:
         """Make every step. Returns why it ended early, or an empty text. Raises the error that ended it otherwise."""
@@ -137,14 +144,17 @@ class TrainingLoop:
         """The engines take a step's weights while the learner has the next batch, where nothing must wait for them."""
         settings = self._config.train
         for step in range(self._parts.buffer.version + 1, settings.steps + 1):
-            if settings.max_minutes is not None and self.train_s > 60 * settings.max_minutes:
-                return f"the {settings.max_minutes:g} minutes of train.max_minutes were used up"
+            if self._left_s is not None and self._left_s < 0:
+                return self._used_up
             try:
                 made = await self._made(step)
             except NoLearningSignal as error:
                 if step == 1:
                     raise
                 return str(error)
+            if made is None:
+                why = ". ".join(self._parts.buffer.signal.lines()) or "none has finished"
+                return f"{self._used_up} while step {step} waited for groups: {why}"
             if self._publication is not None:
                 await self._publication  # its weights are in the engines, but its record may still be written
             self._publication = publications.create_task(self._published(made), name=f"weights of step {step}")
@@ -156,11 +166,34 @@ class TrainingLoop:
                 await self._evaluate(step)
         return ""
 
-    async def _made(self, step: int) -> _MadeStep:
-        """Take a batch and have the learner make the step."""
-        parts, began = self._parts, self._mark()
+    @property
+    def _left_s(self) -> float | None:
+        """What is left of train.max_minutes; None without that limit."""
+        minutes = self._config.train.max_minutes
+        return None if minutes is None else 60 * minutes - self.train_s
+
+    @property
+    def _used_up(self) -> str:
+        return f"The {self._config.train.max_minutes:g} minutes of train.max_minutes were used up"
+
+    async def _taken(self) -> Batch | None:
+        """A full batch; None where train.max_minutes ended the wait for it."""
+        # The wait has no `within_s`, by which the watchdog would let it stall until then.
         with self._wait_graph.waiting("training loop", on="rollouts", what="a full batch"):
-            batch = await parts.buffer.take()
+            try:
+                async with asyncio.timeout(self._left_s) as limit:
+                    return await self._parts.buffer.take()
+            except TimeoutError:
+                if not limit.expired():
+                    raise
+                return None
+
+    async def _made(self, step: int) -> _MadeStep | None:
+        """Take a batch and have the learner make the step; None where the time was used up before there was one."""
+        parts, began = self._parts, self._mark()
+        batch = await self._taken()
+        if batch is None:
+            return None
         self._lag = max(batch.policy_version - group.policy_version for group in batch.groups)
         if self._config.engine.sleep_while_training:
             await parts.engine.sleep()  # until the new weights wake it
@@ -190,11 +223,20 @@ class TrainingLoop:
             "run/overlap": parts.session.overlap,
         }
         metrics = self._metrics(made.batch, made.output, timing)
-        report = StepReport(step=made.step, output=made.output, update=parts.session.last_update, metrics=metrics)
+        report = StepReport(
+            step=made.step,
+            output=made.output,
+            update=parts.session.last_update,
+            metrics=metrics,
+            signal=parts.buffer.signal,
+        )
         await self._record(report, made.batch)
         # Last: a step that a crash leaves without this mark is recorded again.
         state = StepState(ess_guard=parts.ess_guard.state_dict(), train_s=self.train_s)
         parts.journal.step_made(made.step, state, resumable_from=made.output.resumable_from)
+
+    def _signal(self, groups: Iterable[TrajectoryGroup]) -> LearningSignal:
+        return total(signal_of(group, needs_spread=self._config.algorithm.needs_spread) for group in groups)
 
     def _mark(self) -> _Mark:
         engine = self._parts.engine
@@ -223,10 +265,11 @@ class TrainingLoop:
     def _metrics(self, batch: Batch, output: StepOutput, timing: Mapping[str, float]) -> dict[str, float]:
         parts, ledger = self._parts, self._parts.buffer.ledger()
         assert ledger.balanced(), ledger
-        update = parts.session.last_update
+        update, finished = parts.session.last_update, parts.rollouts.pop_finished()
         values = {
             **output.metrics,
-            **rollout_metrics(parts.rollouts.pop_finished() or batch.groups),
+            **rollout_metrics(finished or batch.groups),
+            **self._signal(finished).metrics(),
             **{f"ledger/{name}": float(getattr(ledger, name)) for name in ledger.__slots__},
             "buffer/ready_groups": float(ledger.ready),
             "buffer/in_flight_groups": float(ledger.in_flight),

@@ -133,8 +133,18 @@ async def test_a_run_without_any_signal_ends_with_a_reason() -> None:
     buffer = make_buffer(max_lag=0)
     for _ in range(8):
         await buffer.finish(make_group(await admit(buffer), version=0, rewards=(0.0, 0.0)))
-    with pytest.raises(NoLearningSignal, match="no success"):
+    with pytest.raises(NoLearningSignal, match=r"0 % of those .* by every episode, 100 % by none"):
         await buffer.take()
+
+
+async def test_a_run_whose_outcome_depends_on_the_task_is_not_told_that_nothing_succeeds() -> None:
+    buffer = make_buffer(max_lag=0)
+    for number in range(8):
+        reward = float(number % 2)
+        await buffer.finish(make_group(await admit(buffer), version=0, rewards=(reward, reward)))
+    with pytest.raises(NoLearningSignal, match=r"50 % of those .* 50 % by none \(mean reward 0.50\)"):
+        await buffer.take()
+    assert buffer.signal.useful_share == 0
 
 
 async def test_failed_group_frees_its_slot() -> None:

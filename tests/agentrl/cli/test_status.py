@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,7 @@ def agentrl(*arguments: str) -> Result:
 def a_run(folder: Path) -> tuple[StatusFile, WaitGraph]:
     wait_graph = WaitGraph()
     gauges = Gauges(step=3, num_steps=9, version=3, lag=1, max_lag=2, ledger={"issued": 12, "failed": 0, "trained": 8})
+    gauges = replace(gauges, useful_groups=0.1, learning=("10 % of 40 finished groups were useful", "a remedy"))
     wait_graph.measure(lambda: gauges)
     placement = "learner on GPU 0; engine on GPU 1; weights by nccl"
     return StatusFile(folder, wait_graph, stall_timeout_s=900.0, every_s=0.05, placement=placement), wait_graph
@@ -49,6 +51,8 @@ def test_a_living_run_shows_who_waits_for_whom_its_lag_and_its_ledger(folder: Pa
         "3 of 9",
         "1 in the last batch, at most 2",
         "issued 12, trained 8",
+        "10 % of 40 finished groups were useful",
+        "a remedy",
         "learner on GPU 0; engine on GPU 1; weights by nccl",
         "the training loop waits for the rollouts (a full batch, ",
     ):

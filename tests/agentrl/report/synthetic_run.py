@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 
 from agentrl.config import Config, parse
+from agentrl.report.learning_signal import signal_of, total
 from agentrl.report.metrics import MetricsLog, rollout_metrics
 from agentrl.report.statistics import summarize
 from agentrl.run_folder import RunFolder
@@ -195,5 +196,6 @@ def make_run(out_dir: Path, *, num_steps: int = 120, words: Words | None = None,
                 version = max(0, step - 2)
                 groups = [make_group(words, 8 * step + i, version=version, skill=skill, rng=rng) for i in range(8)]
                 folder.write_trajectories(step, groups)
-                metrics.log("step", step, {**rollout_metrics(groups), **learner_metrics(step, rng)})
+                signal = total(map(signal_of, groups)).metrics()
+                metrics.log("step", step, {**rollout_metrics(groups), **signal, **learner_metrics(step, rng)})
     return folder

@@ -7,7 +7,8 @@ import pytest
 from rich.console import Console
 
 from agentrl.errors import ConfigError, SandboxError
-from agentrl.report.console import EvalConsole, Terminal, TrainConsole, show_error
+from agentrl.report.console import _COLUMNS, EvalConsole, Terminal, TrainConsole, show_error
+from agentrl.report.learning_signal import LearningSignal
 from agentrl.report.metrics import rollout_metrics
 from agentrl.report.observer import StepReport, Summary
 from agentrl.report.statistics import EvalResult, summarize
@@ -23,9 +24,13 @@ def shown(console: Console) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def report(step: int, metrics: dict[str, float]) -> StepReport:
+NEVER_SOLVED = LearningSignal(groups=9, unsolved=9, variety=9, tokens=90, nats=90)
+
+
+def report(step: int, metrics: dict[str, float], signal: LearningSignal | None = None) -> StepReport:
     output = StepOutput(policy_version=step, metrics={})
-    return StepReport(step=step, output=output, update=None, metrics=metrics)
+    signal = signal or LearningSignal()
+    return StepReport(step=step, output=output, update=None, metrics=metrics, signal=signal)
 
 
 def step_metrics(step: int) -> dict[str, float]:
@@ -53,7 +58,7 @@ def test_a_whole_run_is_shown(terminal: bool) -> None:
     summary = Summary(num_steps=3, before=before, after=after, train_s=60.0, overlap=0.88, note="cut [red]short[/red]")
     view.summary(summary, Path("runs/[q]"), Path("runs/[q]/report.html"))
     text = shown(console)
-    for part in ("starting the engine", f"{before.avg:.3f} [", f"{after.avg - before.avg:+.3f}", "0.88"):
+    for part in ("starting the engine", f"{before.avg:.3f} [", f"{after.avg - before.avg:+.3f}", "88%"):
         assert part in text
     assert "cut [red]short[/red]" in text and "runs/[q]/report.html" in text
     assert ("\x1b" in text) is terminal
@@ -66,16 +71,33 @@ def test_step_lines_fit_80_columns_and_are_aligned() -> None:
         huge = {"learner/grad_norm": 1234567.8, "engine/tokens_per_s": 123_456.0, "engine/busy_share": 0.0}
         view.step(report(9_999, {**step_metrics(9), **huge, "wait/learner_for_batch_s": 12.3}))
         view.step(report(3, {"rollout/reward_mean": 0.5}))
-    header, *lines = shown(console).splitlines()
-    assert max(map(len, (header, *lines))) <= 80
-    assert {line.index("learner") for line in lines} == {header.index("what waits")}
+        view.step(report(8, step_metrics(8), signal=NEVER_SOLVED))
+    *legend, header, one, two, three, four, why = shown(console).splitlines()
+    assert max(map(len, (*legend, header, one, two, three, four))) <= 80
+    assert {len(line) for line in (one, two, three)} == {len(header)}
+    assert four.endswith("  none solved") and "easier tasks" in why
 
 
-def test_who_waits_is_read_from_one_line() -> None:
+def test_what_waits_and_what_is_useful_is_read_from_one_line_which_a_legend_explains() -> None:
     console = screen()
     with TrainConsole(total_steps=1, console=console) as view:
-        view.step(report(1, {"wait/learner_for_batch_s": 1.25, "engine/busy_share": 0.9}))
-    assert "learner 1.2s, engine idle 10%" in shown(console)
+        values = {"wait/learner_for_batch_s": 1.25, "engine/busy_share": 0.9, "rollout/useful_groups": 0.04}
+        view.step(report(1, values))
+        view.step(report(2, values))
+    *legend, header, line, _ = shown(console).splitlines()
+    assert header.split()[2] == "useful" and line.split()[2] == "4%" and line.split()[-2:] == ["1.2", "10%"]
+    assert all(any(title in text for text in legend) for title, *_ in _COLUMNS if title not in ("step", "step s"))
+
+
+def test_why_few_groups_are_useful_is_said_once_for_each_cause_and_at_the_end() -> None:
+    console, before = screen(width=200), an_evaluation(0.2, version=0)
+    with TrainConsole(total_steps=3, console=console) as view:
+        for step in (1, 2):
+            view.step(report(step, {}, signal=NEVER_SOLVED))
+    assert shown(console).count(NEVER_SOLVED.outcome_sentence()) == 1
+    summary = Summary(num_steps=2, before=before, after=before, train_s=60.0, overlap=0.5, signal=NEVER_SOLVED)
+    view.summary(summary, Path("runs/q"), Path("runs/q/report.html"))
+    assert "useful groups" in shown(console) and shown(console).count("0 % of 9 finished groups") == 2
 
 
 @pytest.mark.parametrize(

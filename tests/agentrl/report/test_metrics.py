@@ -94,8 +94,10 @@ def test_rollout_metrics_by_hand() -> None:
     infos = ({"tool_calls": 3.0, "tool_errors": 1.0, "sandbox_s": 0.5}, {"tool_calls": 1.0, "sandbox_s": 1.5})
     members = tuple(replace(t, info=info) for t, info in zip(all_right.trajectories, infos, strict=True))
     wrong = tuple(replace(t, info={}, stop_reason=StopReason.TIMEOUT) for t in all_wrong.trajectories)
-    values = rollout_metrics([with_members(all_right, members), with_members(all_wrong, wrong)])
+    first = replace(members[0], rewards={"correct": 1.0, "step": 0.4})  # the only one that was rewarded in a turn
+    values = rollout_metrics([with_members(all_right, (first, *members[1:])), with_members(all_wrong, wrong)])
     assert values["rollout/reward_mean"] == values["rollout/reward_correct"] == 0.5
+    assert values["rollout/reward_step"] == 0.1
     assert values["rollout/solve_all"] == values["rollout/solve_none"] == 0.5
     assert values["rollout/stop_completed"] == values["rollout/stop_timeout"] == 0.5
     assert sum(values[f"rollout/stop_{reason}"] for reason in StopReason) == 1.0

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.report import page as report
+from agentrl.report.learning_signal import LearningSignal
 from agentrl.report.metrics import MetricsLog
 from agentrl.report.page import write_report
 from agentrl.run_folder import RunFolder
@@ -75,7 +76,20 @@ def test_a_finished_run_shows_curves_before_and_after_and_ten_episodes(tmp_path:
         assert title in titles
     assert sum(tag == "details" and "episode" in (at.get("class") or "") for tag, at in page.elements) == 10
     assert "avg@4 before" in page.text and "avg@4 after" in page.text
-    assert "is the bottleneck" in page.text
+    assert "is the bottleneck" in page.text and "of the generated tokens were in useful groups" in page.text
+    tiles = [at for tag, at in page.elements if tag == "div" and at.get("class") == "tile"]
+    assert len(tiles) == 8 and all(at["title"] in page.text for at in tiles)
+
+
+def test_a_run_that_throws_most_groups_away_says_why_at_the_top(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, "run", config=make_config())
+    signal = LearningSignal(groups=100, useful=10, tokens=1000, useful_tokens=90, unsolved=90, variety=90, nats=900)
+    timing = {"run/step_s": 10.0, "wait/learner_for_batch_s": 9.0, "engine/busy_share": 1.0}
+    with MetricsLog(folder) as log:
+        log.log("step", 1, {**signal.metrics(), **timing})
+    text = page_of(folder).text
+    assert "10 % of 100 finished groups were useful" in text and "Use easier tasks" in text
+    assert "because most of it is thrown away. Only 9% of the generated tokens were in useful groups" in text
 
 
 def test_the_curves_carry_the_logged_numbers(tmp_path: Path) -> None:

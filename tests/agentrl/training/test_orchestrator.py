@@ -13,6 +13,7 @@ from agentrl.config import parse
 from agentrl.engine.base import WeightUpdate
 from agentrl.errors import EngineError, ErrorRateExceeded, NoLearningSignal, WeightSyncError
 from agentrl.report.metrics import read
+from agentrl.run_folder import RunFolder
 from agentrl.testing import ScriptedEngine
 from agentrl.tokens.tokenizer import TurnTokenizer
 from agentrl.training import learner_api as api
@@ -102,8 +103,35 @@ async def test_an_engine_that_fails_in_mid_run_trips_the_breaker(tmp_path: Path,
 
 
 async def test_a_task_without_signal_ends_with_a_reason(tmp_path: Path, tokenizer: TurnTokenizer) -> None:
-    with pytest.raises(NoLearningSignal, match="no success"):
+    with pytest.raises(NoLearningSignal, match=r"100 % by none \(mean reward 0.00\)"):
         await run_with(make_config(tmp_path), ScriptedEngine(tokenizer=tokenizer, script=["no"]), tokenizer)
+
+
+@pytest.mark.parametrize("max_lag", [0, 1])
+async def test_the_minutes_hold_while_a_step_waits_and_after_a_resume(
+    tmp_path: Path, tokenizer: TurnTokenizer, max_lag: int
+) -> None:
+    """Under the weights of the first step no group ever finishes."""
+
+    class Endless(YesAndNo):
+        async def generate(
+            self, token_ids: Any, sampling: Any, *, request_id: str, session_id: str | None = None
+        ) -> Any:
+            if self.policy_version >= 1 and request_id.startswith("train"):
+                await asyncio.Event().wait()
+            return await super().generate(token_ids, sampling, request_id=request_id, session_id=session_id)
+
+    settings = make_config(tmp_path, steps=9, eval_every=0, max_lag=max_lag).model_dump()
+    settings["train"]["max_minutes"] = 0.03
+    config = parse(settings, source="test")
+    run = RunFolder.create(config.out_dir, config.name, config=config)
+    before, seen = await run_with(config, Endless(tokenizer), tokenizer, parts={"run": run})
+    assert before.note.startswith("The 0.03 minutes of train.max_minutes were used up")
+    assert before.num_steps == len(seen) == before.after.policy_version < 9
+    parts = {"run": RunFolder(path=run.path)}
+    again, seen = await run_with(config, Endless(tokenizer), tokenizer, parts=parts, version=before.num_steps)
+    assert again.note == "The 0.03 minutes of train.max_minutes were used up"
+    assert (again.num_steps, seen) == (before.num_steps, [])
 
 
 async def test_a_wrong_token_gets_nothing(tmp_path: Path, tokenizer: TurnTokenizer) -> None:

@@ -40,6 +40,8 @@ PROVOKED_ELSEWHERE = {
     "... can be reached by others": "supervision/test_secrets.py::test_an_engine_that_others_reach_demands_a_token",
     "... is being trained by process": "training/test_resume.py::test_two_processes_do_not_train_one_run",
     "the last ... groups each had": "training/test_orchestrator.py::test_a_task_without_signal_ends_with_a_reason",
+    "... while step ... waited for groups": "training/test_orchestrator.py::"
+    "test_the_minutes_hold_while_a_step_waits_and_after_a_resume",
     "the engine ended with exit code": "engine/test_vllm_server.py::test_a_server_that_ends_is_reported_with_its_log",
     "weights of version ...; it has a part": "engine/test_weight_updates.py::"
     "test_a_streamed_update_that_broke_off_is_never_resumed_and_a_complete_one_ends_the_wait",

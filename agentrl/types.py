@@ -202,15 +202,6 @@ class StopReason(StrEnum):
     TIMEOUT = "timeout"
     """The episode's deadline passed."""
 
-    @property
-    def is_overlong(self) -> bool:
-        """Whether a limit on tokens ended the episode: the overlong rules of the config apply.
-
-        >>> StopReason.MAX_TURN_TOKENS.is_overlong, StopReason.MAX_TURNS.is_overlong
-        (True, False)
-        """
-        return self in (StopReason.MAX_CONTEXT, StopReason.MAX_TURN_TOKENS)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from agentrl.config import RolloutConfig
-from agentrl.types import Message, Trajectory
+from agentrl.types import Message, StopReason, Trajectory
 
 OVERLONG = "overlong"
 """Name of the penalty among the rewards."""
+CUT = (StopReason.MAX_CONTEXT, StopReason.MAX_TURN_TOKENS)
+"""Episodes that a limit on tokens ended."""
 BOX = "\\boxed{"
 
 
@@ -48,7 +50,7 @@ def is_void(message: Message) -> bool:
 
 
 def _is_masked(segments: Sequence[Trajectory], config: RolloutConfig) -> bool:
-    if config.overlong == "mask" and segments[0].stop_reason.is_overlong:
+    if config.overlong == "mask" and segments[0].stop_reason in CUT:
         return True
     return config.mask_void_turns and any(is_void(message) for message in _said(segments, config))
 
@@ -68,7 +70,7 @@ def _said(segments: Sequence[Trajectory], config: RolloutConfig) -> list[Message
 
 def _punishment(segment: Trajectory, config: RolloutConfig) -> float:
     """The penalty of one segment; the full one if a generation was cut at the limit."""
-    if segment.stop_reason.is_overlong:
+    if segment.stop_reason in CUT:
         return 1.0
     num_opening = len(segment.turns[0].observation_ids)
     num_tokens = sum(len(turn.observation_ids) + len(turn.completion.token_ids) for turn in segment.turns)

@@ -1,7 +1,7 @@
 """The settings of a run as one typed, frozen tree: YAML in, resolved JSON out.
 
-May import: `agentrl.types`, `agentrl.errors`, `sandbox.protocol` (the names of its backends). Start reading in `tree.py`
-(the sections), then `loading.py`. `reference.py` documents the keys.
+May import: `agentrl.types`, `agentrl.errors`, `sandbox.protocol` (the names of its backends). Start reading in
+`tree.py` (the sections), then `loading.py`. `reference.py` documents the keys.
 """
 
 from agentrl.config.algorithm import AlgorithmConfig

@@ -21,7 +21,6 @@ MIN_FILE_LINES = 60
 SMALL_FILES = {
     "agentrl/__main__.py": "`python -m agentrl`",
     "agentrl/api/checking.py": "one function of the API, one file",
-    "agentrl/api/reading.py": "one function of the API, one file",
     "agentrl/cli/rollout.py": "what one command prints",
     "agentrl/config/hostfile.py": "placement and launcher read it",
     "agentrl/config/section.py": "the base of all sections: each imports it",

@@ -112,19 +112,23 @@ class Journal:
     """One row per group. The payload stays until the group is dropped, or trained and covered by a learner checkpoint.
 
     Raises JournalError where the disk fails, ConfigError at construction for a file of another version of agentrl.
+    `read_only`: the file must exist, and is not changed, also while a run writes it.
 
     Example:
         with closing(Journal(run.journal)) as journal:
             journal.counts()  # groups by state
     """
 
-    def __init__(self, path: Path | str) -> None:
+    def __init__(self, path: Path | str, *, read_only: bool = False) -> None:
         self._path = path
         with self._boundary("opening"):
-            self._db = sqlite3.connect(path, isolation_level=None)
-            self._db.execute("PRAGMA journal_mode=WAL")
-            # NORMAL survives a killed process; only a power cut can lose the last transactions, and never corrupts.
-            self._db.execute("PRAGMA synchronous=NORMAL")
+            if read_only:
+                self._db = sqlite3.connect(_read_only(Path(path)), uri=True, isolation_level=None)
+            else:
+                self._db = sqlite3.connect(path, isolation_level=None)
+                self._db.execute("PRAGMA journal_mode=WAL")
+                # NORMAL survives a killed process; only a power cut can lose the last transactions, and never corrupts.
+                self._db.execute("PRAGMA synchronous=NORMAL")
             self._is_current = self._check_format() == FORMAT
 
     # The states of a group, in order.
@@ -255,6 +259,13 @@ class Journal:
             GroupState(state): count for state, count in self._rows("SELECT state, COUNT(*) FROM groups GROUP BY 1")
         }
 
+    def ledger(self) -> Iterator[tuple[int, str, str, int, int | None, str | None, list[float] | None]]:
+        """Of each group: id, task id, state, version at its admission, step of its batch, reason, rewards."""
+        for *row, rewards in self._rows(
+            "SELECT group_id, task_id, state, admitted, step, reason, rewards FROM groups ORDER BY group_id"
+        ):
+            yield (*row, None if rewards is None else _decode(rewards, list[float]))
+
     def last_step(self) -> int:
         """The newest version whose step was recorded."""
         ((step,),) = self._rows("SELECT COALESCE(MAX(step), 0) FROM steps")
@@ -344,6 +355,12 @@ class Journal:
                     f"agentrl train --resume {Path(self._path).parent}"
                 ) from error.__cause__
             raise
+
+
+def _read_only(path: Path) -> str:
+    """The address of the file for SQLite. Without a log beside it nobody writes, and nothing is put beside it."""
+    is_written = path.with_name(path.name + "-wal").exists()
+    return f"{path.resolve().as_uri()}?mode=ro{'' if is_written else '&immutable=1'}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -156,7 +156,10 @@ def marked(mark: str) -> list[int]:
     return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit() and has_it(entry)]
 
 
-@pytest.mark.parametrize(("how", "number"), [("script", signal.SIGTERM), ("notebook", signal.SIGINT)])
+@pytest.mark.parametrize(
+    ("how", "number"),
+    [pytest.param("script", signal.SIGTERM, marks=pytest.mark.slow), ("notebook", signal.SIGINT)],
+)
 def test_an_interrupted_rollout_leaves_no_process(
     tmp_path: Path, silence: str, how: str, number: signal.Signals
 ) -> None:

@@ -32,12 +32,14 @@ from agentrl.cli.options import (
 )
 from agentrl.cli.options import fail as _fail
 from agentrl.cli.options import guarded as _guarded
+from agentrl.cli.parsing import ConfigCommand, Group
 from agentrl.cli.services import learner, orchestrator, pointing, unfinished
 from agentrl.cli.status import status
 from agentrl.errors import ConfigError
 
 app = typer.Typer(
     name="agentrl",
+    cls=Group,
     help="Train language models to use tools over many turns, asynchronously.",
     no_args_is_help=True,
     add_completion=False,
@@ -45,13 +47,13 @@ app = typer.Typer(
 )
 app.add_typer(env_app, name="env")
 app.command(name="status")(status)
-app.command(name="orchestrator")(orchestrator)
+app.command(name="orchestrator", cls=ConfigCommand)(orchestrator)
 app.command(name="learner")(learner)
-app.command(name="doctor")(doctor)
-app.command(name="config")(config_command)
+app.command(name="doctor", cls=ConfigCommand)(doctor)
+app.command(name="config", cls=ConfigCommand)(config_command)
 
 
-@app.command()
+@app.command(cls=ConfigCommand)
 def train(
     config: Annotated[
         str | None,
@@ -90,7 +92,7 @@ def train(
     _guarded(main, debug=debug)
 
 
-@app.command(name="eval")
+@app.command(name="eval", cls=ConfigCommand)
 def evaluate(
     config_path: ConfigPath,
     overrides: Overrides = None,
@@ -126,7 +128,7 @@ def evaluate(
     _guarded(main, debug=debug, interrupted=NOTHING_LEFT)
 
 
-@app.command()
+@app.command(cls=ConfigCommand)
 def rollout(
     config_path: ConfigPath,
     overrides: Overrides = None,
@@ -193,7 +195,7 @@ def sandbox(context: typer.Context) -> None:
     os.execv(sys.executable, [*module_command("sandbox"), *context.args])
 
 
-@app.command()
+@app.command(cls=ConfigCommand)
 def engine(config_path: ConfigPath, overrides: Overrides = None, debug: Debug = False) -> None:
     """Serve the config's model with vLLM, with the flags that in-flight weight updates need."""
     from agentrl import config as configs

@@ -7,7 +7,9 @@ May import: `agentrl.types`, `agentrl.errors`, `sandbox.protocol` (the names of 
 from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.config.engine import EngineConfig
 from agentrl.config.learner import LearnerConfig
-from agentrl.config.loading import ConfigSource, Overrides, load, parse, save
+from agentrl.config.loading import ConfigSource, load, parse, save
+from agentrl.config.overrides import Overrides
+from agentrl.config.problems import InvalidConfig
 from agentrl.config.rollout import RolloutConfig
 from agentrl.config.section import Section
 from agentrl.config.tree import (
@@ -29,6 +31,7 @@ __all__ = [
     "EngineConfig",
     "EnvConfig",
     "EvalConfig",
+    "InvalidConfig",
     "LearnerConfig",
     "LoraConfig",
     "ModelConfig",

@@ -1,34 +1,32 @@
-"""Reads a config: YAML in, dotted overrides from the command line, resolved JSON in the run's folder.
+"""Reads a config: YAML or a dict in, overrides, resolved JSON out.
 
-An unknown key or name is an error that names the nearest known one. Reads no environment variables.
+Every problem is named at once: file and line, key, and how to fix it. Reads no environment variables.
 """
 
 from __future__ import annotations
 
 import copy
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
-from agentrl.config.section import Section
+from agentrl.config import yaml_text
+from agentrl.config.overrides import Overrides, apply
+from agentrl.config.problems import InvalidConfig, Places, explained
 from agentrl.config.tree import Config
 from agentrl.errors import ConfigError
 
 ConfigSource = str | Path | Mapping[str, Any] | Config
 """A YAML or JSON file, a nested dict, or a config."""
-Overrides = Sequence[str] | Mapping[str, Any]
-"""`["learner.lr=1e-4"]`, where values are YAML, or `{"learner.lr": 1e-4}`. A dict in the dict, as in
-`{"learner": {"lr": 1e-4}}`, is merged into what is there; under a dotted name it replaces it."""
 
 
 def load(source: ConfigSource, overrides: Overrides = ()) -> Config:
     """Read a config, apply the overrides, and check everything.
 
-    Raises ConfigError with the file, the key, and the nearest known key.
+    Raises ConfigError with the file, the line, the key, and the nearest known key; InvalidConfig where it can be read.
 
     Example:
         config = load("configs/quickstart.yaml", ["learner.lr=1e-4", "train.steps=20"])
@@ -36,46 +34,35 @@ def load(source: ConfigSource, overrides: Overrides = ()) -> Config:
     """
     if isinstance(source, Config) and not overrides:
         return source
-    tree, name = _tree(source)
-    if isinstance(overrides, str):
-        raise ConfigError(f"overrides={overrides!r} is one text: give a list of them, [{overrides!r}], or a dict")
-    if isinstance(overrides, Mapping):
-        _merge(tree, overrides)
-    else:
-        for override in overrides:
-            _apply_override(tree, override)
-    return parse(tree, source=name)
+    tree, name, places = _tree(source)
+    problems = list(apply(tree, overrides, places))
+    try:
+        config = parse(tree, source=name, places=places)
+    except InvalidConfig as error:
+        raise InvalidConfig([*problems, *error.problems]) from None
+    if problems:
+        raise InvalidConfig(problems)
+    return config
 
 
-def _tree(source: ConfigSource) -> tuple[dict[str, Any], str]:
-    """The config as plain data, and what an error calls it."""
+def _tree(source: ConfigSource) -> tuple[dict[str, Any], str, dict[str, str]]:
+    """The config as plain data, what an error calls it, and the places of its keys."""
     if isinstance(source, Config):
-        return source.model_dump(mode="json"), "config"
+        return source.model_dump(mode="json"), "config", {}
     if isinstance(source, Mapping):
-        return copy.deepcopy(dict(source)), "config"
-    return _read(Path(source)), str(source)
+        return copy.deepcopy(dict(source)), "config", {}
+    path = Path(source)
+    tree, lines = yaml_text.read_mapping(_text(path), source=str(path))
+    return tree, str(path), {key: f"{path}:{line}" for key, line in lines.items()}
 
 
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        text = path.read_text()
-    except OSError as error:
-        raise ConfigError(f"cannot read config {path}: {error.strerror}. Shipped ones are in configs/.") from error
-    try:
-        tree = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from error
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{path} must hold a mapping of sections, found {type(tree).__name__}")
-    return tree
-
-
-def parse(tree: dict[str, Any], *, source: str) -> Config:
-    """Check a plain mapping. Raises ConfigError, which names `source`."""
+def parse(tree: dict[str, Any], *, source: str, places: Places | None = None) -> Config:
+    """Check a plain mapping. Raises InvalidConfig; a problem names the place of its key, or else `source`."""
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(f"{source}:\n" + "\n".join(_explain(item) for item in error.errors())) from None
+        problems = [explained(item, source=source, places=places or {}) for item in error.errors(include_url=False)]
+        raise InvalidConfig(list(dict.fromkeys(problems))) from None
 
 
 def save(config: Config, path: Path) -> None:
@@ -83,58 +70,26 @@ def save(config: Config, path: Path) -> None:
     path.write_text(config.model_dump_json(indent=2) + "\n")
 
 
-def _apply_override(tree: dict[str, Any], override: str) -> None:
-    key, separator, value = override.partition("=")
-    if not separator or not key:
-        raise ConfigError(f"override {override!r} is not of the form section.key=value")
+def _text(path: Path) -> str:
+    """The text of a config file. Raises ConfigError, which says what to give in its place."""
     try:
-        _set(tree, key, yaml.safe_load(value), said=override)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"override {override!r}: the value is not valid YAML: {error}") from error
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not a text file: a config is YAML, such as {yaml_text.EXAMPLE}") from None
+    except IsADirectoryError:
+        if (path / "config.json").is_file():
+            raise ConfigError(f"{path} is a run's folder, not a config; its config is {path}/config.json") from None
+        files = [str(file) for file in sorted(path.glob("*.yaml"))[:3]]
+        raise ConfigError(f"{path} is a folder: name a YAML file{f', such as {files[0]}' if files else ''}") from None
+    except OSError as error:
+        if "=" in str(path):
+            raise ConfigError(f"the config's file is missing: write it before the keys, CONFIG {path}") from None
+        raise ConfigError(f"cannot read config {path}: {error.strerror}{_nearest_file(path)}") from None
 
 
-def _set(tree: dict[str, Any], key: str, value: Any, *, said: str) -> None:
-    """Set the value under a dotted key."""
-    *sections, last = key.split(".")
-    node = tree
-    for section in sections:
-        child = node.setdefault(section, {})
-        if not isinstance(child, dict):
-            raise ConfigError(f"override {said!r}: {section!r} is a value, not a section")
-        node = child
-    node[last] = value
-
-
-def _merge(tree: dict[str, Any], overrides: Mapping[str, Any]) -> None:
-    """Set the leaves of a nested dict, and whole values under dotted keys."""
-    for key, value in overrides.items():
-        if isinstance(value, Mapping) and isinstance(tree.get(key), dict):
-            _merge(tree[key], value)
-        else:
-            _set(tree, key, copy.deepcopy(value), said=key)
-
-
-def _explain(item: Any) -> str:
-    """One pydantic error as a sentence that says how to fix it."""
-    where = ".".join(str(part) for part in item["loc"]) or "config"
-    if item["type"] != "extra_forbidden":
-        help_ = f"; `agentrl config --describe {where}` says what they mean" if item["type"] == "literal_error" else ""
-        return f"  {where}: {item['msg'].removeprefix('Value error, ')} (got {_shorten(item.get('input'))}){help_}"
-    known = _known_keys(item["loc"][:-1])
-    near = difflib.get_close_matches(str(item["loc"][-1]), known, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(sorted(known))}"
-    return f"  {where}: unknown key; {hint}"
-
-
-def _known_keys(location: Sequence[Any]) -> list[str]:
-    model: Any = Config
-    for part in location:
-        annotation = model.model_fields[part].annotation
-        candidates = [annotation, *getattr(annotation, "__args__", ())]
-        model = next(c for c in candidates if isinstance(c, type) and issubclass(c, Section))
-    return list(model.model_fields)
-
-
-def _shorten(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+def _nearest_file(path: Path) -> str:
+    """Where the file may be instead."""
+    found = [*path.parent.glob("*.yaml"), *Path("configs").glob("*.yaml")]
+    by_stem = {file.stem: file for file in sorted(found, reverse=True)}
+    near = difflib.get_close_matches(path.stem, by_stem, n=1)
+    return f"; did you mean {by_stem[near[0]]}?" if near else ". Shipped ones are in configs/"

@@ -7,7 +7,6 @@ Independent of what the keys do.
 from __future__ import annotations
 
 import ast
-import difflib
 import functools
 import inspect
 import json
@@ -21,6 +20,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from pydantic.fields import FieldInfo
 
 from agentrl.config.section import Choices, Section
+from agentrl.config.suggestions import hint
 from agentrl.config.tree import Config
 from agentrl.errors import ConfigError
 
@@ -74,11 +74,14 @@ def find(path: str, known: Known | None = None) -> tuple[Key, list[Key]]:
         for key in keys:
             if key.path == path and key.section is None:
                 return key, []
-    paths = [key.path for _, keys in everything for key in keys]
-    name = path.rpartition(".")[2]
-    near = [other for other in paths if other.rpartition(".")[2] == name]
-    near = near or difflib.get_close_matches(path, paths, n=3, cutoff=0.6)
-    raise ConfigError(f"there is no key {path!r}" + (f"; did you mean {' or '.join(near)}?" if near else ""))
+    near = hint(path, [key.path for _, keys in everything for key in keys])
+    raise ConfigError(f"there is no key {path!r}" + (f"; {near}" if near else ""))
+
+
+@functools.cache
+def key_paths() -> tuple[str, ...]:
+    """Every key that can be set on the command line, and every section, in the order of the tree."""
+    return tuple(key.path for _, keys in sections() for key in keys if not key.path.startswith("env.wrappers."))
 
 
 def markdown(known: Known | None = None) -> str:

@@ -257,15 +257,20 @@ class Config(Section):
     def _checks_across_sections(self) -> Config:
         if self.algorithm.needs_spread and self.rollout.group_size < 2:
             raise ValueError(
-                f"algorithm.baseline={self.algorithm.baseline} and normalize_by_std={self.algorithm.normalize_by_std} "
-                "need rollout.group_size >= 2; for single episodes set algorithm.preset: reinforce"
+                f"algorithm.baseline={self.algorithm.baseline} and algorithm.normalize_by_std="
+                f"{str(self.algorithm.normalize_by_std).lower()} need rollout.group_size >= 2; for single episodes set "
+                "algorithm.preset=reinforce"
             )
         if self.rollout.max_turn_tokens >= self.rollout.max_context:
-            raise ValueError("rollout.max_turn_tokens must be smaller than rollout.max_context")
+            raise ValueError(
+                f"rollout.max_turn_tokens={self.rollout.max_turn_tokens} must be smaller than rollout.max_context="
+                f"{self.rollout.max_context}: an episode is its prompt and all of its turns"
+            )
         if self.rollout.compaction != "none" and not 0 < self.rollout.compaction_tokens < self.rollout.max_context:
             raise ValueError(
-                "rollout.compact_at_tokens must be smaller than rollout.max_context; by itself it is max_context - "
-                "max_turn_tokens - tool_output_tokens, which must be positive"
+                f"rollout.compact_at_tokens={self.rollout.compaction_tokens} must be above 0 and below "
+                f"rollout.max_context={self.rollout.max_context}; by itself it is rollout.max_context - "
+                "rollout.max_turn_tokens - rollout.tool_output_tokens"
             )
         if self.engine.sleep_while_training and self.rollout.max_lag:
             raise ValueError(
@@ -275,7 +280,8 @@ class Config(Section):
             )
         if self.rollout.temperature != 1.0 or self.rollout.top_p != 1.0:
             raise ValueError(
-                "training samples at temperature 1 and top_p 1: any other distribution biases the importance ratios; "
-                "for evaluation set eval.temperature and eval.top_p"
+                f"rollout.temperature={self.rollout.temperature:g} and rollout.top_p={self.rollout.top_p:g} must both "
+                "be 1: any other distribution biases the importance ratios; for evaluation set eval.temperature and "
+                "eval.top_p"
             )
         return self

@@ -19,6 +19,7 @@ import typer
 
 from agentrl import config as configs
 from agentrl.cli.options import Debug, Overrides, fail, run
+from agentrl.cli.parsing import ConfigCommand
 from agentrl.config import Config
 from agentrl.errors import ConfigError
 from agentrl.report.console import EvalConsole
@@ -32,7 +33,7 @@ INTERRUPTED = "nothing was written"
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-@app.command()
+@app.command(cls=ConfigCommand)
 def main(
     config_path: Annotated[
         Path, typer.Argument(metavar="CONFIG", help="YAML config, or a run's config.json.", show_default=False)

@@ -180,7 +180,7 @@ def _quiet(debug: bool) -> Iterator[None]:
 
 
 def _config(path: Path | None, overrides: Sequence[str]) -> tuple[Config | None, list[Finding]]:
-    """The config. One that cannot be read is a finding, and the machine is checked anyway."""
+    """The config. Each problem of one that cannot be read is a finding, and the machine is checked anyway."""
     from agentrl import config as configs
     from agentrl.cli.doctor.findings import fail, ok, shortened
 
@@ -189,7 +189,8 @@ def _config(path: Path | None, overrides: Sequence[str]) -> tuple[Config | None,
     try:
         return configs.load(path, overrides), [ok("config", f"{path} is valid")]
     except ConfigError as error:
-        return None, [fail("config", shortened(str(error)), "correct it; only the machine was checked")]
+        problems = error.problems if isinstance(error, configs.InvalidConfig) else [str(error)]
+        return None, [fail("config", shortened(one), "correct it; only the machine was checked") for one in problems]
 
 
 def _has_failed(findings: Sequence[Finding]) -> bool:

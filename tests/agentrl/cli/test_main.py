@@ -33,8 +33,8 @@ def refused(*arguments: object, cwd: Path, saying: str, **env: str) -> None:
 @pytest.mark.parametrize(
     ("override", "saying"),
     [
-        ("learner.lrr=1", "did you mean 'lr'?"),
-        ("lerner.lr=1", "did you mean 'learner'?"),
+        ("learner.lrr=1", "did you mean learner.lr?"),
+        ("lerner.lr=1", "did you mean learner?"),
         ("train.steps=0", "train.steps"),
         ("learner.lr=fast", "learner.lr"),
         ("learner.lr", "section.key=value"),

@@ -72,7 +72,7 @@ def test_what_is_written_out_wins_over_the_preset() -> None:
         ({"preset": "grpo", "baseline_norms": "proxy"}, "leave baseline_norms out"),
         ({"preset": "grpo", "baseline_weights": "untreated"}, "leave baseline_weights out"),
         ({"preset": "vcpoo"}, "algorithm.preset"),
-        ({"clip_lo": 0.1}, "did you mean 'clip_low'"),
+        ({"clip_lo": 0.1}, "did you mean algorithm.clip_low"),
     ],
 )
 def test_what_makes_no_sense_is_refused_with_how_to_fix_it(given: dict[str, Any], fix: str) -> None:

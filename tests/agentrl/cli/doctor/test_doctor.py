@@ -145,7 +145,7 @@ def test_a_config_that_is_wrong_is_a_line_and_the_machine_is_looked_at(only: Cal
     only("Python")
     done = doctor(QUICKSTART, "lerner.lr=1")
     assert done.exit_code == 1
-    assert "did you mean 'learner'?" in done.stdout.splitlines()[0]
+    assert "did you mean learner?" in done.stdout.splitlines()[0]
     assert "OK   Python" in done.stdout
     assert doctor("nowhere.yaml").stdout.startswith("FAIL config: cannot read config nowhere.yaml")
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -26,6 +26,7 @@ from agentrl.errors import ConfigError, EngineError, EngineGone
 from agentrl.report.evaluation import Evaluation, MakeGroup, evaluate
 from agentrl.report.observer import Observer
 from agentrl.rollouts.group import GroupPlayer
+from agentrl.rollouts.long_prompts import refuse_long_prompts
 from agentrl.rollouts.settings import settings_of
 from agentrl.supervision.secrets import Secrets
 from agentrl.training import launch
@@ -128,7 +129,7 @@ async def play(
     config = request.config
     env_class = load_env_class(config.env.target, config.env.kwargs)
     tasks = _tasks(env_class, request, task_id)
-    async with playing(request, env_class, observer) as make_group:
+    async with playing(request, env_class, observer, tasks) as make_group:
         with observer.phase("playing") as advance:
             return await evaluate(
                 tasks,
@@ -151,8 +152,10 @@ def _tasks(env_class: type[Env], request: Request, task_id: str | None) -> list[
 
 
 @asynccontextmanager
-async def playing(request: Request, env_class: type[Env], observer: Observer) -> AsyncIterator[MakeGroup]:
-    """Start everything that playing needs, then stop it. Yields (index, task) -> group. Raises AgentRLError."""
+async def playing(
+    request: Request, env_class: type[Env], observer: Observer, tasks: Sequence[Task]
+) -> AsyncIterator[MakeGroup]:
+    """Start everything that playing `tasks` needs, then stop it. Yields (index, task) -> group. Raises AgentRLError."""
     config = request.config
     wrappers = load_wrappers(config.env.wrappers)
     through = _by_tokens if request.served_model is None else _by_messages
@@ -162,18 +165,19 @@ async def playing(request: Request, env_class: type[Env], observer: Observer) ->
                 await launch.sandbox_ready(sandbox, parts, max_restarts=config.sandbox.max_restarts)
             async with launch.watching(*parts), opened(env_class, sandbox=sandbox, wrappers=wrappers) as make_env:
                 await Canaries(env_class, make_env=make_env, sandbox=sandbox).check(when="at the start")
-                async with through(request, make_env, Path(logs), observer) as make_group:
+                async with through(request, make_env, Path(logs), observer, tasks) as make_group:
                     yield make_group
 
 
 @asynccontextmanager
 async def _by_tokens(
-    request: Request, make_env: Callable[[], Env], logs: Path, observer: Observer
+    request: Request, make_env: Callable[[], Env], logs: Path, observer: Observer, tasks: Sequence[Task]
 ) -> AsyncIterator[MakeGroup]:
     """Play through an engine that exchanges token ids: the code path of training."""
     from agentrl.tokens.tokenizer import load_tokenizer
 
     tokenizer = await asyncio.to_thread(load_tokenizer, request.config.model, request.tokenizer)
+    await refuse_long_prompts(tasks, make_env=make_env, tokenizer=tokenizer, config=request.config.rollout)
     player = GroupPlayer(make_env, settings_of(request.config), TokenRunners(tokenizer))
     async with _engine(request, logs, observer) as engine:
         yield lambda index, task: player.play_group(engine, index, task, kind="eval")
@@ -181,7 +185,7 @@ async def _by_tokens(
 
 @asynccontextmanager
 async def _by_messages(
-    request: Request, make_env: Callable[[], Env], logs: Path, observer: Observer
+    request: Request, make_env: Callable[[], Env], logs: Path, observer: Observer, tasks: Sequence[Task]
 ) -> AsyncIterator[MakeGroup]:
     """Play through any chat endpoint."""
     config = request.config

@@ -133,6 +133,12 @@ def held_out_tasks(env_class: type[Env], config: EnvConfig, *, num_tasks: int) -
     return tasks
 
 
+def first_training_tasks(env_class: type[Env], config: EnvConfig, *, seed: int, num_tasks: int) -> list[Task]:
+    """The first `num_tasks` rows of the training split, in the environment's own order. Raises EnvError."""
+    with attributed(f"{env_class.__name__}.tasks"):
+        return list(islice(env_class.tasks("train", data=config.train_data, seed=seed), num_tasks))
+
+
 def _stream(env_class: type[Env], config: EnvConfig, seed: int) -> Iterator[Task]:
     rows = iter(env_class.tasks("train", data=config.train_data, seed=seed))
     first = next(rows, None)

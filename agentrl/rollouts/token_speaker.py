@@ -12,10 +12,10 @@ from typing import Any
 from agentrl.config import RolloutConfig
 from agentrl.engine.base import Engine
 from agentrl.env import Action, Env, StepResult
-from agentrl.errors import ConfigError
 from agentrl.rollouts.env_runner import EnvRunner
 from agentrl.rollouts.episode import SegmentRecord
 from agentrl.rollouts.generation import TokenGenerator
+from agentrl.rollouts.long_prompts import refuse_too_long
 from agentrl.rollouts.settings import Attempt, RolloutSettings
 from agentrl.tokens.context_window import ContextWindow
 from agentrl.tokens.tokenizer import TurnTokenizer
@@ -84,13 +84,8 @@ class TokenSpeaker:
 
     def open(self, task: Task, messages: Sequence[Message]) -> None:
         """See ModelSpeaker."""
-        window, config = self._window, self._config
-        window.open(messages)
-        if window.num_tokens + config.min_turn_tokens > config.max_context:
-            raise ConfigError(
-                f"task {task.id}: its prompt has {window.num_tokens} tokens, which leaves no room in "
-                f"rollout.max_context={config.max_context}; raise it or drop the task"
-            )
+        self._window.open(messages)
+        refuse_too_long(task, self._window.num_tokens, self._config)
 
     async def speak(self, turn: int, *, is_last: bool) -> Action | None:
         """See Speaker."""

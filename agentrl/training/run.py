@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from agentrl.chat.runners import TokenRunners
 from agentrl.config import Config
 from agentrl.data.duplicates import refuse_overlap
-from agentrl.data.source import TaskSource, held_out_tasks
+from agentrl.data.source import TaskSource, first_training_tasks, held_out_tasks
 from agentrl.engine import launch_servers, vllm_command
 from agentrl.engine.vllm_server import start_timeout_s
 from agentrl.env import Env, load_env_class, opened
@@ -24,6 +24,7 @@ from agentrl.errors import DiskError
 from agentrl.report.metrics import MetricsLog
 from agentrl.report.observer import Observer, Summary
 from agentrl.rollouts.group import GroupPlayer
+from agentrl.rollouts.long_prompts import refuse_long_prompts
 from agentrl.rollouts.monitored_env import monitored
 from agentrl.rollouts.settings import settings_of
 from agentrl.run_folder import RunFolder
@@ -39,9 +40,12 @@ from agentrl.wrappers import load_wrappers
 if TYPE_CHECKING:
     from agentrl.engine.base import Engine, TrainableEngine
     from agentrl.supervision.child import Child
+    from agentrl.tokens.tokenizer import TurnTokenizer
     from sandbox.client import SandboxClient
 
 LEARNER_EXIT_TIMEOUT_S = 10.0
+NUM_FIRST_TASKS = 1000
+"""Training tasks whose prompts are measured before the engine starts."""
 
 
 class Training:
@@ -137,6 +141,9 @@ class Training:
     async def _with_engine(self, make_env: Callable[[], Env], model_path: str) -> Summary:
         from agentrl.tokens.tokenizer import load_tokenizer
 
+        tokenizer = await asyncio.to_thread(load_tokenizer, self._config.model, model_path)
+        with self._wait_graph.phase("measuring the prompts"):
+            await self._refuse_long_prompts(make_env, tokenizer)
         async with (
             launch_servers.engine_servers(
                 self._config, model_path=model_path, logs=self._run.logs, token=self._secrets.engine
@@ -144,7 +151,6 @@ class Training:
             launch.watching(*launch_servers.parts_of(servers)),
         ):
             with self._phase("starting the engine (vLLM)"):
-                tokenizer = await asyncio.to_thread(load_tokenizer, self._config.model, model_path)
                 within_s = start_timeout_s(self._config.engine)
                 with self._wait_graph.waiting("run", on="engine", what="its start", within_s=within_s):
                     await launch_servers.engines_ready(servers, self._config.engine)
@@ -155,6 +161,13 @@ class Training:
                 servers, self._config, token=self._secrets.engine, on_tokens=on_tokens
             ) as engine:
                 return await self._with_learner(engine, player)
+
+    async def _refuse_long_prompts(self, make_env: Callable[[], Env], tokenizer: TurnTokenizer) -> None:
+        """Raises ConfigError for a held-out prompt, or one of the first training prompts, that leaves no room."""
+        config = self._config
+        first = first_training_tasks(self._env_class, config.env, seed=config.seed, num_tasks=NUM_FIRST_TASKS)
+        for tasks in (self._held_out, first):
+            await refuse_long_prompts(tasks, make_env=make_env, tokenizer=tokenizer, config=config.rollout)
 
     async def _with_learner(self, engine: TrainableEngine, player: GroupPlayer[Engine]) -> Summary:
         with MetricsLog(self._run) as metrics:

@@ -212,7 +212,8 @@ class TrainConsole(Terminal):
         table.add_row(
             "async overlap", f"during {summary.overlap:.0%} of the learner's working time the engine generated"
         )
-        for number, text in enumerate(summary.signal.lines()):
+        is_noted = bool(summary.signal.cause) and summary.signal.remedy in summary.note
+        for number, text in enumerate(summary.signal.lines()[: 1 if is_noted else None]):
             table.add_row("useful groups" if number == 0 else "", text)
         for name, seconds in self.phase_seconds.items():
             table.add_row(name, f"{seconds:.0f} s")

@@ -34,8 +34,10 @@ class Cause(StrEnum):
     """Nearly all of them were solved by no episode."""
     BY_TASK = "by task"
     """Some tasks are solved every time, the others never: rewards differ between tasks and not within them."""
+    MEMORISED = "memorised"
+    """The same, and the episodes of a task are nearly identical: each has its one answer, right or wrong."""
     LOW_ENTROPY = "low entropy"
-    """The episodes of a group are identical, or nearly so."""
+    """They fail alike, and the episodes of a group are nearly identical."""
 
 
 REMEDIES: Mapping[Cause, str] = {
@@ -44,12 +46,14 @@ REMEDIES: Mapping[Cause, str] = {
     Cause.NEVER_SOLVED: "The tasks are too hard for this model, or correct answers are not recognised (read some "
     "episodes: `agentrl rollout CONFIG --show`). Use easier tasks, rewards for partial success, a larger model, a "
     "longer warm start, or a larger rollout.group_size.",
-    Cause.BY_TASK: "The model has memorised some tasks, or their difficulty differs too much: use more tasks and tasks "
-    "of middle difficulty, rollout.task_choice=difficulty, a larger rollout.group_size, or a shorter warm start on "
-    "more rows.",
-    Cause.LOW_ENTROPY: "The model repeats itself, so more episodes of a task show nothing new: start from weights with "
-    "more variety (a shorter warm start on more rows, an earlier checkpoint, a larger model), or lower learner.lr if "
-    "the variety was lost in this run.",
+    Cause.BY_TASK: "Whether an episode succeeds depends on the task alone: difficulty differs too much. Use tasks of "
+    "middle difficulty, rollout.task_choice=difficulty, or a larger rollout.group_size.",
+    Cause.MEMORISED: "Each task has its one answer, right or wrong, as after a long warm start on few rows: start from "
+    "a shorter warm start on more rows or an earlier checkpoint, and train on tasks that these have not seen; lower "
+    "learner.lr if the variety was lost in this run.",
+    Cause.LOW_ENTROPY: "The model repeats the same failure, so more episodes of a task show nothing new: start from "
+    "weights with more variety (a shorter warm start on more rows, an earlier checkpoint, a larger model), or lower "
+    "learner.lr if the variety was lost in this run.",
 }
 
 
@@ -99,10 +103,9 @@ class LearningSignal:
             return None
         if self.solved >= NEARLY_ALL * self.useless:
             return Cause.ALWAYS_SOLVED
-        if self._repeats_itself:
-            return Cause.LOW_ENTROPY
-        fails_alike = self.unsolved >= NEARLY_ALL * self.useless and self._unsolved_std < SAME_REWARD
-        return Cause.NEVER_SOLVED if fails_alike else Cause.BY_TASK
+        if self.unsolved >= NEARLY_ALL * self.useless and self._unsolved_std < SAME_REWARD:
+            return Cause.LOW_ENTROPY if self._repeats_itself else Cause.NEVER_SOLVED
+        return Cause.MEMORISED if self._repeats_itself else Cause.BY_TASK
 
     @property
     def remedy(self) -> str:

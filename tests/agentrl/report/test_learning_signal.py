@@ -34,7 +34,7 @@ RIGHT, WRONG, HALF = (1.0,) * 4, (0.0,) * 4, (1.0, 0.0, 1.0, 0.0)
         ([made(*(0.43,) * 4)] * 20, Cause.NEVER_SOLVED),
         ([made(*WRONG, texts=1)] * 20, Cause.LOW_ENTROPY),
         ([made(*WRONG, logprob=-0.001)] * 20, Cause.LOW_ENTROPY),
-        ([made(*RIGHT, texts=1)] * 9 + [made(*WRONG, texts=1)] * 11, Cause.LOW_ENTROPY),
+        ([made(*RIGHT, texts=1)] * 9 + [made(*WRONG, texts=1)] * 11, Cause.MEMORISED),
         ([made(*WRONG)] * 6 + [made(*HALF)] * 4, None),  # enough is useful
         ([made(*WRONG)] * 7, None),  # too few to tell
     ],
@@ -51,7 +51,7 @@ def test_the_numbers_are_those_of_the_groups() -> None:
     assert (signal.useful_share, signal.useful_token_share) == (0.1, 0.1)
     assert signal.share_sentence() == "10 % of 10 finished groups were useful (their rewards differ)"
     assert "33 % of those with equal rewards were solved by every episode, 67 % by none" in signal.diagnosis()
-    assert "mean reward 0.33" in signal.diagnosis() and "memorised" in signal.diagnosis()
+    assert "mean reward 0.33" in signal.diagnosis() and "middle difficulty" in signal.diagnosis()
 
 
 def test_an_algorithm_without_a_baseline_uses_every_group() -> None:

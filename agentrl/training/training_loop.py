@@ -276,7 +276,8 @@ class TrainingLoop:
             "buffer/admission_lag": float(parts.ess_guard.lag),
             **parts.engine.metrics(),
             **(update.metrics() if update else {}),
-            "wait/learner_for_batch_s": output.wait_batch_s,
+            # The wait for the first batch began before training did.
+            "wait/learner_for_batch_s": min(output.wait_batch_s, timing["run/step_s"]),
             "wait/rollout_for_slot_s": parts.rollouts.pop_slot_wait_s(),
             **timing,
         }

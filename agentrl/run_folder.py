@@ -93,7 +93,7 @@ class RunFolder:
             raise ConfigError(f"name: {name!r} must be a plain folder name, without slashes")
         try:
             folder = cls(path=_claim(Path(out_dir), name))
-            for sub in (folder.tensorboard, folder.trajectories, folder.checkpoints):
+            for sub in (folder.trajectories, folder.checkpoints):
                 sub.mkdir()
             write_atomically(folder.config, (config.model_dump_json(indent=2) + "\n").encode())
         except OSError as error:

@@ -56,7 +56,7 @@ def _with_short_forms(wrapper: dict[str, Any]) -> dict[str, Any]:
 def _describe(node: dict[str, Any], key: Key) -> None:
     lines = "".join(f"\n- {name}: {line}" for name, line in key.choices.items())
     node["description"] = key.doc + ("\n" + lines if lines else "")
-    for part in (node, *node.get("anyOf", ())):
+    for part in (node, node.get("items", {}), *node.get("anyOf", ())):
         if key.choices and "enum" in part:
             part["enumDescriptions"] = [key.choices[name] for name in part["enum"]]
         elif key.choices and part.get("type") == "string" and "const" not in part:

@@ -29,6 +29,18 @@ Dtype = Annotated[
     Choices({"float32": "32 bits: exact on a CPU", "bfloat16": "16 bits: half the memory, for GPUs"}),
 ]
 
+SinkName = Annotated[
+    Literal["tensorboard", "wandb", "trackio", "mlflow"],
+    Choices(
+        {
+            "tensorboard": "event files in RUN/tensorboard",
+            "wandb": "Weights & Biases, offline in RUN/wandb unless WANDB_MODE is set",
+            "trackio": "a local trackio file in RUN/trackio unless TRACKIO_DIR is set",
+            "mlflow": "an SQLite file in RUN/mlflow unless MLFLOW_TRACKING_URI is set",
+        }
+    ),
+]
+
 
 class WrapperConfig(Section):
     """One wrapper around the environment: `TimeLimit: {turns: 4}`, or only a name where it needs no arguments.
@@ -228,6 +240,24 @@ class TrainConfig(Section):
     """End the run with an error when one piece of code blocks the event loop, and so everything else, for this long."""
 
 
+class MetricsConfig(Section):
+    """Where the metrics go beside `metrics.jsonl`, which always has them (docs/metrics.md).
+
+    Example:
+        >>> MetricsConfig(sinks=("tensorboard", "wandb")).sinks
+        ('tensorboard', 'wandb')
+    """
+
+    sinks: tuple[SinkName, ...] = ("tensorboard",)
+    """Each gets every line; one that fails never stops the run. All but tensorboard need the extra of their name."""
+
+    @model_validator(mode="after")
+    def _names_each_once(self) -> MetricsConfig:
+        if len(set(self.sinks)) < len(self.sinks):
+            raise ValueError(f"metrics.sinks names one twice: {', '.join(self.sinks)}")
+        return self
+
+
 class Config(Section):
     """A whole run.
 
@@ -252,6 +282,7 @@ class Config(Section):
     learner: LearnerConfig = LearnerConfig()
     eval: EvalConfig = EvalConfig()
     train: TrainConfig = TrainConfig()
+    metrics: MetricsConfig = MetricsConfig()
 
     @model_validator(mode="after")
     def _checks_across_sections(self) -> Config:

@@ -1,4 +1,4 @@
-"""Writes and reads metrics: metrics.jsonl for people and the report, TensorBoard event files for dashboards.
+"""Writes and reads metrics: metrics.jsonl for people and the report, and the run's sinks for dashboards.
 
 Also computes the `rollout/*` metrics of a step's episodes. Independent of what measures the others; imports no torch.
 """
@@ -11,15 +11,16 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import msgspec
 
-from agentrl.errors import DiskError, MissingDependencyError
+from agentrl.errors import DiskError
+from agentrl.report.sinks.isolated import opened
 from agentrl.report.statistics import is_correct, num_response_tokens, num_turns
 from agentrl.run_folder import RunFolder, write_atomically
 from agentrl.types import StopReason, TrajectoryGroup
@@ -44,27 +45,22 @@ class MetricsLine:
 
 
 class MetricsLog:
-    """Appends to a run's metrics. Each line is flushed before `log` returns.
+    """Appends to a run's metrics, and passes them to `sinks`. Each line is flushed before `log` returns.
 
-    Raises MissingDependencyError at construction without the tensorboard package, DiskError when the disk fails.
+    Raises DiskError when the disk fails. What fails in a sink is warned about.
 
     Example:
         with MetricsLog(run_folder) as metrics:
             metrics.log("step", 1, {"learner/entropy": 1.2})
     """
 
-    def __init__(self, run_folder: RunFolder) -> None:
-        try:
-            from tensorboard.summary.writer.event_file_writer import EventFileWriter  # type: ignore[import-untyped]
-        except ImportError as error:
-            raise MissingDependencyError("metrics need the tensorboard package: pip install tensorboard") from error
+    def __init__(self, run_folder: RunFolder, *, sinks: Sequence[str] = ("tensorboard",)) -> None:
         self._path = run_folder.metrics
         self._writing = run_folder.writing
-        with self._writing(run_folder.tensorboard):
-            self._events: Any = EventFileWriter(str(run_folder.tensorboard))
         with self._writing(self._path):
             _end_torn_line(self._path)
             self._file = self._path.open("a", encoding="utf-8")
+        self._sinks = [opened(name, run_folder) for name in sinks]
 
     def log(self, kind: MetricKind, step: int, values: Mapping[str, float]) -> None:
         """Record `values` for `step`. Raises ValueError, writing nothing, when one is NaN or infinite."""
@@ -74,12 +70,11 @@ class MetricsLog:
         with self._writing(self._path):
             self._file.write(json.dumps(line, allow_nan=False) + "\n")
             self._file.flush()
-            self._events.add_event(_tensorboard_event(step, time_s, checked))
+        for sink in self._sinks:
+            sink.write(step, time_s, checked)
 
     def rewind(self, step: int) -> None:
         """Delete the steps after `step`, which will be repeated. Evaluations and events stay."""
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
-
         lines = read(self._path)
         kept = [line for line in lines if line.kind != "step" or line.step <= step]
         if kept == lines:
@@ -88,15 +83,21 @@ class MetricsLog:
             self._file.close()
             write_atomically(self._path, b"".join(msgspec.json.encode(line) + b"\n" for line in kept))
             self._file = self._path.open("a", encoding="utf-8")
-        # TensorBoard drops what it has of this step and later ones.
-        self._events.add_event(
-            Event(wall_time=time.time(), step=step + 1, session_log=SessionLog(status=SessionLog.START))
-        )
+        for sink in self._sinks:
+            sink.rewind(step)
+
+    def close_sinks(self) -> None:
+        """Close all sinks at the same time. Waits for those that take long, up to their deadlines."""
+        sinks, self._sinks = self._sinks, []
+        with ThreadPoolExecutor(max(1, len(sinks))) as pool:
+            for sink in sinks:
+                pool.submit(sink.close)
 
     def close(self) -> None:
-        """Flush and close both files. Raises DiskError."""
-        with self._writing(self._path), closing(self._events), closing(self._file):
-            pass
+        """Close the sinks and the file. Raises DiskError."""
+        self.close_sinks()
+        with self._writing(self._path):
+            self._file.close()
 
     def __enter__(self) -> Self:
         return self
@@ -178,14 +179,6 @@ def _finite(name: str, value: float) -> float:
     if not math.isfinite(number):
         raise ValueError(f"metric {name} is {number}: a broken number is an error, not a point on a curve")
     return number
-
-
-def _tensorboard_event(step: int, time_s: float, values: Mapping[str, float]) -> Any:
-    from tensorboard.compat.proto.event_pb2 import Event
-    from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
-
-    scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-    return Event(step=step, wall_time=time_s, summary=Summary(value=scalars))
 
 
 def _end_torn_line(path: Path) -> None:

@@ -18,7 +18,7 @@ from agentrl.run_folder import RunFolder, write_atomically
 
 # Keys that affect neither the weights nor the content of the journal.
 CHANGEABLE = (
-    *("train.", "eval.", "engine.", "sandbox.", "learner.checkpoint_every", "learner.keep_checkpoints"),
+    *("train.", "eval.", "metrics.", "engine.", "sandbox.", "learner.checkpoint_every", "learner.keep_checkpoints"),
     *("learner.save_every", "learner.start_timeout_s", "learner.step_timeout_s", "learner.max_restarts"),
 )
 

@@ -6,8 +6,8 @@ Independent of the command line (agentrl/cli) and of the trainer, which it start
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,6 +23,7 @@ from agentrl.env.canary import Canaries
 from agentrl.errors import DiskError
 from agentrl.report.metrics import MetricsLog
 from agentrl.report.observer import Observer, Summary
+from agentrl.report.sinks.base import check_installed
 from agentrl.rollouts.group import GroupPlayer
 from agentrl.rollouts.long_prompts import refuse_long_prompts
 from agentrl.rollouts.monitored_env import monitored
@@ -72,6 +73,7 @@ class Training:
     ) -> None:
         check_model(config)
         check_trainable(config)
+        check_installed(config.metrics.sinks)
         if learner_at is None:
             launch_ranks.check_hosts(config.learner)
         self._config = config
@@ -170,7 +172,7 @@ class Training:
             await refuse_long_prompts(tasks, make_env=make_env, tokenizer=tokenizer, config=config.rollout)
 
     async def _with_learner(self, engine: TrainableEngine, player: GroupPlayer[Engine]) -> Summary:
-        with MetricsLog(self._run) as metrics:
+        async with self._metrics() as metrics:
             orchestrator = Orchestrator(
                 self._config,
                 engine=engine,
@@ -189,6 +191,14 @@ class Training:
             app = create_app(orchestrator.sessions, token=self._secrets.run)
             async with serving(app, host=host, port=port) as url:
                 return await (orchestrator.run() if self._learner_at else self._with_own_learner(orchestrator, url))
+
+    @asynccontextmanager
+    async def _metrics(self) -> AsyncIterator[MetricsLog]:
+        with MetricsLog(self._run, sinks=self._config.metrics.sinks) as metrics:
+            try:
+                yield metrics
+            finally:
+                await asyncio.to_thread(metrics.close_sinks)  # which may wait for a network
 
     async def _with_own_learner(self, orchestrator: Orchestrator, url: str) -> Summary:
         with launch.weights_folder(self._run.path, urls=self._config.engine.urls) as weights_dir:

@@ -52,6 +52,7 @@ class SinkProcess:
         self._run = run
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection[Any, Any] | None = None
+        self._is_over = False
 
     @property
     def log_path(self) -> Path:
@@ -82,12 +83,18 @@ class SinkProcess:
             self._process.wait()
 
     def kill(self) -> None:
-        """Kill the process and what it started."""
+        """End the process and what it started, for good: no request starts another one."""
+        self._is_over = True
+        self._signal()
+
+    def _signal(self) -> None:
         if self._process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     def _spawn(self) -> Connection[Any, Any]:
+        if self._is_over:
+            raise SinkFailed("it was ended")
         ours, theirs = Pipe()
         command = [*module_command("agentrl.report.sinks"), self._name, str(self._run.path), str(theirs.fileno())]
         try:
@@ -118,7 +125,7 @@ class SinkProcess:
         raise SinkFailed(reason)
 
     def _end(self) -> None:
-        self.kill()
+        self._signal()
         if self._process is not None:
             self._process.wait()
         if self._connection is not None:
@@ -135,7 +142,8 @@ class IsolatedSink:
     """
 
     def __init__(self, name: str, run: RunFolder) -> None:
-        self.num_lost = 0  # lines that the sink did not take
+        self._num_written = 0  # lines; the run counts them,
+        self._num_taken = 0  # and the thread those that the sink took
         self._name = name
         self._process = SinkProcess(name, run)
         self._requests: queue.Queue[Request | None] = queue.Queue(MAX_WAITING)
@@ -147,6 +155,7 @@ class IsolatedSink:
 
     def write(self, step: int, time_s: float, values: Mapping[str, float]) -> None:
         """Queue the values of one moment."""
+        self._num_written += 1
         self._put(("write", step, time_s, dict(values)))
 
     def rewind(self, step: int) -> None:
@@ -163,17 +172,13 @@ class IsolatedSink:
             self._warn(f"it did not finish within {CLOSE_TIMEOUT_S:g} s", then="Its process was ended")
             self._process.kill()
             self._thread.join(1.0)
-        if lost := self.num_lost + sum(request is not None for request in self._requests.queue):
+        if lost := self._num_written - self._num_taken:
             log.warning("metrics sink %s lacks %d lines of metrics; metrics.jsonl has all", self._name, lost)
 
     def _put(self, request: Request) -> None:
-        if self._is_given_up:
-            self.num_lost += 1
-            return
-        try:
-            self._requests.put_nowait(request)
-        except queue.Full:
-            self.num_lost += 1
+        with suppress(queue.Full):  # then the line is lost, and counted
+            if not self._is_given_up:
+                self._requests.put_nowait(request)
 
     def _deliver_all(self) -> None:
         with suppress(SinkFailed):  # the first line tries again
@@ -181,14 +186,15 @@ class IsolatedSink:
         while (request := self._requests.get()) is not None:
             if not self._deliver(request):
                 self._is_given_up = True
-                self.num_lost += 1
                 break
+            self._num_taken += request[0] == "write"
             if self._is_closing.is_set() and self._requests.empty():
                 break
         self._process.close()
 
     def _deliver(self, request: Request) -> bool:
         """Whether the sink took it, at the first or at a later attempt. Closing ends the attempts."""
+        then = f"It gets {len(RETRY_AFTER_S)} more attempts, then is given up until a resume"
         for retry_after_s in (*RETRY_AFTER_S, None):
             try:
                 self._process.ask(request)

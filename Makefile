@@ -13,7 +13,7 @@ PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=40
 # The tests start hundreds of Python processes, each of which would compile the project again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help other-build setup train test test-slow lint check format docs lock check-cuda clean
+.PHONY: help other-build setup train test test-slow test-sinks lint check format docs lock check-cuda clean
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
 
@@ -30,6 +30,16 @@ test: $(READY) ## run the tests: under ten minutes on two cores
 
 test-slow: $(READY) ## run the slow rest: kills, every sandbox tier, Docker, two ranks, whole runs
 	@$(BIN)/python $(PYTEST) -m "slow and not soak" $(PYTEST_ARGS)
+
+test-sinks: .venv-sinks/.ready ## run the tests of W&B, trackio and MLflow, in an environment that has them (200 MB)
+	@.venv-sinks/bin/python -m pytest -n 0 tests/agentrl/report/sinks/test_libraries.py $(PYTEST_ARGS)
+
+.venv-sinks/.ready: $(READY) requirements/sinks.txt
+	@$(BIN)/python -m venv --clear .venv-sinks
+	@$(BIN)/python -c 'import sysconfig; print(f"import site; site.addsitedir({sysconfig.get_path(\"purelib\")!r})")' \
+	  > $$(.venv-sinks/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/product.pth
+	@.venv-sinks/bin/python -m pip --disable-pip-version-check install -qq --no-deps -r requirements/sinks.txt
+	@touch $@
 
 lint: $(READY) ## formatting, lint, types
 	@$(BIN)/ruff format --check .

@@ -199,9 +199,7 @@ class IsolatedSink:
             try:
                 self._process.ask(request)
             except SinkFailed as error:
-                self._warn(
-                    str(error), then=f"It gets {len(RETRY_AFTER_S)} more attempts, then is given up until a resume"
-                )
+                self._warn(str(error), then=then)
                 if retry_after_s is None or self._is_closing.wait(retry_after_s):
                     return False
             else:

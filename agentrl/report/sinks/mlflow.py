@@ -69,7 +69,7 @@ class MlflowSink:
 
     def rewind(self, step: int) -> None:
         """The run's tags say from where the steps were made again; MLflow keeps the points."""
-        self._client.set_tag(self._id, "agentrl.resumed_at_step", step)
+        self._client.set_tag(self._id, "resumed_at_step", step)
 
     def close(self) -> None:
         """Mark the run as finished."""

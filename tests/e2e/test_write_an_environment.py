@@ -1,4 +1,7 @@
-"""Runs docs/write-an-environment.md as a reader does: its files and every one of its commands, with shorter runs."""
+"""Runs docs/write-an-environment.md as a reader does: its files and every one of its commands, with fewer steps.
+
+The training must gain half of what the page promises for so many steps.
+"""
 
 from __future__ import annotations
 
@@ -11,25 +14,19 @@ from pathlib import Path
 import pytest
 
 from agentrl.report.metrics import read
+from benchmarks.first_hour import PAGE, write_tutorial
 
-pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.engine, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.engine, pytest.mark.timeout(600)]
 
-PAGE = Path(__file__).parents[2] / "docs" / "write-an-environment.md"
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
-SHORTER = {
-    "train": [
-        *("model.warmstart.steps=20", "model.warmstart.demonstrations=64", "train.steps=1"),
-        *("rollout.groups_per_step=4", "eval.num_tasks=4", "eval.samples_per_task=1"),
-    ],
-    "rollout": [],
-}
-SAID = {"env": "gold 1.0 and wrong 0.0 on 48 rows", "train": "report.html", "rollout": "Where does"}
+STEPS = 16
+HALF_OF_THE_RISE = 0.28  # +0.57 was measured after so many steps
+SHORTER = {"train": [f"train.steps={STEPS}", "train.max_minutes=null", "eval.num_tasks=32"], "rollout": []}
+SAID = {"env": "gold 1.0 and wrong 0.0 on 64 rows", "train": "report.html", "rollout": "Where is book"}
 
 
 def test_a_reader_pastes_two_files_and_runs_every_command(tmp_path: Path) -> None:
-    for language, name in (("python", "library.py"), ("yaml", "library.yaml")):
-        (code,) = (code for found, code in BLOCKS if found == language)
-        (tmp_path / name).write_text(code)
+    write_tutorial(tmp_path)
     commands = [line for language, code in BLOCKS if language == "sh" for line in code.splitlines()]
     assert [shlex.split(command)[:3] for command in commands] == [
         ["agentrl", "env", "check"],
@@ -43,13 +40,16 @@ def test_a_reader_pastes_two_files_and_runs_every_command(tmp_path: Path) -> Non
         done = subprocess.run(
             [sys.executable, "-m", "agentrl", verb, *arguments, *SHORTER.get(verb, [])],
             cwd=tmp_path,
-            input='search(words="Mia drum")\nIt is in the \\boxed{attic}\n',
+            input='search(words="4417")\nIt is in the \\boxed{attic}\n',
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=500,
         )
         said = done.stdout + done.stderr
         assert done.returncode == 0, said
-        assert SAID[verb] in said or "Mia keeps the drum in the" in said, said
-    steps = [line for line in read(tmp_path / "runs" / "library" / "metrics.jsonl") if line.kind == "step"]
-    assert len(steps) == 1
+        assert SAID[verb] in said or "Book 4417 is in the" in said, said
+    assert re.search(r"Book \d{4} is in the", said), f"the trained model looks nothing up:\n{said}"
+    lines = read(tmp_path / "runs" / "library" / "metrics.jsonl")
+    assert len([line for line in lines if line.kind == "step"]) == STEPS
+    first, last = [line.values["eval/avg_at_n"] for line in lines if line.kind == "eval"]
+    assert last - first >= HALF_OF_THE_RISE, f"avg@4 {first:.3f} -> {last:.3f}"

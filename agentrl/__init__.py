@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from agentrl.api import Run, RunResult, check_env, evaluate, read_run, rollout, train
     from agentrl.env import Action, Env, Episode, StepResult, ToolEnv, make, opened, register, spec, specs
-    from agentrl.report.observer import Observer
+    from agentrl.report.observer import Observer, StepReport
     from agentrl.tools import ToolError, tool
     from agentrl.types import Message, Task, ToolCall, system, user
     from agentrl.wrappers import RewardScale, TimeLimit, ToolBudget, Wrapper
@@ -35,7 +35,7 @@ _PLACES = {
         "spec",
         "specs",
     ),
-    "agentrl.report.observer": ("Observer",),
+    "agentrl.report.observer": ("Observer", "StepReport"),
     "agentrl.tools": ("ToolError", "tool"),
     "agentrl.types": ("Message", "Task", "ToolCall", "system", "user"),
     "agentrl.wrappers": ("RewardScale", "TimeLimit", "ToolBudget", "Wrapper"),
@@ -51,6 +51,7 @@ __all__ = [
     "RewardScale",
     "Run",
     "RunResult",
+    "StepReport",
     "StepResult",
     "Task",
     "TimeLimit",

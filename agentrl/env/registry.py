@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _FILE_MODULE = "agentrl_user_"
+_CHANGED: dict[str, int] = {}
+"""When the loaded files had changed last, in ns: a notebook that loads one after an edit gets the new code."""
 WrapEnv = Callable[[Env], Env]
 """A wrapper with its arguments: `functools.partial(TimeLimit, turns=4)`."""
 
@@ -237,12 +239,14 @@ def _load_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise ConfigError(f"there is no file {path}")
     name = f"{_FILE_MODULE}{path.stem}_{zlib.crc32(str(path.resolve()).encode()):08x}"
-    if name in sys.modules:
+    changed = path.stat().st_mtime_ns
+    if name in sys.modules and _CHANGED.get(name) == changed:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ConfigError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
+    _CHANGED[name] = changed
     sys.modules[name] = module  # before execution: type hints are resolved through sys.modules
     if (folder := str(path.resolve().parent)) not in sys.path:
         sys.path.append(folder)  # files beside it can be imported; last, so that they hide nothing

@@ -26,7 +26,9 @@ BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
 async def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: TurnTokenizer) -> Path:
     """What the page takes for granted: configs, an environment with its config, a run."""
     (tmp_path / "configs").symlink_to(ROOT / "configs")
-    (tmp_path / "shop_env.py").write_text(ENVIRONMENT.replace("Echo", "Shop"))
+    shop = ENVIRONMENT.replace("Echo", "Shop")
+    boxed = shop.replace("episode.final_text == episode.task.answer", "episode.task.answer in episode.final_text")
+    (tmp_path / "shop_env.py").write_text(boxed)
     config = {"name": "x", "env": {"target": "shop_env.py:Shop"}, "model": {"path": "unused"}}
     config["sandbox"] = {"backend": "unsafe", "allow_unsafe": True}
     (tmp_path / "config.yaml").write_text(json.dumps(config))

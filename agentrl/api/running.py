@@ -12,6 +12,7 @@ from agentrl.api.reading import Run, read_run
 from agentrl.config import Config, ConfigSource, Overrides
 from agentrl.errors import ConfigError
 from agentrl.report.console import TrainConsole
+from agentrl.report.learning_signal import LearningSignal
 from agentrl.report.observer import Observer, Observers
 from agentrl.report.statistics import EvalResult
 from agentrl.run_folder import RunFolder
@@ -35,6 +36,7 @@ class RunResult:
     steps: int
     minutes: float  # spent training, resumed parts included
     note: str  # why the run ended early; empty if it did not
+    signal: LearningSignal  # of all finished groups: `signal.useful_share`, `signal.cause`, `signal.remedy`
     report: Path  # report.html
     checkpoint: Path  # folder of the trained model, in the format of Hugging Face
 
@@ -82,6 +84,7 @@ def train(
         steps=summary.num_steps,
         minutes=summary.train_s / 60,
         note=summary.note,
+        signal=summary.signal,
         report=folder.report,
         checkpoint=folder.checkpoints / "final",
     )

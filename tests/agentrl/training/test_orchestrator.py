@@ -36,6 +36,8 @@ async def test_every_batch_is_full_and_fresh_and_the_ledger_is_logged(
     assert [line.step for line in lines if line.kind == "eval"] == [0, 2, 4]
     last = [line for line in lines if line.kind == "step"][-1].values
     assert last["ledger/trained"] == 8
+    assert last["rollout/useful_groups"] == last["rollout/useful_tokens"] == summary.signal.useful_share == 1
+    assert summary.signal.groups >= 8
 
 
 async def test_no_group_is_trained_twice(tmp_path: Path, tokenizer: TurnTokenizer) -> None:

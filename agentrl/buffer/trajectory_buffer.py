@@ -19,7 +19,7 @@ from agentrl.buffer.journal import GroupState, Journal, Resumption
 from agentrl.buffer.staleness import StalenessRule
 from agentrl.config.rollout import OnStale
 from agentrl.errors import NoLearningSignal
-from agentrl.report.learning_signal import LearningSignal, signal_of, total
+from agentrl.report.learning_signal import LearningSignal, signal_of
 from agentrl.types import Batch, Task, TrajectoryGroup
 
 
@@ -114,6 +114,7 @@ class TrajectoryBuffer:
         self._counts = Counter(resumed.counts)
         self._num_issued = resumed.num_issued
         self._recent: deque[LearningSignal] = deque(maxlen=8 * self.num_slots)  # of the groups that finished last
+        self._signal = LearningSignal()  # their sum
         self._num_useless = 0  # that finished since the last useful one
         self._dropped_lengths: list[int] = []
         # The learner may have made a step that was never committed because the orchestrator died.
@@ -147,6 +148,9 @@ class TrajectoryBuffer:
         async with self._changed:
             self._land(group.group_id)
             signal = signal_of(group, needs_spread=self._drop_zero_variance)
+            self._signal += signal
+            if len(self._recent) == self._recent.maxlen:
+                self._signal -= self._recent[0]
             self._recent.append(signal)
             if not signal.useful:
                 self._num_useless += 1
@@ -216,7 +220,7 @@ class TrajectoryBuffer:
     @property
     def signal(self) -> LearningSignal:
         """Of the last 8 * num_slots finished groups of this attempt."""
-        return total(self._recent)
+        return self._signal
 
     @property
     def version(self) -> int:

@@ -59,7 +59,7 @@ REMEDIES: Mapping[Cause, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearningSignal:
-    """Sums over finished groups; `+` adds two. "Useless" groups have equal rewards.
+    """Sums over finished groups; `+` adds groups, `-` takes some out. "Useless" groups have equal rewards.
 
     Example:
         signal = total(signal_of(group) for group in groups)
@@ -80,6 +80,9 @@ class LearningSignal:
 
     def __add__(self, other: LearningSignal) -> LearningSignal:
         return LearningSignal(**{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)})
+
+    def __sub__(self, other: LearningSignal) -> LearningSignal:
+        return LearningSignal(**{one.name: getattr(self, one.name) - getattr(other, one.name) for one in fields(self)})
 
     @property
     def useless(self) -> float:

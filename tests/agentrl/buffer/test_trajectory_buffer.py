@@ -139,9 +139,10 @@ async def test_a_run_without_any_signal_ends_with_a_reason() -> None:
 
 async def test_a_run_whose_outcome_depends_on_the_task_is_not_told_that_nothing_succeeds() -> None:
     buffer = make_buffer(max_lag=0)
-    for number in range(8):
+    for number in range(12):
         reward = float(number % 2)
         await buffer.finish(make_group(await admit(buffer), version=0, rewards=(reward, reward)))
+    assert (buffer.signal.groups, buffer.signal.solved, buffer.signal.unsolved) == (8, 4, 4)  # the newest 8
     with pytest.raises(NoLearningSignal, match=r"50 % of those .* 50 % by none \(mean reward 0.50\)"):
         await buffer.take()
     assert buffer.signal.useful_share == 0

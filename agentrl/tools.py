@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import pydantic
+import pydantic_core
 
 from agentrl.errors import ConfigError
 from agentrl.supervision.threads import StopSignal, in_thread
@@ -54,6 +55,11 @@ def tool(method: F) -> F:
     """
     setattr(method, _MARK, True)
     return method
+
+
+def is_tool(method: object) -> bool:
+    """Whether a method was marked with `@tool`."""
+    return bool(getattr(method, _MARK, False))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +115,16 @@ class ToolSpec:
             result = await method(**typed)
         else:
             result = await in_thread(functools.partial(method, **typed), name=f"tool {self.name}", stop=stop)
-        return result if isinstance(result, str) else _ANYTHING.dump_json(result).decode()
+        return result if isinstance(result, str) else self._as_json(result)
+
+    def _as_json(self, result: Any) -> str:
+        try:
+            return _ANYTHING.dump_json(result).decode()
+        except (pydantic_core.PydanticSerializationError, UnicodeError) as error:
+            raise TypeError(
+                f"it returned a value of type {type(result).__name__}, which cannot be shown to a model as JSON: "
+                "return text, numbers, lists or dicts"
+            ) from error
 
 
 @functools.lru_cache(maxsize=4096)
@@ -126,28 +141,38 @@ def collect_tools(cls: type, *, private: Collection[type] = ()) -> dict[str, Too
     """
     names = dict.fromkeys(name for base in reversed(cls.__mro__) for name in vars(base))
     methods: dict[str, Any] = {name: getattr(cls, name, None) for name in names}
-    return {name: _spec(method, name, private) for name, method in methods.items() if getattr(method, _MARK, False)}
+    return {name: _spec(method, name, private) for name, method in methods.items() if is_tool(method)}
 
 
 def _spec(function: Callable[..., Any], name: str, private: Collection[type]) -> ToolSpec:
-    where = f"tool {function.__qualname__}"
+    where = f"tool {function.__qualname__}{_place(function)}"
     if not (docstring := inspect.cleandoc(function.__doc__ or "")):
-        raise ConfigError(f"{where} has no docstring: it is the description the model reads")
+        raise ConfigError(f"{where} has no docstring, the description that the model reads: write one below the `def`")
     try:
         hints = typing.get_type_hints(function, include_extras=True)
     except NameError as error:
         raise ConfigError(f"{where}: {error}; types in its signature must be importable at run time") from error
+    names = list(inspect.signature(function).parameters)
+    if not names or names[0] in hints:
+        raise ConfigError(f"{where}: its first parameter must be `self`: write `({', '.join(['self', *names])})`")
     parameters = list(inspect.signature(function).parameters.values())[1:]
     for parameter in parameters:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             raise ConfigError(f"{where}: *{parameter.name} has no schema; name the parameters")
         if parameter.name not in hints:
-            raise ConfigError(f"{where}: parameter {parameter.name!r} needs a type hint")
+            raise ConfigError(
+                f"{where}: parameter {parameter.name!r} needs a type hint, such as `{parameter.name}: str`"
+            )
     hidden = {p.name: hints[p.name] for p in parameters if hints[p.name] in (*private, StopSignal)}
     description, texts = _read_docstring(docstring, [p.name for p in parameters], where)
     shown = [p for p in parameters if p.name not in hidden]
     arguments = _arguments_model(name, shown, hints, texts, where)
     return ToolSpec(name=name, description=description, arguments=arguments, private=hidden)
+
+
+def _place(function: Callable[..., Any]) -> str:
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
 
 
 def _arguments_model(

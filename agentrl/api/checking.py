@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from agentrl import check
 from agentrl.api.blocking import blocking
-from agentrl.check import CheckReport
-from agentrl.check import check_env as check
-from agentrl.env import Env, load_env_class
+from agentrl.check import Check, CheckReport
+from agentrl.env import Env
+from agentrl.env.registry import checked_class
 from agentrl.report.observer import Advance
 
 
@@ -19,9 +20,15 @@ def check_env(
     limit: int | None = None,
     kwargs: Mapping[str, Any] | None = None,
     tokenizer: str | None = None,
+    timeout_s: float = check.TIMEOUT_S,
+    on_begin: Callable[[str], None] = lambda name: None,
+    on_check: Callable[[Check], None] = lambda check: None,
     progress: Advance = lambda done, total: None,
 ) -> CheckReport:
     """Check an environment, like `agentrl env check`, with a sandbox of its own.
+
+    A target is checked in a process of its own, which is ended if the environment blocks it. A class, which may exist
+    in this process only, is checked here: code of it that blocks the event loop cannot be ended.
 
     Args:
         target: the class, `module:Class`, `path/to/file.py:Class`, or a registered id.
@@ -29,6 +36,9 @@ def check_env(
         limit: only the first rows.
         kwargs: arguments of the constructor, as `env.kwargs` in a config.
         tokenizer: folder or hub name of the model whose turns are checked; None: bytes with ChatML turns.
+        timeout_s: deadline of each call of a method. After a call that misses it, the checks end.
+        on_begin: called with the name of each check when it begins.
+        on_check: called with each result as it comes.
         progress: called with (rows done, rows in total).
 
     A check that fails is in the report, not an exception. Raises ConfigError for a target or data that cannot be read.
@@ -37,14 +47,22 @@ def check_env(
         report = agentrl.check_env("my_env.py:MyEnv")
         assert report.ok, [check for check in report.checks if not check.ok]
     """
-    env_class = load_env_class(target, dict(kwargs or {})) if isinstance(target, str) else target
-    return blocking(_check(env_class, data=data, limit=limit, tokenizer=tokenizer, progress=progress))
+    options: dict[str, Any] = {
+        "data": data,
+        "limit": limit,
+        "tokenizer": tokenizer,
+        "timeout_s": timeout_s,
+        "on_begin": on_begin,
+        "on_check": on_check,
+        "progress": progress,
+    }
+    if isinstance(target, str):
+        return blocking(check.check_target(target, kwargs=kwargs, **options))
+    return blocking(_check_class(checked_class(target, kwargs or {}), options))
 
 
-async def _check(
-    env_class: type[Env], *, data: str | None, limit: int | None, tokenizer: str | None, progress: Advance
-) -> CheckReport:
+async def _check_class(env_class: type[Env], options: Mapping[str, Any]) -> CheckReport:
     from sandbox.client import SandboxClient
 
     async with SandboxClient.embedded() as sandbox:
-        return await check(env_class, data=data, sandbox=sandbox, limit=limit, tokenizer=tokenizer, progress=progress)
+        return await check.check_env(env_class, sandbox=sandbox, **options)

@@ -15,12 +15,13 @@ from tempfile import TemporaryDirectory
 
 from agentrl.chat.chat_model import ChatModel
 from agentrl.chat.runners import EndpointRunners, TokenRunners
+from agentrl.check import rehearse
 from agentrl.config import Config, parse
 from agentrl.data.source import held_out_tasks
 from agentrl.engine import launch_servers
 from agentrl.engine.base import Engine
 from agentrl.engine.vllm_engine import VLLMEngine
-from agentrl.env import Env, load_env_class, opened
+from agentrl.env import Env, load_env_class, opened, rows_of
 from agentrl.env.canary import Canaries
 from agentrl.errors import ConfigError, EngineError, EngineGone
 from agentrl.report.evaluation import Evaluation, MakeGroup, evaluate
@@ -144,7 +145,7 @@ async def play(
 def _tasks(env_class: type[Env], request: Request, task_id: str | None) -> list[Task]:
     if task_id is None:
         return held_out_tasks(env_class, request.config.env, num_tasks=request.num_tasks)
-    rows = islice(env_class.tasks("test", data=request.config.env.eval_data), MAX_SEARCHED)
+    rows = islice(rows_of(env_class, "test", data=request.config.env.eval_data), MAX_SEARCHED)
     found = next((task for task in rows if task.id == task_id), None)
     if found is None:
         raise ConfigError(f"--task: {request.config.env.target} has no test task with id {task_id!r}")
@@ -165,6 +166,7 @@ async def playing(
                 await launch.sandbox_ready(sandbox, parts, max_restarts=config.sandbox.max_restarts)
             async with launch.watching(*parts), opened(env_class, sandbox=sandbox, wrappers=wrappers) as make_env:
                 await Canaries(env_class, make_env=make_env, sandbox=sandbox).check(when="at the start")
+                await rehearse(env_class, make_env, tasks[0], limit_s=config.rollout.episode_timeout_s)
                 async with through(request, make_env, Path(logs), observer, tasks) as make_group:
                     yield make_group
 

@@ -132,28 +132,47 @@ def env_check(
     tokenizer: Annotated[
         str | None, typer.Option(help="Check the turns of this model's tokenizer; default: bytes with ChatML turns.")
     ] = None,
+    timeout: Annotated[float, typer.Option(min=1, help="Deadline of each call of a method, in seconds.")] = 8.0,
     debug: Debug = False,
 ) -> None:
-    """Check an environment: contract, tools, seeds, clean-up, tokens; a gold answer scores 1.0, a wrong one 0.0."""
-
-    def main() -> CheckReport:
-        from rich.text import Text
-
-        from agentrl import api
-        from agentrl.report.console import EvalConsole
-
-        console = EvalConsole()
-        with console.phase("checking") as advance:
-            report = api.check_env(
-                target, data=data, limit=limit, kwargs=_kwargs(arguments), tokenizer=tokenizer, progress=advance
-            )
-        for check in report.checks:
-            mark = ("ok   ", "green") if check.ok else ("FAIL ", "bold red")
-            console.line(Text.assemble(mark, f"{check.name}: {check.detail}"))
-        return report
-
-    if not guarded(main, debug=debug).ok:
+    """Check an environment: each method once, tools, seeds, clean-up, tokens, and the gold answer of every task."""
+    kwargs = guarded(lambda: _kwargs(arguments), debug=debug)
+    report = guarded(
+        lambda: _check(target, kwargs=kwargs, data=data, limit=limit, tokenizer=tokenizer, timeout_s=timeout),
+        debug=debug,
+    )
+    if not report.ok:
         raise typer.Exit(1)
+
+
+def _check(target: str, **options: Any) -> CheckReport:
+    """Make the checks and print each result as it comes. `options` are those of `agentrl.check_env`."""
+    from rich.text import Text
+
+    from agentrl import api
+    from agentrl.check import Check
+    from agentrl.report.console import EvalConsole
+
+    console = EvalConsole()
+    current = "loading"
+    styles = {"ok": "green", "warn": "yellow", "FAIL": "bold red"}
+
+    def begin(name: str) -> None:
+        nonlocal current
+        current = name
+
+    def show(check: Check) -> None:
+        console.line(Text.assemble((f"{check.level:<5}", styles[check.level]), f"{check.name}: {check.detail}"))
+
+    try:
+        with console.phase("checking") as advance:
+            report = api.check_env(target, on_begin=begin, on_check=show, progress=advance, **options)
+    except KeyboardInterrupt:
+        console.line(f"stopped during the check: {current}")
+        raise typer.Exit(130) from None
+    if report.printed:
+        console.line(f"what the environment printed, to its end:\n{report.printed}")
+    return report
 
 
 @env_app.command(name="play")

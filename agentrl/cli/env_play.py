@@ -20,6 +20,7 @@ from agentrl.env.agent_env import AgentEnv
 from agentrl.env.base import Action, Env, Episode, StepResult
 from agentrl.env.driver import Dialogue, close, scored, uninterrupted_close
 from agentrl.env.registry import load_env_class
+from agentrl.env.returned import rows_of
 from agentrl.env.shared import opened
 from agentrl.errors import ConfigError
 from agentrl.report.console import EvalConsole
@@ -39,7 +40,7 @@ async def play_in_terminal(target: str, *, kwargs: Mapping[str, Any], data: str 
     env_class = load_env_class(target, kwargs)
     if issubclass(env_class, AgentEnv):
         raise ConfigError(f"{env_class.__name__} brings its own loop: there are no turns to play")
-    task = next(itertools.islice(env_class.tasks("test", data=data), index, None), None)
+    task = next(itertools.islice(rows_of(env_class, "test", data=data), index, None), None)
     if task is None:
         raise ConfigError(f"{target} has no test task number {index}")
     from sandbox.client import SandboxClient

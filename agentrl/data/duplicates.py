@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from agentrl.config import EnvConfig
-from agentrl.env import Env, Split
+from agentrl.env import Env, Split, rows_of
 from agentrl.errors import ConfigError
 from agentrl.types import Task
 
@@ -54,7 +54,7 @@ def refuse_overlap(env_class: type[Env], config: EnvConfig) -> None:
     if config.allow_overlap or (config.train_data is None and config.eval_data is None):
         return
     train, test = (
-        _finite(env_class.tasks(split, data=data), max_rows=MAX_GENERATED_ROWS if data is None else None)
+        _finite(rows_of(env_class, split, data=data), max_rows=MAX_GENERATED_ROWS if data is None else None)
         for split, data in _splits(config)
     )
     overlaps = find_overlaps(train, list(test))

@@ -14,7 +14,7 @@ from itertools import chain, islice
 from agentrl.config import EnvConfig
 from agentrl.config.rollout import TaskChoice
 from agentrl.data.rows import endless
-from agentrl.env import Env, attributed
+from agentrl.env import Env, attributed, rows_of
 from agentrl.errors import ConfigError
 from agentrl.types import Task
 
@@ -127,7 +127,7 @@ class TaskSource:
 def held_out_tasks(env_class: type[Env], config: EnvConfig, *, num_tasks: int) -> list[Task]:
     """The first `num_tasks` rows of the test split. Raises ConfigError when there are none, EnvError."""
     with attributed(f"{env_class.__name__}.tasks"):
-        tasks = list(islice(env_class.tasks("test", data=config.eval_data), num_tasks))
+        tasks = list(islice(rows_of(env_class, "test", data=config.eval_data), num_tasks))
     if not tasks:
         raise ConfigError(f"{config.target} has no test tasks; set env.eval_data: docs/math.md")
     return tasks
@@ -140,7 +140,7 @@ def first_training_tasks(env_class: type[Env], config: EnvConfig, *, seed: int, 
 
 
 def _stream(env_class: type[Env], config: EnvConfig, seed: int) -> Iterator[Task]:
-    rows = iter(env_class.tasks("train", data=config.train_data, seed=seed))
+    rows = rows_of(env_class, "train", data=config.train_data, seed=seed)
     first = next(rows, None)
     if first is None:
         raise ConfigError(f"{config.target} has no training tasks; set env.train_data: docs/math.md")
@@ -148,7 +148,7 @@ def _stream(env_class: type[Env], config: EnvConfig, seed: int) -> Iterator[Task
         yield first
         yield from rows
         # A generator that ended is a finite set: repeat it, epoch after epoch.
-        rows = iter(env_class.tasks("train", data=config.train_data, seed=seed))
+        rows = rows_of(env_class, "train", data=config.train_data, seed=seed)
         yield from endless(list(islice(rows, MAX_FINITE_ROWS)), seed=seed)
     drawn, ids = [first], {first.id}
     for row in islice(rows, MAX_FINITE_ROWS):

@@ -1,6 +1,7 @@
 """Environments: the classes that users write, and how one is found, made and driven. Exports all of it.
 
     base.py, tool_env.py, agent_env.py  the classes to derive from
+    attribution.py, returned.py  whose failure it is, and checks of what methods return; places.py finds the line
     driver.py    one episode: start, turns, score, close
     registry.py  finds and makes environments; entry_points.py finds those of other packages
     shared.py    resources that all episodes of a process share
@@ -10,13 +11,13 @@ May import: `agentrl.types`, `agentrl.errors`, `agentrl.supervision`, `agentrl.t
 in `base.py`, then `tool_env.py`; `driver.py` plays an episode, `registry.py` finds a class.
 """
 
+from agentrl.env.attribution import attributed
 from agentrl.env.base import STEP_REWARD, Action, Env, Episode, Split, StepResult
 from agentrl.env.driver import (
     Dialogue,
     Speaker,
     add_counts,
     advance,
-    attributed,
     close,
     play_script,
     scored,
@@ -24,6 +25,7 @@ from agentrl.env.driver import (
     uninterrupted_close,
 )
 from agentrl.env.registry import EnvSpec, WrapEnv, load_env_class, make, register, spec, specs
+from agentrl.env.returned import checked_script, rows_of
 from agentrl.env.shared import opened
 from agentrl.env.tool_env import ToolEnv
 
@@ -42,12 +44,14 @@ __all__ = [
     "add_counts",
     "advance",
     "attributed",
+    "checked_script",
     "close",
     "load_env_class",
     "make",
     "opened",
     "play_script",
     "register",
+    "rows_of",
     "scored",
     "spec",
     "specs",

@@ -5,11 +5,13 @@ An environment speaks messages; one object plays one episode. Independent of too
 
 from __future__ import annotations
 
+import functools
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
 from agentrl.errors import ConfigError
 from agentrl.tools import ToolSpec
@@ -92,7 +94,8 @@ class Scope:
 class Env(ABC):
     """One episode. Subclass `ToolEnv` for tools; subclass this for games and dialogues.
 
-    Override `tasks`, `reset`, `step`, `score`, `close`, `demonstrations` as needed. An exception from any of them is an
+    Override `tasks`, `reset`, `step`, `score`, `close`, `demonstrations` as needed. `reset`, `step`, `score` and
+    `close` may be written without `async` where they wait for nothing. An exception from any of them is an
     infrastructure failure (EnvError, or SandboxError where the sandbox failed): the episode is retried, never scored.
 
         class Guess(Env):
@@ -111,6 +114,13 @@ class Env(ABC):
     _sandbox: SandboxClient | None = None
     _shared: Any = None
     _scope: Scope | None = None
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Make methods that were written without `async` awaitable, so that every caller can await them."""
+        env = super().__new__(cls)
+        for name in _plain_methods(cls):
+            vars(env)[name] = _as_async(getattr(env, name))
+        return env
 
     @classmethod
     def tasks(cls, split: Split, *, data: str | None = None, seed: int = 0) -> Iterable[Task]:
@@ -188,3 +198,21 @@ class Env(ABC):
     def tool_schemas(cls) -> list[dict[str, Any]]:
         """What the chat template renders under `tools`."""
         return [spec.schema() for spec in cls.tools.values()]
+
+
+@functools.cache
+def _plain_methods(cls: type[Env]) -> tuple[str, ...]:
+    """The asynchronous methods of Env that a class defines without `async`."""
+    names = ("reset", "step", "score", "close")
+    return tuple(name for name in names if not inspect.iscoroutinefunction(getattr(cls, name, None)))
+
+
+def _as_async(method: Callable[..., Any]) -> Callable[..., Coroutine[Any, Any, Any]]:
+    """`method` as a coroutine function. It runs in the event loop, as `async def` without an `await` would."""
+
+    @functools.wraps(method)
+    async def call(*args: Any, **kwargs: Any) -> Any:
+        result = method(*args, **kwargs)
+        return await result if inspect.isawaitable(result) else result
+
+    return call

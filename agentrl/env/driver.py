@@ -6,48 +6,23 @@ Independent of tokens, engines and HTTP: a Speaker says the assistant's turns.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import math
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
+from agentrl.env import places
+from agentrl.env.attribution import attributed
 from agentrl.env.base import STEP_REWARD, Action, Env, Episode, Scope, StepResult
-from agentrl.errors import AgentRLError, EnvError, SandboxError
+from agentrl.env.returned import checked_opening, checked_rewards, checked_step
+from agentrl.errors import EnvError
 from agentrl.types import FinishReason, Message, StopReason, Task
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 CLOSE_TIMEOUT_S = 30.0
-
-
-@contextlib.contextmanager
-def attributed(what: str, *, passing: type[Exception] | tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Turn failures inside into SandboxError if the sandbox service failed, else into EnvError.
-
-    Errors that are already attributed, cancellation, and the types in `passing` pass unchanged.
-
-        with attributed("MyEnv.step"):
-            result = await env.step(action)
-    """
-    try:
-        yield
-    except AgentRLError:
-        raise
-    except Exception as error:
-        if passing and isinstance(error, passing):
-            raise
-        kind = SandboxError if _is_sandbox_failure(error) else EnvError
-        raise kind(f"{what}: {type(error).__name__}: {error}") from error
-
-
-def _is_sandbox_failure(error: Exception) -> bool:
-    from sandbox.client import SandboxUnavailable
-
-    return isinstance(error, SandboxUnavailable)
 
 
 class Speaker(Protocol):
@@ -157,45 +132,38 @@ async def _play_script(env: Env, task: Task, messages: Sequence[Message], seed: 
 async def start(env: Env, task: Task, seed: int | None) -> list[Message]:
     """Call `reset` and attribute its failures. Raises EnvError, SandboxError."""
     env.unwrapped._scope = Scope(task=task, seed=seed)
-    with attributed(f"{type(env.unwrapped).__name__}.reset of task {task.id}"):
-        observation, _ = await env.reset(task=task, seed=seed)
-    if not observation:
-        raise EnvError(f"{type(env.unwrapped).__name__}.reset of task {task.id} returned no message")
-    return observation
+    inner = type(env.unwrapped)
+    with attributed(f"{inner.__name__}.reset of task {task.id}", method="reset", at=inner.reset):
+        returned = await env.reset(task=task, seed=seed)
+    return checked_opening(env, returned, task)
 
 
 async def advance(env: Env, action: Action) -> StepResult:
     """Call `step`, attribute its failures and check its result. Raises EnvError, SandboxError."""
-    with attributed(f"{type(env.unwrapped).__name__}.step"):
-        result = StepResult(*await env.step(action))
-    if not math.isfinite(result.reward):
-        raise EnvError(f"{type(env.unwrapped).__name__}.step returned reward {result.reward}: it must be finite")
-    if not (result.terminated or result.truncated or result.observation):
-        raise EnvError(f"{type(env.unwrapped).__name__}.step returned no observation, but did not end the episode")
-    return result
+    inner = type(env.unwrapped)
+    with attributed(f"{inner.__name__}.step", method="step", at=inner.step):
+        returned = await env.step(action)
+    return checked_step(env, returned)
 
 
 async def scored(env: Env, episode: Episode, *, timeout_s: float | None = None) -> Episode:
     """Call `score`; returns the episode with its named rewards and their weighted sum.
 
-    Raises EnvError when it takes too long, a name is unknown to `reward_weights` or missing, or a value is not finite.
+    Raises EnvError when it takes too long, a name is unknown to `reward_weights` or missing, or a value is no finite
+    number.
     """
-    name = type(env.unwrapped).__name__
+    inner = type(env.unwrapped)
+    what = f"{inner.__name__}.score of task {episode.task.id}"
+    deadline = asyncio.timeout(timeout_s)
     try:
-        async with asyncio.timeout(timeout_s):
-            with attributed(f"{name}.score of task {episode.task.id}"):
-                rewards = dict(await env.score(episode))
+        async with deadline:
+            with attributed(what, method="score", at=inner.score, passing=TimeoutError):
+                returned = await env.score(episode)
     except TimeoutError as error:
-        raise EnvError(f"scoring task {episode.task.id} took more than {timeout_s:g} s") from error
-    for key, value in rewards.items():
-        if key not in env.reward_weights:
-            known = sorted(env.reward_weights)
-            raise EnvError(f"{name}.score returned {key!r}, which reward_weights does not name: {known}")
-        if not math.isfinite(value):
-            raise EnvError(f"{name}.score returned {key}={value}: it must be finite")
-    missing = env.reward_weights.keys() - rewards.keys() - {STEP_REWARD}
-    if missing and type(env.unwrapped).score is not Env.score:
-        raise EnvError(f"{name}.score did not return {sorted(missing)}")
+        late = f"took more than {timeout_s:g} s" if deadline.expired() else f"TimeoutError: {error}"
+        place = places.raised_at(error) or places.defined_at(inner.score)
+        raise EnvError(f"{what}: {late}{places.in_brackets(place)}") from error
+    rewards = checked_rewards(env, returned)
     reward = total_reward(env, rewards, episode.step_reward)
     if episode.step_reward:
         rewards[STEP_REWARD] = episode.step_reward
@@ -264,11 +232,16 @@ async def close(env: Env) -> None:
 
 
 async def _within_deadline(env: Env, closes: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    inner = type(env.unwrapped)
+    deadline = asyncio.timeout(CLOSE_TIMEOUT_S)
     try:
-        async with asyncio.timeout(CLOSE_TIMEOUT_S):
-            await closes()
-    except Exception:
-        log.warning("%s.close failed", type(env.unwrapped).__name__, exc_info=True)
+        with attributed(f"{inner.__name__}.close", passing=TimeoutError, at=inner.close):
+            async with deadline:
+                await closes()
+    except Exception as error:
+        late = f"{inner.__name__}.close took more than {CLOSE_TIMEOUT_S:g} s" if deadline.expired() else error
+        log.warning("%s", late)
+        log.debug("%s.close failed", inner.__name__, exc_info=True)
 
 
 def add_counts(total: dict[str, float], info: Mapping[str, Any]) -> None:

@@ -18,9 +18,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
+from agentrl.env import places
+from agentrl.env.attribution import SIGNATURES
 from agentrl.env.base import Env
 from agentrl.env.entry_points import known_schemes, load_adapted, register_installed
-from agentrl.errors import ConfigError
+from agentrl.errors import AgentRLError, ConfigError, EnvError
 
 if TYPE_CHECKING:
     from sandbox.client import SandboxClient
@@ -53,7 +55,7 @@ class EnvSpec:
     def load(self, kwargs: Mapping[str, Any] | None = None) -> type[Env]:
         """The class, with the arguments of the id and `kwargs`. Raises ConfigError."""
         kwargs = {**self.kwargs, **(kwargs or {})}
-        return load_env_class(self.entry_point, kwargs) if self.env_class is None else _checked(self.env_class, kwargs)
+        return load_env_class(self.entry_point, kwargs) if self.env_class is None else checked_class(self.env_class, kwargs)
 
 
 _SPECS: dict[str, EnvSpec] = {}
@@ -158,8 +160,16 @@ def make(
     cls = load_env_class(target) if isinstance(target, str) else target
     try:
         env = cls(**{**cls.kwargs, **kwargs})
+    except AgentRLError:
+        raise
     except TypeError as error:
-        raise ConfigError(f"cannot make {cls.__name__}: {error}") from error
+        place = places.in_brackets(places.raised_at(error) or places.defined_at(cls.__init__))
+        raise ConfigError(
+            f"cannot make {cls.__name__}: {error}: give the arguments in env.kwargs, or with --arg NAME=VALUE{place}"
+        ) from error
+    except Exception as error:
+        place = places.in_brackets(places.raised_at(error))
+        raise EnvError(f"{cls.__name__}.__init__: {type(error).__name__}: {error}{place}") from error
     env._sandbox, env._shared = sandbox, shared
     for wrap in wrappers:
         env = wrap(env)
@@ -183,8 +193,13 @@ def load_env_class(target: str, kwargs: Mapping[str, Any] | None = None) -> type
             raise
         raise ConfigError(f"{error}\n{known_schemes()}") from error
     if not (isinstance(found, type) and issubclass(found, Env)):
-        raise ConfigError(f"{target}: {target.rpartition(':')[2]!r} is not an Env class")
-    return _checked(found, kwargs or {})
+        place = places.in_brackets(places.defined_at(found) if isinstance(found, type) else "")
+        name = target.rpartition(":")[2]
+        raise ConfigError(
+            f"{target}: {name!r} is not an Env class: derive it from agentrl.ToolEnv or agentrl.Env, as in "
+            f"`class {name}(ToolEnv):`{place}"
+        )
+    return checked_class(found, kwargs or {})
 
 
 class ObjectNotFound(ConfigError):
@@ -207,11 +222,16 @@ def load_object(target: str) -> Any:
     return found
 
 
-def _checked(cls: type[Env], kwargs: Mapping[str, Any]) -> type[Env]:
+def checked_class(cls: type[Env], kwargs: Mapping[str, Any]) -> type[Env]:
     """The class, or a subclass of the same name with `kwargs`. Raises ConfigError if it cannot be constructed."""
     if inspect.isabstract(cls):
         missing = ", ".join(sorted(cls.__abstractmethods__))
-        raise ConfigError(f"{_place(cls)} is abstract: it does not define {missing}")
+        place = places.in_brackets(places.defined_at(cls))
+        or_derive = ", or derive the class from ToolEnv" if "step" in cls.__abstractmethods__ else ""
+        raise ConfigError(
+            f"{_place(cls)} is abstract: it does not define {missing}: write {_to_write(cls.__abstractmethods__)}"
+            f"{or_derive}{place}"
+        )
     if not kwargs:
         return cls
     try:
@@ -231,8 +251,8 @@ def _load_module(name: str) -> ModuleType:
                 f"there is no module {name!r} on the import path; a file is given as path/to/file.py:Class"
             ) from error
         raise ConfigError(f"cannot import {name}: {error}") from error
-    except Exception as error:
-        raise ConfigError(f"cannot import {name}: {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise _not_loaded(f"cannot import {name}", error) from error
 
 
 def _load_file(path: Path) -> ModuleType:
@@ -252,10 +272,23 @@ def _load_file(path: Path) -> ModuleType:
         sys.path.append(folder)  # files beside it can be imported; last, so that they hide nothing
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise ConfigError(f"cannot load {path}: {type(error).__name__}: {error}") from error
+        raise _not_loaded(f"cannot load {path}", error) from error
     return module
+
+
+def _not_loaded(what: str, error: BaseException) -> ConfigError:
+    """The error for a module whose execution failed, with the line."""
+    if isinstance(error, ConfigError):  # of a class in it: it names the place itself
+        return ConfigError(f"{what}: {error}")
+    problem = error.msg if isinstance(error, SyntaxError) else error
+    hint = f"; is {error.name} installed in {sys.prefix}?" if isinstance(error, ModuleNotFoundError) else ""
+    return ConfigError(f"{what}: {type(error).__name__}: {problem}{hint}{places.in_brackets(places.raised_at(error))}")
+
+
+def _to_write(missing: Iterable[str]) -> str:
+    return ", ".join(f"`{SIGNATURES.get(name, f'def {name}(self)')}`" for name in sorted(missing))
 
 
 def _suggest(name: str, known: Sequence[str]) -> str:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from agentrl.env import places
+from agentrl.env.attribution import SIGNATURES, attributed
 from agentrl.env.base import Env
-from agentrl.env.driver import CLOSE_TIMEOUT_S, attributed
+from agentrl.env.driver import CLOSE_TIMEOUT_S
 from agentrl.env.registry import WrapEnv, load_env_class, make
 from agentrl.errors import EnvError
 
@@ -40,8 +43,13 @@ async def opened(
     """
     env_class = load_env_class(target) if isinstance(target, str) else target
     name = f"{env_class.__name__}.open_shared"
-    with attributed(name):
-        manager = env_class.open_shared()
+    with attributed(name, method="open_shared", at=env_class.open_shared):
+        manager: Any = env_class.open_shared()
+    if not hasattr(manager, "__aenter__"):
+        if inspect.iscoroutine(manager):
+            manager.close()
+        place = places.in_brackets(places.defined_at(env_class.open_shared))
+        raise EnvError(f"{name} is not an asynchronous context manager: write `{SIGNATURES['open_shared']}`{place}")
     deadline = asyncio.timeout(OPEN_TIMEOUT_S)
     try:
         with attributed(name, passing=TimeoutError):
@@ -49,7 +57,8 @@ async def opened(
                 shared = await manager.__aenter__()
     except TimeoutError as error:
         late = f"took more than {OPEN_TIMEOUT_S:g} s" if deadline.expired() else f"TimeoutError: {error}"
-        raise EnvError(f"{name}: {late}") from error
+        place = places.in_brackets(places.raised_at(error) or places.defined_at(env_class.open_shared))
+        raise EnvError(f"{name}: {late}{place}") from error
     try:
         yield partial(make, env_class, sandbox=sandbox, shared=shared, wrappers=tuple(wrappers), **kwargs)
     finally:
@@ -61,5 +70,6 @@ async def _leave(manager: Any, name: str) -> None:
     try:
         async with asyncio.timeout(CLOSE_TIMEOUT_S):
             await manager.__aexit__(None, None, None)
-    except Exception:
-        log.warning("%s: closing failed", name, exc_info=True)
+    except Exception as error:
+        place = places.in_brackets(places.raised_at(error))
+        log.warning("%s: closing failed: %s: %s%s", name, type(error).__name__, error, place)

@@ -26,7 +26,7 @@ def thread_stacks() -> Iterator[str]:
     """One text per thread, name first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     for ident, frame in sys._current_frames().items():
-        yield f"thread {names.get(ident, 'not made by Python')!r} ({ident})\n{_text(list(_callers(frame)))}"
+        yield f"thread {names.get(ident, 'not made by Python')!r} ({ident})\n{_text(list(callers(frame)))}"
 
 
 def innermost_of_thread(ident: int) -> str:
@@ -37,7 +37,7 @@ def innermost_of_thread(ident: int) -> str:
 
 def innermost(frame: FrameType) -> str:
     """`file:line in function` of the frame, or of its nearest caller outside of libraries."""
-    frames = list(_callers(frame))
+    frames = list(callers(frame))
     own = [frame for frame in frames if not _is_library(frame)]
     chosen = (own or frames)[-1]
     return f"{chosen.f_code.co_filename}:{chosen.f_lineno} in {chosen.f_code.co_name}"
@@ -55,8 +55,8 @@ def _awaited(waiting: Any) -> Iterator[FrameType]:
             return
 
 
-def _callers(frame: FrameType | None) -> Iterator[FrameType]:
-    """Outermost first."""
+def callers(frame: FrameType | None) -> Iterator[FrameType]:
+    """A frame and those that called it, outermost first; none for None."""
     frames = []
     while frame is not None:
         frames.append(frame)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.chat.runners import TokenRunners
+from agentrl.check import rehearse
 from agentrl.config import Config
 from agentrl.data.duplicates import refuse_overlap
 from agentrl.data.source import TaskSource, first_training_tasks, held_out_tasks
@@ -114,6 +115,9 @@ class Training:
                 self._canaries = Canaries(self._env_class, make_env=make_env, sandbox=sandbox)
                 with self._wait_graph.phase("checking the sandbox and the grader"):
                     await self._canaries.check(when="at the start")
+                with self._wait_graph.phase("playing a scripted episode"):
+                    limit_s = self._config.rollout.episode_timeout_s
+                    await rehearse(self._env_class, make_env, self._held_out[0], limit_s=limit_s)
                 model_path = await self._model(sandbox)
                 return await self._with_engine(make_env, model_path)
 

@@ -153,7 +153,7 @@ def _spec(function: Callable[..., Any], name: str, private: Collection[type]) ->
     except NameError as error:
         raise ConfigError(f"{where}: {error}; types in its signature must be importable at run time") from error
     names = list(inspect.signature(function).parameters)
-    if not names or names[0] in hints:
+    if not names or (names[0] != "self" and names[0] in hints):
         raise ConfigError(f"{where}: its first parameter must be `self`: write `({', '.join(['self', *names])})`")
     parameters = list(inspect.signature(function).parameters.values())[1:]
     for parameter in parameters:

@@ -241,7 +241,7 @@ def _load(config: WrapperConfig) -> WrapEnv:
         known = f"known: {', '.join(sorted(WRAPPERS))}; your own: module:Class or path/to/file.py:Class"
         raise ConfigError(f"{where} is not a wrapper; {known}")
     try:
-        inspect.signature(found).bind(None, **config.kwargs)
+        inspect.signature(found.__init__).bind(None, None, **config.kwargs)  # itself, and the inner environment
     except TypeError as error:
         raise ConfigError(f"{where} does not take the arguments {config.kwargs}: {error}") from error
     return partial(found, **config.kwargs)

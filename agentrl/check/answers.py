@@ -7,7 +7,7 @@ import re
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from agentrl.check.report import Hung, OnProgress, ignore, require
+from agentrl.check.report import Finding, Hung, OnProgress, ignore
 from agentrl.env import Env, Episode, checked_script, places
 from agentrl.errors import AgentRLError, raise_first
 from agentrl.types import Message, StopReason, Task
@@ -104,7 +104,8 @@ class Answers:
                     tg.create_task(worker())
         except BaseExceptionGroup as group:
             raise_first(group)
-        require(not failures, _summary(failures, len(tasks)))
+        if failures:
+            raise Finding(_summary(failures, len(tasks)))
 
 
 def wrong_answer(gold: str) -> str:

@@ -1,4 +1,4 @@
-"""Tool calls with made-up arguments that fit the schema, to try an environment's tools. Independent of environments."""
+"""Tool calls with made-up arguments that fit the schema, and what is odd about the answers. Independent of episodes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from agentrl.types import Message, ToolCall
 
 TEXT = "print(1 + 1)"
 """The text argument: a program, for tools that run code."""
+LONG_OUTPUT = 100_000
+"""Characters of a tool's answer, beyond which there is a warning."""
 _MAX_DEPTH = 8
 
 
@@ -21,6 +23,28 @@ def calling(spec: ToolSpec, *, text: str = TEXT) -> Message:
     """
     arguments = _example(spec.schema()["function"].get("parameters", {}), text, 0)
     return Message(role="assistant", content="", tool_calls=(ToolCall(id="0", name=spec.name, arguments=arguments),))
+
+
+def calls_with_text(tools: Mapping[str, ToolSpec], text: str) -> list[Message]:
+    """One turn that calls the first tool whose only required argument is text; none when there is no such tool."""
+    for spec in tools.values():
+        parameters = spec.schema()["function"]["parameters"]
+        required = parameters.get("required", [])
+        if len(required) == 1 and parameters["properties"][required[0]].get("type") == "string":
+            return [calling(spec, text=text)]
+    return []
+
+
+def odd_output(tool: str, text: str) -> str | None:
+    """A warning about what a tool answered."""
+    if text == "null":
+        return f"{tool} returned None, which the model reads as `null`: return text"
+    if len(text) > LONG_OUTPUT:
+        return (
+            f"{tool} answered with {len(text) / 1e6:.1f} MB. The model is shown rollout.tool_output_tokens of it (128 "
+            "by default), its first and its last part, and each call costs the time to cut it: return less"
+        )
+    return None
 
 
 def _example(schema: Mapping[str, Any], text: str, depth: int) -> Any:

@@ -102,11 +102,13 @@ class _Worker:
             self.say(News())
             if time.monotonic() - self._ticked > self._limit_s:
                 place = places.runs_at(main_thread) or "the environment's code"
-                detail = (
-                    f"{place} blocks the process: it did not return within {self._limit_s:g} s. Write a tool that "
-                    "waits as `def` without `async`, then it runs in a thread; elsewhere, `await` what waits. If it is "
-                    "slow and does not hang: --timeout SECONDS"
-                )
+                detail = f"importing the file did not end within {self._limit_s:g} s; it is at {place}"
+                if self._current != "loading":
+                    detail = (
+                        f"{place} blocks the process: it did not return within {self._limit_s:g} s. Write a tool that "
+                        "waits as `def` without `async`, then it runs in a thread; elsewhere, `await` what waits. If "
+                        "it is slow and does not hang: --timeout SECONDS"
+                    )
                 self.say(News(check=Check(name=self._current, detail=detail, level="FAIL")))
                 os._exit(BLOCKED)
 

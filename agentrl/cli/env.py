@@ -14,7 +14,7 @@ from agentrl.cli.options import Debug, guarded, run
 from agentrl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from agentrl.check.check_env import CheckReport
+    from agentrl.check import CheckReport
 
 CLOSED = "the episode was closed"
 

@@ -117,6 +117,8 @@ class Env(ABC):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Make methods that were written without `async` awaitable, so that every caller can await them."""
+        if cls.__init__ is object.__init__ and (args or kwargs):  # which refuses them only without this method
+            raise TypeError(f"{cls.__name__}() takes no arguments")
         env = super().__new__(cls)
         for name in _plain_methods(cls):
             vars(env)[name] = _as_async(getattr(env, name))

@@ -55,7 +55,11 @@ class EnvSpec:
     def load(self, kwargs: Mapping[str, Any] | None = None) -> type[Env]:
         """The class, with the arguments of the id and `kwargs`. Raises ConfigError."""
         kwargs = {**self.kwargs, **(kwargs or {})}
-        return load_env_class(self.entry_point, kwargs) if self.env_class is None else checked_class(self.env_class, kwargs)
+        return (
+            load_env_class(self.entry_point, kwargs)
+            if self.env_class is None
+            else checked_class(self.env_class, kwargs)
+        )
 
 
 _SPECS: dict[str, EnvSpec] = {}
@@ -235,11 +239,15 @@ def checked_class(cls: type[Env], kwargs: Mapping[str, Any]) -> type[Env]:
     if not kwargs:
         return cls
     try:
-        inspect.signature(cls).bind(**kwargs)
+        inspect.signature(cls.__init__ if cls.__init__ is not object.__init__ else _nothing).bind(None, **kwargs)
     except TypeError as error:
         raise ConfigError(f"{cls.__name__} does not take the arguments {dict(kwargs)}: {error}") from error
     same = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     return type(cls.__name__, (cls,), {**same, "kwargs": {**cls.kwargs, **kwargs}})
+
+
+def _nothing(self: object) -> None:
+    """The signature of a class without a constructor."""
 
 
 def _load_module(name: str) -> ModuleType:

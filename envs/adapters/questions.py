@@ -32,6 +32,11 @@ class Questions(ToolEnv):
         """Returns the instruction and the problem."""
         return [system(self.system_prompt), user(task.prompt)], {}
 
+    @classmethod
+    def phrase(cls, answer: str) -> str:
+        """Returns a last message that `score` reads."""
+        return f"Answer: {answer}"
+
     async def score(self, episode: Episode) -> dict[str, float]:
         """Returns `correct`: 1.0 or 0.0."""
         lines = [line for line in episode.final_text.splitlines() if line.strip()]

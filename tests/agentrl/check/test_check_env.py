@@ -172,30 +172,29 @@ async def test_a_good_environment_passes_and_reports_progress() -> None:
     seen: list[tuple[int, int]] = []
     report = await check(Good, progress=lambda done, total: seen.append((done, total)))
     assert report.ok, report
-    assert report.checks[-1].detail == "gold 1.0 and wrong 0.0 on 30 rows"
+    assert report.checks[-1].detail == "the gold answer scores 1 and a wrong one 0 on 30 tasks"
     assert seen == [(i, 30) for i in range(1, 31)]
 
 
 @pytest.mark.parametrize(
     ("cls", "failing", "detail"),
     [
-        (GradesByPrefix, "gold and wrong answers", r"row-1: wrong answer '2' scored|row-\d+: wrong answer"),
-        (NeverRight, "gold and wrong answers", "the rest was not played"),
-        (Unbounded, "gold and wrong answers", r"must lie in \[0, 1\]"),
-        (Moody, "determinism", "different messages"),
-        (SwallowsCancel, "closes on cancel", "swallowed"),
-        (NeverCloses, "closes on cancel", "did not finish"),
-        (SwallowsOpening, "closes on cancel", r"swallowed the cancellation \(cancelled at await 2 of 7"),
-        (FailsWhenCancelled, "closes on cancel", "came out as EnvError: tool echo: OSError"),
-        (AnswersForTheModel, "contract", r"step answered as \['assistant'\]"),
+        (GradesByPrefix, "answers", r"task row-\d+: the wrong answer"),
+        (NeverRight, "answers", "the rest was not played"),
+        (Moody, "repeatable", "different messages"),
+        (SwallowsCancel, "clean-up", "swallowed"),
+        (NeverCloses, "one turn", r"NeverCloses.close: RuntimeError: stuck \(\S*test_check_env.py:\d+\)"),
+        (SwallowsOpening, "clean-up", r"swallowed the cancellation \(cancelled at await 2 of 7"),
+        (FailsWhenCancelled, "clean-up", "came out as EnvError: tool echo: OSError"),
+        (AnswersForTheModel, "one turn", r"step answered as \['assistant'\]"),
         (HandWrittenSchema, "tools", "the parameters of echo are not a JSON schema: 'words'"),
         (NamelessTool, "tools", "'say it' is not a name"),
-        (OtherRowsEachTime, "tasks", "different rows the second time"),
-        (EndsOnBadCalls, "bad calls are observations", "ends the episode"),
-        (BadExpert, "demonstrations", "the expert scored 0"),
-        (BreaksOnRowSeven, "gold and wrong answers", r"1 of 30 rows fail:\n  row-7: BreaksOnRowSeven.score"),
-        (Empty, "tasks", "yields nothing"),
-        (Twice, "tasks", "'row-3' is used twice"),
+        (OtherRowsEachTime, "tasks", "other tasks at the second call"),
+        (EndsOnBadCalls, "wrong calls", "ends the episode"),
+        (BadExpert, "demonstrations", "the demonstration scored 0"),
+        (BreaksOnRowSeven, "demonstrations", r"1 of 30 tasks fail:\n  task row-7: BreaksOnRowSeven.score"),
+        (Empty, "tasks", "gives no tasks"),
+        (Twice, "tasks", "the id 'row-3' is used twice"),
     ],
 )
 async def test_a_broken_promise_is_found(cls: type[Env], failing: str, detail: str) -> None:
@@ -207,8 +206,8 @@ async def test_a_broken_promise_is_found(cls: type[Env], failing: str, detail: s
 
 
 async def test_every_await_of_a_good_environment_is_tried() -> None:
-    (cancel,) = (check for check in (await check(Good)).checks if check.name == "closes on cancel")
-    assert cancel.detail == "cancelled at 6 awaits of reset, step, score and close, and closed each time"
+    (cancel,) = (check for check in (await check(Good)).checks if check.name == "clean-up")
+    assert cancel.detail == "closed after a cancellation at each of 6 awaits of reset, step, score and close"
 
 
 class Leaky(Good):
@@ -283,7 +282,7 @@ async def test_an_agent_with_its_own_loop_is_checked_as_far_as_it_can_be() -> No
 
 async def test_tasks_without_answers_are_said_to_be_unchecked() -> None:
     report = await check(NoAnswers, limit=5)
-    assert "not checked: the tasks have no answer" in report.checks[-1].detail
+    assert "not checked: the tasks have no `answer`" in report.checks[-1].detail
 
 
 @pytest.mark.parametrize(("gold", "wrong"), [("7", "8"), ("999", "0"), ("-1", "0"), ("x", "-98765.4321")])

@@ -53,7 +53,7 @@ def test_arguments_of_the_constructor_can_be_given(tmp_path: Path) -> None:
     (tmp_path / "sized.py").write_text(SIZED)
     done = agentrl("env", "check", f"{tmp_path}/sized.py:Sized", "--arg", "size=3")
     assert done.exit_code == 0, done.output
-    assert "tasks: 3 rows" in done.output
+    assert "tasks: 3 tasks" in done.output
 
 
 @pytest.mark.parametrize("argument", ["size", "=3", "size=[", "colour=3"])

@@ -136,7 +136,7 @@ def held_out_tasks(env_class: type[Env], config: EnvConfig, *, num_tasks: int) -
 def first_training_tasks(env_class: type[Env], config: EnvConfig, *, seed: int, num_tasks: int) -> list[Task]:
     """The first `num_tasks` rows of the training split, in the environment's own order. Raises EnvError."""
     with attributed(f"{env_class.__name__}.tasks"):
-        return list(islice(env_class.tasks("train", data=config.train_data, seed=seed), num_tasks))
+        return list(islice(rows_of(env_class, "train", data=config.train_data, seed=seed), num_tasks))
 
 
 def _stream(env_class: type[Env], config: EnvConfig, seed: int) -> Iterator[Task]:

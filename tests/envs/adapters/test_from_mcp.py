@@ -175,7 +175,7 @@ async def test_our_check_passes(make_env: Callable[[], Env], notes: type[ToolEnv
 async def test_a_target_without_code_of_ones_own_passes_our_check(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"id": "a", "prompt": "How many notes are there?", "answer": "none"}\n')
-    env_class = load_env_class(f"mcp:{STDIO}", {"tools": ["add_note", "think"]})
+    env_class = load_env_class(f"mcp:{STDIO}", {"tools": ["add_note"]})
     report = await check_env(env_class, data=str(rows), sandbox=None, timeout_s=60)
     assert [check for check in report.checks if check.level != "ok"] == []
     assert report.checks[-1].detail == "the gold answer scores 1 and a wrong one 0 on 1 task"

@@ -61,7 +61,7 @@ async def test_it_passes_its_check_demonstrations_included(env_id: str, sandbox:
     )
     assert report.ok, report
     details = {check.name: check.detail for check in report.checks}
-    assert details["demonstrations"].startswith("the expert scores 1.0 on")
+    assert details["demonstrations"].startswith("score 1 on")
     assert details["answers"].startswith("the gold answer scores 1 and a wrong one 0 on")
 
 

@@ -68,5 +68,5 @@ async def test_the_configs_renderer_writes_the_prompts(
     model = by_template.config.model.model_copy(update={"renderer": "raw"})
     raw = replace(by_template, config=by_template.config.model_copy(update={"model": model}))
     with pytest.raises(EngineGone):  # the tokenizer was loaded; nothing listens at the address
-        async with _by_tokens(raw, TellAStory, tmp_path, Observer()):
+        async with _by_tokens(raw, TellAStory, tmp_path, Observer(), []):
             pass

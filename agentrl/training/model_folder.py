@@ -15,6 +15,7 @@ from agentrl.engine import hub
 from agentrl.errors import ConfigError
 
 CONFIG = "config.json"
+ADAPTER_CONFIG = "adapter_config.json"  # PEFT's
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Keys under which a config.json has the experts of a layer."""
 QUANTISED = ("quantization_config", "compression_config")
@@ -28,6 +29,8 @@ def is_model_folder(path: Path) -> bool:
 def check_model(config: Config) -> None:
     """Raises ConfigError when the model is neither local nor on the hub, and no warm start is configured to make it."""
     name = config.model.path
+    if reason := _part_of_a_run(Path(name)):
+        raise ConfigError(f"model.path: {reason}")
     if config.model.warmstart is not None or is_model_folder(Path(name)):
         return
     if (
@@ -41,6 +44,24 @@ def check_model(config: Config) -> None:
             "Give one of these, or add a model.warmstart section to make a small one from the environment's "
             "demonstrations"
         )
+
+
+def _part_of_a_run(path: Path) -> str | None:
+    """What a folder of a run is that is no model, and which folder is; None for any other path."""
+    if (path / ADAPTER_CONFIG).is_file():
+        return f"{path} is an adapter, not a model. Give {path.parent}, into which a run has merged it"
+    run = next((folder for folder in (path, *path.parents) if _is_run(folder)), None)
+    if run is None or (run != path and is_model_folder(path)):
+        return None
+    exports = list(run.glob(f"checkpoints/*/{CONFIG}"))
+    if not exports:
+        return f"{path} belongs to a run that has exported no weights yet (learner.save_every)"
+    newest = max(exports, key=lambda file: file.stat().st_mtime).parent
+    return f"{path} is a run's folder, not a model. Give weights that it exported: model.path={newest}"
+
+
+def _is_run(path: Path) -> bool:
+    return (path / CONFIG).is_file() and (path / "checkpoints").is_dir() and (path / "trajectories").is_dir()
 
 
 def check_trainable(config: Config) -> None:

@@ -1,5 +1,6 @@
 """Every code block of docs/environments.md does what the page says."""
 
+import dataclasses
 import os
 import re
 import subprocess
@@ -12,9 +13,9 @@ import yaml
 
 from agentrl.check import check_env
 from agentrl.config import EnvConfig
-from agentrl.env import load_env_class, make, play_script
+from agentrl.env import Action, Episode, advance, close, load_env_class, make, play_script, start
 from agentrl.testing import call
-from agentrl.types import Message
+from agentrl.types import Message, StopReason
 from agentrl.wrappers import load_wrappers
 
 ROOT = Path(__file__).parents[3]
@@ -36,7 +37,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("target", ["capitals.py:Capitals", "bank.py:Bank", "higher.py:Higher", "search.py:Search"])
+@pytest.mark.parametrize(
+    "target", ["capitals.py:Capitals", "bank.py:Bank", "higher.py:Higher", "parcels.py:Parcels", "search.py:Search"]
+)
 async def test_each_environment_passes_its_check(folder: Path, target: str) -> None:
     report = await check_env(load_env_class(f"{folder}/{target}"), data=None, sandbox=None)
     assert [check for check in report.checks if not check.ok] == []
@@ -61,6 +64,32 @@ async def test_turn_rewards_and_named_ones_are_weighted(folder: Path) -> None:
     episode = await play_script(make(higher), next(iter(higher.tasks("test"))), script)
     assert episode.rewards == {"correct": 1.0, "polite": 1.0, "step": 2.0}
     assert episode.reward == pytest.approx(1.0 + 0.1 + 0.5 * 2.0)
+
+
+async def test_turn_rewards_of_tools_are_given_in_their_turn(folder: Path) -> None:
+    parcels = load_env_class(f"{folder}/parcels.py:Parcels")
+    (task,) = parcels.tasks("test")
+    sends = [call("send", parcel=parcel, town=town) for parcel, town in (("lamp", "Oslo"), ("book", "Oslo"))]
+    env = make(parcels)
+    await start(env, task, seed=0)
+    rewards = [(await advance(env, Action(message=message))).reward for message in sends]
+    await close(env)
+    assert rewards == [1.0, 0.0]
+    end = Message(role="assistant", content="Done.")
+    partly = await play_script(make(parcels), task, [*sends, end])
+    assert (partly.rewards, partly.reward) == ({"correct": 0.0, "step": 1.0}, pytest.approx(0.2))
+    assert (partly.info["parcels_right"], partly.info["tool_calls"]) == (1, 2)
+    rest = [call("send", parcel=parcel, town=town) for parcel, town in (("book", "Lima"), ("vase", "Nairobi"))]
+    assert (await play_script(make(parcels), task, [sends[0], *rest, end])).reward == pytest.approx(1.6)
+
+
+def test_the_table_of_an_episode_has_everything_that_an_episode_offers() -> None:
+    table = (ROOT / "docs" / "environments.md").read_text().partition("### What `score` receives")[2]
+    rows = re.findall(r"^\| `(\w+)` \|", table.partition("\n### ")[0], flags=re.MULTILINE)
+    properties = [name for name, value in vars(Episode).items() if isinstance(value, property)]
+    assert sorted(rows) == sorted([field.name for field in dataclasses.fields(Episode)] + properties)
+    named = set(re.findall(r"`(?:StopReason\.)?([A-Z_]+)`", table.partition("\n### ")[0]))
+    assert named == {reason.name for reason in StopReason}
 
 
 async def test_the_wrapper_of_the_page_changes_what_is_said(folder: Path) -> None:

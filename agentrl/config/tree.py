@@ -111,16 +111,16 @@ class WarmstartConfig(Section):
     """Attention heads of a layer."""
     num_kv_heads: PositiveInt = 2
     """Key and value heads of a layer."""
-    intermediate_size: PositiveInt = 512
+    intermediate_size: PositiveInt = 128
     """Width of a layer's MLP."""
     demonstrations: PositiveInt = 2400
     """Scripted episodes played in the sandbox. Training repeats them as often as `steps` needs."""
-    steps: PositiveInt = 1200
+    steps: PositiveInt = 1000
     """Optimizer steps of the supervised training."""
     batch_size: PositiveInt = 8
     """Demonstrations in one of these steps."""
     lr: PositiveFloat = 1.2e-3
-    """Highest learning rate of the supervised training."""
+    """Highest learning rate of the supervised training: AdamW's. Muon, for the layers' matrices, takes 16 times it."""
     skill: Annotated[float, Field(gt=0, le=1)] = 0.4
     """Share of demonstrations that take the right approach: the model learns to imitate a demonstrator this good."""
 

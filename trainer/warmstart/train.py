@@ -1,7 +1,7 @@
 """Supervised warm start: a small model learns to imitate an environment's scripted demonstrator.
 
-It uses demonstrations with their real tool outputs, and AdamW. Independent of particular environments and of rewards:
-the demonstrator's mistakes are imitated too, and reinforcement learning has to remove them.
+It uses demonstrations with their real tool outputs, Muon and AdamW. Independent of particular environments and of
+rewards: the demonstrator's mistakes are imitated too, and reinforcement learning has to remove them.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ CONCURRENT_EPISODES = 16
 WARMUP_STEPS = 50
 FINAL_LR_SHARE = 0.02
 BETAS = (0.9, 0.98)
+MUON_LR_RATIO = 16  # Muon's learning rate over AdamW's: its updates are orthogonal matrices instead of signs
 WEIGHT_DECAY = 0.01
 GRAD_CLIP = 1.0
 NUM_SHARES = 2  # of a batch; fixed, so that the result does not depend on the number of cores
@@ -217,13 +218,17 @@ def _train(
     stop: threading.Event,
     on_step: Callable[[int], None],
 ) -> float:
-    """Train in place with AdamW and a cosine schedule, on action tokens only. Returns the final loss in nats per token.
+    """Train in place with a cosine schedule, on action tokens only. Returns the final loss in nats per token.
 
-    Each core computes a share of the batch: in a model this small no single operation is worth splitting over cores.
+    Muon (Jordan et al. 2024) trains the layers' matrices, AdamW the embedding and the norms' weights. Each core
+    computes a share of the batch: in a model this small no single operation is worth splitting over cores.
     """
-    optimizer = torch.optim.AdamW(_parameter_groups(model), lr=settings.lr, betas=BETAS, fused=True)
+    optimizers = _optimizers(model)
     parameters = list(model.parameters())
     batches = _batches(examples, settings.batch_size, seed)
+    # Not the batch's own number of actions: batches hold episodes of one length, so each token of the short ones would
+    # weigh more, and the model would imitate those more often than the demonstrator does.
+    actions_per_batch = settings.batch_size * sum(sum(mask) for _, mask in examples) / len(examples)
     losses: list[float] = []
     model.train()
     torch.set_num_threads(1)
@@ -231,13 +236,15 @@ def _train(
         for step in range(settings.steps):
             if stop.is_set():
                 break
-            for group in optimizer.param_groups:
-                group["lr"] = settings.lr * _lr_share(step, settings.steps)
-            loss = _gradient(model, parameters, next(batches), pad_id, cores)
+            lr = settings.lr * _lr_share(step, settings.steps)
+            loss = _gradient(model, parameters, next(batches), actions_per_batch, pad_id, cores)
             if not math.isfinite(loss):
                 raise ConfigError(f"warm start diverged at step {step}; lower model.warmstart.lr={settings.lr}")
             torch.nn.utils.clip_grad_norm_(parameters, GRAD_CLIP)
-            optimizer.step()
+            for optimizer, ratio in optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = ratio * lr
+                optimizer.step()
             losses.append(loss)
             on_step(step + 1)
     model.eval()
@@ -246,13 +253,17 @@ def _train(
 
 
 def _gradient(
-    model: Any, parameters: Sequence[torch.nn.Parameter], batch: list[Example], pad_id: int, cores: Executor
+    model: Any,
+    parameters: Sequence[torch.nn.Parameter],
+    batch: list[Example],
+    divisor: float,
+    pad_id: int,
+    cores: Executor,
 ) -> float:
-    """Set every parameter's gradient of the mean loss over the batch's action tokens; returns the loss."""
-    num_actions = sum(sum(mask) for _, mask in batch)
+    """Set every parameter's gradient of the batch's summed loss over `divisor`; returns that loss."""
 
     def share(examples: list[Example]) -> tuple[float, tuple[torch.Tensor, ...]]:
-        loss = _summed_loss(model, examples, pad_id) / num_actions
+        loss = _summed_loss(model, examples, pad_id) / divisor
         return loss.item(), torch.autograd.grad(loss, parameters)
 
     shares = [batch[i::NUM_SHARES] for i in range(NUM_SHARES)]
@@ -295,10 +306,18 @@ def _lr_share(step: int, steps: int) -> float:
     return min(1.0, (step + 1) / WARMUP_STEPS) * (FINAL_LR_SHARE + (1 - FINAL_LR_SHARE) * cosine)
 
 
-def _parameter_groups(model: Any) -> list[dict[str, Any]]:
-    """Weights of norms are not decayed: that would shrink the signal and not the complexity of the function."""
-    parameters = list(model.parameters())
+def _optimizers(model: Any) -> list[tuple[torch.optim.Optimizer, float]]:
+    """Optimizers, each with the ratio of its learning rate to the configured one.
+
+    Weights of norms are not decayed: that would shrink the signal and not the complexity of the function.
+    """
+    matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
+    norms = [p for p in model.parameters() if p.ndim == 1]
+    groups = [
+        {"params": [model.get_input_embeddings().weight], "weight_decay": WEIGHT_DECAY},
+        {"params": norms, "weight_decay": 0.0},
+    ]
     return [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": WEIGHT_DECAY},
-        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+        (torch.optim.Muon(matrices, weight_decay=0.0), MUON_LR_RATIO),
+        (torch.optim.AdamW(groups, betas=BETAS, fused=True), 1),
     ]

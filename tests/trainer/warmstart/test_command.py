@@ -55,7 +55,7 @@ def test_files_of_the_working_directory_hide_nothing(tmp_path: Path) -> None:
     [
         (["nowhere.yaml"], "cannot read config nowhere.yaml"),
         ([QUICKSTART, "model.warmstart=null"], "the config has no such section"),
-        ([QUICKSTART, "--bogus"], "No such option"),
+        ([QUICKSTART, "--bogus"], "there is no option"),
     ],
 )
 def test_what_is_wrong_is_named_on_one_screen(tmp_path: Path, arguments: list[object], saying: str) -> None:

@@ -51,6 +51,8 @@ def _tree(source: ConfigSource) -> tuple[dict[str, Any], str, dict[str, str]]:
         return source.model_dump(mode="json"), "config", {}
     if isinstance(source, Mapping):
         return copy.deepcopy(dict(source)), "config", {}
+    if not isinstance(source, str | Path):
+        raise ConfigError(f"a config is a path, a dict or a Config, found {type(source).__name__}")
     path = Path(source)
     tree, lines = yaml_text.read_mapping(_text(path), source=str(path))
     return tree, str(path), {key: f"{path}:{line}" for key, line in lines.items()}

@@ -5,8 +5,10 @@ Independent of engines, learners and how the numbers are computed.
 
 from __future__ import annotations
 
+import difflib
 import fcntl
 import gzip
+import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -33,6 +35,7 @@ from agentrl.types import (
 )
 
 EpisodeKind = Literal["train", "eval"]
+OUT_DIR: str = Config.model_fields["out_dir"].default
 MAX_NAMES = 10_000
 
 
@@ -101,12 +104,18 @@ class RunFolder:
         return folder
 
     @classmethod
-    def open(cls, path: str | Path) -> RunFolder:
-        """An existing run. Raises ConfigError when there is none at `path`."""
-        folder = cls(path=Path(path))
-        if not folder.config.is_file():
-            raise ConfigError(f"{path} is not a run folder: it has no config.json")
-        return folder
+    def open(cls, run: str | Path, *, out_dir: str | Path = OUT_DIR) -> RunFolder:
+        """An existing run: its folder, or the name of one in `out_dir`. Raises ConfigError, with the runs there are."""
+        for path in (Path(run), Path(out_dir, run)):
+            if (path / "config.json").is_file():
+                return cls(path=path)
+        raise ConfigError(f"{_why_no_run(Path(run), Path(out_dir))}. {_runs_like(Path(run), Path(out_dir))}")
+
+    @property
+    def earlier(self) -> Path | None:
+        """The folder of an earlier run that has the name of this one, which is therefore NAME-2 or so."""
+        namesake = self.path.with_name(json.loads(self.config.read_text())["name"])
+        return namesake if namesake != self.path and (namesake / "config.json").is_file() else None
 
     @property
     def config(self) -> Path:
@@ -226,6 +235,25 @@ def write_atomically(target: Path, data: bytes, *, durable: bool = True) -> None
     finally:
         with suppress(OSError):  # the folder may be gone
             temporary.unlink(missing_ok=True)
+
+
+def _why_no_run(run: Path, out_dir: Path) -> str:
+    if run.is_dir():
+        return f"{run} is not a run folder: it has no config.json"
+    if run.exists():
+        return f"{run} is a file, and not the folder of a run"
+    where = f"neither here nor in {out_dir}/" if run.name == str(run) else "there is no such folder"
+    return f"there is no run {run}: {where}"
+
+
+def _runs_like(run: Path, out_dir: Path) -> str:
+    """The runs with a similar name, or else the newest."""
+    configs = sorted(out_dir.glob("*/config.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+    names = [path.parent.name for path in configs]
+    if not names:
+        return f"There is no run in {out_dir}/ yet: `agentrl train CONFIG` makes one"
+    near = difflib.get_close_matches(run.name, names, n=5) or [name for name in names if run.name in name]
+    return f"{'Similar' if near else 'The newest'}: {', '.join(str(out_dir / name) for name in (near or names)[:5])}"
 
 
 def _claim(out_dir: Path, name: str) -> Path:

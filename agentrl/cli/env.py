@@ -86,7 +86,9 @@ def env_new(
     typer.echo(f"{path} is an environment that works: change what you like. Next:")
     typer.echo(f"  agentrl env check {path}:{class_name}")
     typer.echo(f"  agentrl env play {path}:{class_name}")
-    typer.echo(f"  agentrl train configs/quickstart.yaml env.target={path}:{class_name} model.path=models/{path.stem}")
+    run = f"name={path.stem} env.target={path}:{class_name} model.path=models/{path.stem}"
+    typer.echo(f"  agentrl train configs/quickstart.yaml {run}")
+    typer.echo(f"The last one writes runs/{path.stem}/, with report.html; `agentrl status {path.stem}` follows it.")
 
 
 def write_environment(name: str, folder: Path, *, tool: bool) -> tuple[Path, str]:

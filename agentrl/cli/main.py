@@ -62,7 +62,7 @@ def train(
     overrides: Overrides = None,
     resume: Annotated[
         Path | None,
-        typer.Option(metavar="RUN", help="Continue the run in this folder, after a crash, Ctrl-C or its last step."),
+        typer.Option(metavar="RUN", help="Continue this run, a folder or a name, after a crash or Ctrl-C or its end."),
     ] = None,
     latest: Latest = None,
     debug: Debug = False,
@@ -216,7 +216,7 @@ def engine(config_path: ConfigPath, overrides: Overrides = None, debug: Debug = 
 
 @app.command()
 def report(
-    run: Annotated[Path, typer.Argument(help="Run folder, e.g. runs/quickstart; the run may still be running.")],
+    run: Annotated[Path, typer.Argument(help="Folder of a run, or its name; the run may still be running.")],
     debug: Debug = False,
 ) -> None:
     """Write report.html again from the current files of a run folder."""

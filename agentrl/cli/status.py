@@ -22,16 +22,17 @@ COLORS = {"running": "green", "done": "green", "stalled": "yellow", "stopped": "
 
 
 def status(
-    run: Annotated[Path | None, typer.Argument(help="Run folder; default: the newest in runs/.")] = None,
+    run: Annotated[Path | None, typer.Argument(help="Folder of a run, or its name; default: the newest.")] = None,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Follow the run until it is over.")] = False,
     json: Annotated[bool, typer.Option("--json", help="One JSON object, for programs.")] = False,
     debug: Debug = False,
 ) -> None:
     """Show how a run is doing: what waits for what, lag, ledger. Exit code 1 when it failed, is dead or stalled."""
+    from agentrl.run_folder import RunFolder
     from agentrl.supervision.status import newest_run
 
     def show() -> str:
-        folder = newest_run() if run is None else run
+        folder = newest_run() if run is None else RunFolder.open(run).path
         return _follow(folder, json=json) if watch else _once(folder, json=json)
 
     state = guarded(show, debug=debug, interrupted="the run continues")
@@ -108,7 +109,8 @@ def _panel(found: RunStatus, verdict: Assessment) -> RenderableType:
 def _rows(found: RunStatus) -> list[tuple[str, str]]:
     now = found.progress
     at = now.gauges
-    rows = [] if found.ending == "done" else [("phase", f"{now.phase}, {now.phase_s:.0f} s")]
+    is_over = bool(found.ending)
+    rows = [] if found.ending == "done" else [("ended in" if is_over else "phase", f"{now.phase}, {now.phase_s:.0f} s")]
     if at.num_steps:
         rows += [
             ("step", _step(found)),
@@ -116,16 +118,16 @@ def _rows(found: RunStatus) -> list[tuple[str, str]]:
             ("lag", f"{at.lag} in the last batch, at most {at.max_lag}"),
         ]
     rows += [("useful groups" if number == 0 else "", text) for number, text in enumerate(at.learning)]
-    if found.tokens_per_s is not None and at.num_tokens:
+    if found.tokens_per_s is not None and at.num_tokens and not is_over:
         rows.append(("generating", f"{found.tokens_per_s:.0f} tokens/s"))
     if at.ledger:
         rows.append(("ledger", ", ".join(f"{name} {count}" for name, count in at.ledger.items() if count) or "empty"))
-    if at.queues:
+    if at.queues and not is_over:
         rows.append(("queues", ", ".join(f"{name} {count}" for name, count in at.queues.items())))
     if found.placement:
         rows.append(("placement", found.placement))
     rows.append(("last movement", f"{now.quiet_s:.0f} s before this was written, by the {now.last_beat}"))
-    waits = () if found.ending == "done" else now.waits
+    waits = () if is_over else now.waits
     rows += [("waiting" if number == 0 else "", str(wait)) for number, wait in enumerate(waits)]
     rows.append(("written", f"{found.age_s():.0f} s ago by process {found.writer.pid}"))
     return rows

@@ -25,6 +25,7 @@ from rich.text import Text
 from agentrl.report.learning_signal import Cause, LearningSignal
 from agentrl.report.observer import Observer, Outcome, StepReport, Summary
 from agentrl.report.statistics import EvalResult
+from agentrl.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
 
@@ -166,6 +167,23 @@ class TrainConsole(Terminal):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._live.stop()
 
+    def run_folder(self, path: Path) -> None:
+        """Say where the run is, and how to follow it."""
+        run = RunFolder(path=path)
+        if run.journal.exists():
+            note = ", which continues"
+        else:
+            note = f"; {run.earlier} is an earlier run of this name" if run.earlier else ""
+        self.line(f"run folder: {path}{note}")
+        self.line(f"  follow it from another terminal: agentrl status {path} --watch")
+        self.line(f"  report: {run.report} when it ends, or at any time by agentrl report {path}")
+
+    def resumed(self, version: int, made_before: int) -> None:
+        """See Observer."""
+        again = f": steps {version + 1} to {made_before} are made again, from the same episodes"
+        self.line(f"continues from version {version}{again if made_before > version else ''}")
+        self._bar.update(self._job, completed=version)
+
     def step(self, report: StepReport) -> None:
         """See Observer."""
         if self._num_lines == 0:
@@ -181,9 +199,11 @@ class TrainConsole(Terminal):
             (_number(form, shown[key], width) if key in shown else "-").rjust(width) for _, key, form, width in _COLUMNS
         )
         cause = report.signal.cause
-        self.line(" ".join(cells) + (f"  {cause}" if cause else ""))
+        notes = [*(["made again"] if report.made_before else []), *([str(cause)] if cause else [])]
+        self.line("  ".join([" ".join(cells), *notes]))
         self._explain(report.signal)
-        self._bar.update(self._job, completed=report.step, visible=True)
+        doing = "training again" if report.made_before else "training"
+        self._bar.update(self._job, completed=report.step, description=doing, visible=True)
 
     def _explain(self, signal: LearningSignal) -> None:
         """Say why few groups are useful, once for each new cause."""

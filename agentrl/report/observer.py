@@ -35,6 +35,7 @@ class StepReport:
     update: WeightUpdate | None  # by which the engines took the new weights; None where none was measured
     metrics: Mapping[str, float]  # to be shown and stored; what decides something has a field of its own
     signal: LearningSignal = field(default_factory=LearningSignal)  # of the groups that finished last
+    made_before: bool = False  # made again after a resume, from the same episodes; not stored a second time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +70,10 @@ class Observer:
 
     def run_folder(self, path: Path) -> None:
         """The run has this folder, new or resumed; nothing is started yet."""
+
+    def resumed(self, version: int, made_before: int) -> None:
+        """A run, or its learner, was started again: it continues from `version`. The steps after it up to `made_before`
+        are made again, from the journal."""
 
     def phase_started(self, name: str) -> None:
         """A phase such as "starting the engine (vLLM)" began."""
@@ -128,6 +133,11 @@ class Observers(Observer):
         """See Observer."""
         for member in self._members:
             member.run_folder(path)
+
+    def resumed(self, version: int, made_before: int) -> None:
+        """See Observer."""
+        for member in self._members:
+            member.resumed(version, made_before)
 
     def phase_started(self, name: str) -> None:
         """See Observer."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from agentrl.buffer.ess_guard import EssGuard
 from agentrl.buffer.journal import Journal, Resumption, StepState
@@ -135,6 +135,8 @@ class Orchestrator:
         self._recorded = self._journal.last_step()
         self._metrics.rewind(self._recorded)
         await self._record_lost_steps(resumed)
+        if self._recorded:
+            self._observer.resumed(first.policy_version, self._recorded)
         self._tasks.committed(first.policy_version + len(resumed.batches))
         await self._evaluate(first.policy_version, only_if_none=True)
         parts = self._loop_parts(session, resumed)
@@ -234,10 +236,11 @@ class Orchestrator:
                 self._journal.step_made(step, resumed.state, resumable_from=None)
 
     async def _record(self, report: StepReport, batch: Batch) -> None:
-        self._observer.step(report)
         step = report.step
-        if step <= self._recorded:
-            return  # made again from the journal; only the first record counts the groups that were dropped for it
+        made_before = step <= self._recorded
+        self._observer.step(replace(report, made_before=made_before))
+        if made_before:
+            return  # only the first record counts the groups that were dropped for it
         self._metrics.log("step", step, report.metrics)
         with self._wait_graph.waiting("training loop", on="disk", what="a step's episodes"):
             await asyncio.to_thread(self._run.write_trajectories, step, batch.groups)

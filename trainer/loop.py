@@ -22,6 +22,7 @@ from agentrl.config.engine import Transfer
 from agentrl.engine.vllm_server import publication_timeout_s
 from agentrl.errors import LearnerError, WeightsWanted
 from agentrl.run_folder import RunFolder
+from agentrl.training.model_folder import Origin
 from agentrl.types import Batch, Probe
 from trainer import checkpoint, ranks
 from trainer.gpu_memory import GpuShare
@@ -235,7 +236,8 @@ class _LearnerLoop:
         if ranks.is_first():
             learner = self._learner
             target = self._run.path / "checkpoints" / name
-            folder.export(self._source, learner.model, learner.config.model.path, target)
+            origin = Origin(run=self._run.path.name, version=learner.policy_version)
+            folder.export(self._source, learner.model, learner.config.model.path, target, origin=origin)
         else:
             self._source.take_part()
 

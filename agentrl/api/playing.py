@@ -31,7 +31,7 @@ from agentrl.rollouts.long_prompts import refuse_long_prompts
 from agentrl.rollouts.settings import settings_of
 from agentrl.supervision.secrets import Secrets
 from agentrl.training import launch
-from agentrl.training.model_folder import check_model
+from agentrl.training.model_folder import check_model, exported_weights, origin_of
 from agentrl.types import Task
 from agentrl.wrappers import load_wrappers
 
@@ -84,7 +84,12 @@ class Request:
         key_name = options.api_key_env or "OPENAI_API_KEY"
         tree = config.model_dump(mode="json")
         if model is not None and not is_url:
-            tree["model"] |= {"path": model, "warmstart": None}
+            if config.engine.urls:
+                raise ConfigError(
+                    f"--model {model}: the config's engine.url names a server, which serves its own model. Give "
+                    "engine.url=null to start one for this model, or --model with a URL"
+                )
+            tree["model"] |= {"path": exported_weights(model, out_dir=config.out_dir), "warmstart": None}
         if options.data is not None:
             tree["env"]["eval_data"] = options.data
         if options.target is not None:
@@ -135,7 +140,7 @@ async def play(
             return await evaluate(
                 tasks,
                 make_group=make_group,
-                policy_version=0,
+                policy_version=None,
                 max_concurrent_groups=max_concurrent_tasks
                 or max(1, 2 * config.engine.max_running // config.eval.samples_per_task),
                 progress=advance,
@@ -211,14 +216,17 @@ async def _engine(request: Request, logs: Path, observer: Observer) -> AsyncIter
         async with AsyncExitStack() as stack:
             yield await _running_engine(request.url, request, stack)
         return
+    origin = None if config.engine.urls else origin_of(config.model.path)
     async with launch_servers.engine_servers(
         config, model_path=config.model.path, logs=logs, token=request.secrets.engine, has_learner=False
     ) as servers:
-        with observer.phase("starting the engine (vLLM)"):
+        with observer.phase(launch_servers.start_phase(config.engine)):
             await launch_servers.engines_ready(servers, config.engine)
         async with (
             launch.watching(*launch_servers.parts_of(servers)),
-            launch_servers.engine_client(servers, config, token=request.secrets.engine) as engine,
+            launch_servers.engine_client(
+                servers, config, token=request.secrets.engine, first_version=origin.version if origin else 0
+            ) as engine,
         ):
             yield engine
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from agentrl import config as configs
-from agentrl.report.episode_text import show_episode, show_tokens, summary
+from agentrl.report.episode_text import show_episode, show_tokens, summary, task_line
 from agentrl.types import TrajectoryGroup
 
 Decode = Callable[[Sequence[int]], str]
@@ -17,9 +17,10 @@ Decode = Callable[[Sequence[int]], str]
 def decoder(config: Path, overrides: Sequence[str], *, model: str | None, tokenizer: str | None) -> Decode:
     """Decodes what `model`, or the config's, sampled. Raises ConfigError."""
     from agentrl.tokens.tokenizer import load_tokenizer
+    from agentrl.training.model_folder import exported_weights
 
     settings = configs.load(config, overrides).model
-    folder = None if model is None or model.startswith(("http://", "https://")) else model
+    folder = None if model is None or model.startswith(("http://", "https://")) else exported_weights(model)
     return load_tokenizer(settings, tokenizer or folder or settings.path).decode
 
 
@@ -27,6 +28,8 @@ def show_groups(groups: Sequence[TrajectoryGroup], *, whole: bool, decode: Decod
     """Print the episodes: one line for each, all their messages, or all their tokens."""
     console = Console(highlight=False)
     for group in groups:
+        if not whole:
+            console.print(task_line(group.task))
         for episode in group.episodes:
             if whole:
                 show_episode(console, group.task, episode)

@@ -71,6 +71,11 @@ async def engine_servers(
         yield servers
 
 
+def start_phase(settings: EngineConfig) -> str:
+    """The name of the wait for the servers, which are started or run already. Example: "starting the engine (vLLM)"."""
+    return f"connecting to {', '.join(settings.urls)}" if settings.urls else "starting the engine (vLLM)"
+
+
 async def engines_ready(servers: Sequence[EngineServer], settings: EngineConfig) -> None:
     """Wait until all servers answer; from then on those started here are restarted when they die.
 
@@ -102,10 +107,16 @@ def engine_client(
     *,
     token: str | None = None,
     on_tokens: Callable[[], None] = lambda: None,
+    first_version: int = 0,
 ) -> VLLMEngine | EnginePool:
-    """A client of servers that are ready: of the only one, or a pool of all. `on_tokens` is called as tokens arrive."""
+    """A client of servers that are ready: of the only one, or a pool of all.
+
+    Args:
+        on_tokens: called as tokens arrive.
+        first_version: of the weights with which the servers were started.
+    """
     settings = config.engine
-    common: dict[str, Any] = {"token": token, "on_tokens": on_tokens}
+    common: dict[str, Any] = {"token": token, "on_tokens": on_tokens, "first_version": first_version}
     return_timeout_s = vllm_server.start_timeout_s(settings) if settings.max_restarts else 0.0
     if len(servers) == 1:
         return vllm_client(servers[0], config, return_timeout_s=return_timeout_s, **common)
@@ -121,6 +132,7 @@ def vllm_client(
     return_timeout_s: float,
     token: str | None = None,
     on_tokens: Callable[[], None] = lambda: None,
+    first_version: int = 0,
 ) -> VLLMEngine:
     """A client of one server; one that was not started here is asked for the name of its model."""
     settings, part = config.engine, server.part
@@ -129,6 +141,7 @@ def vllm_client(
         model=SERVED_NAME if part else None,
         request_timeout_s=settings.request_timeout_s,
         updates=UpdateSettings(
+            first_version=first_version,
             update_timeout_s=settings.update_timeout_s,
             return_timeout_s=return_timeout_s,
             kv_on_update=settings.kv_on_update,

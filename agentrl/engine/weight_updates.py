@@ -29,6 +29,8 @@ POLL_RETURN_S = 0.25
 class UpdateSettings:
     """How the weights of a server are updated and proven. Example: `UpdateSettings(kv_on_update="stale")`."""
 
+    first_version: int = 0
+    """Version of the weights that the server was started with: above 0 for weights that a run exported."""
     update_timeout_s: float = 300.0
     """Deadline of one weight update."""
     return_timeout_s: float = 0.0
@@ -108,8 +110,8 @@ class WeightUpdater:
                 "`agentrl engine`; or set engine.sleep_while_training=false"
             )
         if await self._control.label() == INITIAL_LABEL:
-            # A server without a label holds exactly the weights it was started with, which are version 0.
-            await self._control.set_label("0")
+            # A server without a label holds exactly the weights it was started with.
+            await self._control.set_label(str(self._settings.first_version))
         self.version = await self._control.version()
 
     @property
@@ -371,8 +373,8 @@ class WeightUpdater:
     async def _renew(self, error: EngineError) -> None:
         """Give a restarted engine the current weights before it takes requests."""
         self.num_restarts += 1
-        if self._ref is None and self.version == 0:
-            await self._control.set_label("0")
+        if self._ref is None and self.version == self._settings.first_version:
+            await self._control.set_label(str(self.version))
         elif self._ref is None:
             raise EngineError(f"{error}; it returned without version {self.version}, which this run did not make")
         elif self._ref.path is None:

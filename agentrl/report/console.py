@@ -257,7 +257,9 @@ class EvalConsole(Terminal):
 
     def evaluated(self, result: EvalResult) -> None:
         """Print avg@n, pass@k and how episodes ended."""
-        table = Table("measure", "value", "95 % interval", title=f"{result.num_tasks} tasks, {result.n} samples each")
+        version = f", version {result.policy_version}" if result.policy_version else ""
+        title = f"{result.num_tasks} tasks, {result.n} samples each{version}"
+        table = Table("measure", "value", "95 % interval", title=title)
         table.add_row(f"avg@{result.n}", f"{result.avg:.3f}", f"{result.avg_low:.3f} to {result.avg_high:.3f}")
         for k, estimate in result.pass_at.items():
             table.add_row(f"pass@{k}", f"{estimate.value:.3f}", f"{estimate.low:.3f} to {estimate.high:.3f}")

@@ -22,6 +22,7 @@ from agentrl.types import EpisodeRecord, Message, StopReason, Task, ToolCall, Tr
 ROLE_STYLES = {"system": "magenta", "user": "cyan", "assistant": "bold green", "tool": "yellow"}
 _LOGPROB_COLOURS = ((-0.1, "green"), (-0.7, "default"), (-2.3, "yellow"), (-float("inf"), "red"))
 """(lower bound, colour): from tokens that the model was sure of to those that surprised it."""
+MAX_PROMPT = 200  # characters of a prompt in one line
 _VERSION_SHADES = ("grey15", "grey30", "navy_blue", "dark_green", "purple4")
 
 
@@ -69,6 +70,14 @@ def call_text(call: ToolCall) -> Text:
     for name, value in blocks:
         text.append(f"\n  {name}:\n", style="dim").append("\n".join(f"    {line}" for line in value.splitlines()))
     return text
+
+
+def task_line(task: Task) -> Text:
+    """The id of a task, and the beginning of its prompt."""
+    prompt = " ".join(task.prompt.split())
+    return Text.assemble(
+        ("task ", "dim"), (task.id, "bold"), f": {prompt[:MAX_PROMPT]}{'…' * (len(prompt) > MAX_PROMPT)}"
+    )
 
 
 def summary(episode: EpisodeRecord, *, answer: str | None = None) -> Text:

@@ -30,13 +30,14 @@ async def evaluate(
     tasks: Sequence[Task],
     *,
     make_group: MakeGroup,
-    policy_version: int,
+    policy_version: int | None,
     max_concurrent_groups: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Evaluation:
     """Play every task and compute the statistics.
 
     Args:
+        policy_version: None for the oldest that the engine reported with a token; 0 where it reports none.
         make_group: (group_id, task) -> a finished group. Its InfraError ends the evaluation: a mean over only the tasks
             that worked would be wrong.
         progress: called with (tasks done, number of tasks).
@@ -58,4 +59,10 @@ async def evaluate(
     except BaseExceptionGroup as errors:
         raise_first(errors)
     groups = tuple(job.result() for job in jobs)
-    return Evaluation(result=summarize(groups, policy_version=policy_version), groups=groups)
+    version = _oldest_version(groups) if policy_version is None else policy_version
+    return Evaluation(result=summarize(groups, policy_version=version), groups=groups)
+
+
+def _oldest_version(groups: Sequence[TrajectoryGroup]) -> int:
+    turns = (turn for group in groups for trajectory in group.trajectories for turn in trajectory.turns)
+    return min((span.version for turn in turns for span in turn.completion.version_spans), default=0)

@@ -1,29 +1,79 @@
-"""Whether the model of a config is there, and of a kind that can be trained: read from its config.json alone.
+"""Whether the model of a config is there, of a kind that can be trained, and which version of which run it is.
 
-Loads no weights. Independent of the processes of a run.
+Reads small JSON files and loads no weights. Independent of the processes of a run.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from agentrl.config import Config
 from agentrl.engine import hub
 from agentrl.errors import ConfigError
+from agentrl.run_folder import OUT_DIR
 
 CONFIG = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"  # PEFT's
+ORIGIN = "agentrl.json"
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Keys under which a config.json has the experts of a layer."""
 QUANTISED = ("quantization_config", "compression_config")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """Where an exported model is from: `agentrl.json` in its folder.
+
+    Example: `Origin(run="quickstart", version=40)`.
+    """
+
+    run: str
+    version: int  # policy version: optimizer steps done
+
+
+def write_origin(folder: Path, origin: Origin) -> None:
+    """Record in a model folder where it is from."""
+    (folder / ORIGIN).write_bytes(msgspec.json.encode(origin))
+
+
+def origin_of(folder: str | Path) -> Origin | None:
+    """Where a model folder is from; None for one that no run exported, and for a name on the hub."""
+    try:
+        return msgspec.json.decode((Path(folder) / ORIGIN).read_bytes(), type=Origin)
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+def exported_weights(model: str, *, out_dir: str | Path = OUT_DIR) -> str:
+    """The model folder that a run exported last, where `model` is the run's folder or name; else `model` itself.
+
+    Raises ConfigError for a run that has exported nothing yet.
+    """
+    if is_model_folder(Path(model)):
+        return model
+    run = next((folder for folder in (Path(model), Path(out_dir, model)) if _is_run(folder)), None)
+    return model if run is None else str(_last_export(run))
+
+
+def _last_export(run: Path) -> Path:
+    exports = list(run.glob(f"checkpoints/[!.]*/{CONFIG}"))
+    if not exports:
+        raise ConfigError(
+            f"{run} has exported no weights yet: a run writes checkpoints/final at its end, and checkpoints/step_N every "
+            "learner.save_every steps"
+        )
+    return max(exports, key=lambda file: file.stat().st_mtime).parent
+
+
 def is_model_folder(path: Path) -> bool:
     """Whether `path` is a model folder in Hugging Face layout."""
-    return (path / CONFIG).is_file()
+    return (path / CONFIG).is_file() and not _is_run(path)
 
 
 def check_model(config: Config) -> None:
@@ -39,6 +89,8 @@ def check_model(config: Config) -> None:
         or name.count("/") != 1
         or hub.file_of(name, CONFIG) is None
     ):
+        if (there := exported_weights(name, out_dir=config.out_dir)) != name:
+            raise ConfigError(f"model.path: {name} is a run; its trained weights are in model.path={there}")
         raise ConfigError(
             f"model.path: {name!r} is neither a folder with a config.json nor a model on the hub that can be reached. "
             "Give one of these, or add a model.warmstart section to make a small one from the environment's "
@@ -53,11 +105,7 @@ def _part_of_a_run(path: Path) -> str | None:
     run = next((folder for folder in (path, *path.parents) if _is_run(folder)), None)
     if run is None or (run != path and is_model_folder(path)):
         return None
-    exports = list(run.glob(f"checkpoints/*/{CONFIG}"))
-    if not exports:
-        return f"{path} belongs to a run that has exported no weights yet (learner.save_every)"
-    newest = max(exports, key=lambda file: file.stat().st_mtime).parent
-    return f"{path} is a run's folder, not a model. Give weights that it exported: model.path={newest}"
+    return f"{path} is a run's folder, not a model. Give weights that it exported: model.path={_last_export(run)}"
 
 
 def _is_run(path: Path) -> bool:

@@ -156,7 +156,7 @@ class Training:
             ) as servers,
             launch.watching(*launch_servers.parts_of(servers)),
         ):
-            with self._phase("starting the engine (vLLM)"):
+            with self._phase(launch_servers.start_phase(self._config.engine)):
                 within_s = start_timeout_s(self._config.engine)
                 with self._wait_graph.waiting("run", on="engine", what="its start", within_s=within_s):
                     await launch_servers.engines_ready(servers, self._config.engine)

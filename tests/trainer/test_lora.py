@@ -17,6 +17,7 @@ from agentrl.config import Config, LoraConfig, load
 from agentrl.engine.checksum import checksum_of
 from agentrl.engine.vllm_engine import VLLMEngine
 from agentrl.errors import ConfigError
+from agentrl.training.model_folder import Origin
 from agentrl.types import Probe, WeightsRef
 from tests.conftest import VLLMServer
 from tests.device import parity_bound, without_gpus
@@ -39,6 +40,7 @@ from trainer.weights import folder as weights
 from trainer.weights.source import WeightSource
 
 ROOT = Path(__file__).parents[2]
+ORIGIN = Origin(run="lora", version=0)
 TEXT = list(range(100, 180))
 SETTINGS = {"lr": 1e-2, "grad_clip": 0.05, "weight_decay": 0.01}
 SMALL = {"rank": 4, "alpha": 8}
@@ -110,7 +112,8 @@ def test_an_export_loads_merged_and_as_an_adapter(tiny_model: Any, tiny_model_di
     from transformers import AutoModelForCausalLM
 
     model = adapted(tiny_model)
-    weights.export(WeightSource(model, dtype=torch.float32), model, str(tiny_model_dir), tmp_path / "final")
+    source = WeightSource(model, dtype=torch.float32)
+    weights.export(source, model, str(tiny_model_dir), tmp_path / "final", origin=ORIGIN)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "final").eval()
     base = AutoModelForCausalLM.from_pretrained(tiny_model_dir).eval()
     loaded = peft.PeftModel.from_pretrained(base, tmp_path / "final" / "adapter").eval()
@@ -189,7 +192,7 @@ def test_an_export_from_zero_3_has_whole_adapters(
     assert all(parameter.numel() == 0 for parameter in learner.model.parameters())
     learner.step(batch(mixed_groups(tiny_model)))
     source = WeightSource(learner.model, dtype=torch.float32)
-    weights.export(source, learner.model, str(tiny_model_dir), tmp_path)
+    weights.export(source, learner.model, str(tiny_model_dir), tmp_path, origin=ORIGIN)
     base = dict(WeightSource(tiny_model, dtype=torch.float32))
     merged, adapter = (
         load_file(tmp_path / "model.safetensors"),

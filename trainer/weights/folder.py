@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from agentrl.engine.checksum import Checksum
+from agentrl.training.model_folder import Origin, write_origin
 from agentrl.types import Probe, WeightsRef
 from trainer import lora
 from trainer.weights.source import TensorMeta, WeightSource, layer_of
@@ -55,9 +56,17 @@ def publish(
 
 
 def export(
-    source: WeightSource, model: Any, model_path: str, folder: Path, *, max_shard_bytes: int = MAX_SHARD_BYTES
+    source: WeightSource,
+    model: Any,
+    model_path: str,
+    folder: Path,
+    *,
+    origin: Origin,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write a complete Hugging Face folder: weights, config and the tokenizer of `model_path`. Replaces an older one.
+
+    `origin` is written beside them, so that whoever plays with the model knows its version.
 
     For a model with adapters the weights are merged, and `folder/adapter` is PEFT's own folder. Called on one rank; the
     others call `source.take_part()`.
@@ -71,6 +80,7 @@ def export(
         config = copy.deepcopy(base.config)
         config.architectures = [type(base).__name__]
         config.save_pretrained(temporary)
+        write_origin(temporary, origin)
         if (generation := getattr(base, "generation_config", None)) is not None:
             generation.save_pretrained(temporary)
         if Path(model_path).is_dir():

@@ -17,6 +17,7 @@ from torch import distributed
 from transformers import AutoModelForCausalLM
 
 from agentrl.engine.checksum import Checksum
+from agentrl.training.model_folder import Origin
 from agentrl.types import Probe
 from trainer import ranks
 from trainer.weights import folder as weights
@@ -71,7 +72,9 @@ def main(model_dir: Path, out: Path) -> None:
         result["after"] = seen(source, engine.module)
         if is_first:
             weights.publish(source, out / f"stage{stage}", policy_version=0, probe=Probe(token_ids=(), logprobs=()))
-            weights.export(source, engine.module, str(model_dir), out / f"export{stage}", max_shard_bytes=200_000)
+            origin = Origin(run="ranks", version=0)
+            target = out / f"export{stage}"
+            weights.export(source, engine.module, str(model_dir), target, origin=origin, max_shard_bytes=200_000)
         else:
             source.take_part()
             source.take_part()

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from agentrl.engine.checksum import checksum_of
+from agentrl.training.model_folder import Origin, origin_of
 from agentrl.types import Probe, WeightsRef
 from trainer.weights import folder as weights
 from trainer.weights.source import WeightSource
@@ -106,7 +107,15 @@ def test_an_export_loads_as_a_model_and_a_tokenizer(
     with torch.no_grad():
         tiny_model.model.norm.weight.fill_(0.5)
     folder = tmp_path / "checkpoints" / "step_1"
-    weights.export(source_of(tiny_model), tiny_model, str(tiny_model_dir), folder, max_shard_bytes=max_shard_bytes)
+    weights.export(
+        source_of(tiny_model),
+        tiny_model,
+        str(tiny_model_dir),
+        folder,
+        origin=Origin(run="quick", version=1),
+        max_shard_bytes=max_shard_bytes,
+    )
+    assert origin_of(folder) == Origin(run="quick", version=1)
     loaded = AutoModelForCausalLM.from_pretrained(folder)
     assert loaded.dtype == torch.float32
     assert {name: p.tolist() for name, p in loaded.named_parameters()} == {

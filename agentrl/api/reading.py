@@ -163,7 +163,7 @@ class Run:
 
 
 def read_run(path: str | Path) -> Run:
-    """The run in a folder, or of this name in runs/: running, killed, over or old. Raises ConfigError when there is none.
+    """The run in a folder, or of this name in runs/; it may be running, killed, over or old. Raises ConfigError.
 
     Example:
         agentrl.read_run("runs/quickstart").metrics()[-1]["rollout/reward_mean"]

@@ -199,8 +199,8 @@ class TrainConsole(Terminal):
             (_number(form, shown[key], width) if key in shown else "-").rjust(width) for _, key, form, width in _COLUMNS
         )
         cause = report.signal.cause
-        notes = [*(["made again"] if report.made_before else []), *([str(cause)] if cause else [])]
-        self.line("  ".join([" ".join(cells), *notes]))
+        note = "made again" if report.made_before else cause
+        self.line(" ".join(cells) + (f"  {note}" if note else ""))
         self._explain(report.signal)
         doing = "training again" if report.made_before else "training"
         self._bar.update(self._job, completed=report.step, description=doing, visible=True)

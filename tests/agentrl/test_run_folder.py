@@ -55,6 +55,22 @@ def test_open_refuses_a_folder_that_is_no_run(tmp_path: Path) -> None:
         RunFolder.open(tmp_path)
 
 
+def test_a_name_is_looked_up_and_one_that_is_none_gets_the_similar_ones(tmp_path: Path) -> None:
+    for name in ("quick", "other"):
+        RunFolder.create(tmp_path, name, config=make_config())
+    assert RunFolder.open("quick", out_dir=tmp_path).path == tmp_path / "quick"
+    for wanted, said in (
+        ("quik", rf"no run quik: neither here nor in {tmp_path}/. Similar: {tmp_path}/quick$"),
+        ("zzz", rf"The newest: {tmp_path}/other, {tmp_path}/quick$"),
+        (tmp_path / "gone", r"no run .*gone: there is no such folder"),
+        (tmp_path / "quick" / "config.json", "is a file, and not the folder of a run"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            RunFolder.open(wanted, out_dir=tmp_path)
+    with pytest.raises(ConfigError, match=r"There is no run in .*nothing/ yet: `agentrl train CONFIG` makes one"):
+        RunFolder.open("quick", out_dir=tmp_path / "nothing")
+
+
 def test_trajectories_read_back_equal(folder: RunFolder) -> None:
     groups = groups_of(3)
     first, *others = groups[0].trajectories

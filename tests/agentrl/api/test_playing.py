@@ -12,11 +12,14 @@ from fastapi import FastAPI
 
 from agentrl.api.playing import PlayOptions, Request, _by_tokens, _engine
 from agentrl.cli.doctor.deep import TellAStory
-from agentrl.config import Config
+from agentrl.config import Config, EngineConfig, ModelConfig
+from agentrl.engine.launch_servers import start_phase
 from agentrl.errors import ConfigError, EngineGone
 from agentrl.report.observer import Observer
+from agentrl.run_folder import RunFolder
 from agentrl.supervision.serving import serving
 from agentrl.tokens.tokenizer import load_tokenizer
+from agentrl.training.model_folder import check_model
 
 CONFIG = Config.model_validate({"name": "x", "env": {"target": "envs.modmath:ModMath"}, "model": {"path": "unused"}})
 URL = "http://127.0.0.1:9/v1"
@@ -32,6 +35,30 @@ def test_the_key_is_read_from_the_variable_that_is_named() -> None:
     named = request(model=URL, served_model="m", api_key_env="MINE", environ=environ)
     assert (named.api_key, named.api_key_env, named.served_model) == ("two", "MINE", "m")
     assert request(model=URL, served_model="m", api_key_env="NONE", environ=environ).api_key is None
+
+
+def test_a_model_can_be_the_name_of_a_run_and_is_then_what_the_run_exported(tmp_path: Path) -> None:
+    config = CONFIG.model_copy(update={"out_dir": str(tmp_path)})
+    run = RunFolder.create(tmp_path, "mine", config=config)
+
+    def model_of(model: str) -> str:
+        return Request.from_options(config, PlayOptions(model=model), environ={}).config.model.path
+
+    with pytest.raises(ConfigError, match="mine has exported no weights yet"):
+        model_of("mine")
+    for name in ("step_9", "step_10", "final"):
+        (run.checkpoints / name).mkdir()
+        (run.checkpoints / name / "config.json").write_text("{}")
+        assert model_of("mine") == model_of(str(run.path)) == str(run.checkpoints / name)
+    with pytest.raises(ConfigError, match=r"mine is a run; its trained weights are in model.path=.*/checkpoints/final"):
+        check_model(CONFIG.model_copy(update={"model": ModelConfig(path=str(run.path))}))
+
+
+def test_a_folder_beside_a_server_that_serves_its_own_model_is_refused() -> None:
+    config = CONFIG.model_copy(update={"engine": EngineConfig(url="http://127.0.0.1:9")})
+    with pytest.raises(ConfigError, match=r"engine\.url=null"):
+        Request.from_options(config, PlayOptions(model="models/tiny"), environ={})
+    assert start_phase(config.engine) == "connecting to http://127.0.0.1:9"
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,8 @@ def test_a_new_file_is_written_once(tmp_path: Path, kind: str) -> None:
     first = agentrl("env", "new", "MyShop", kind, "--in", str(tmp_path))
     assert first.exit_code == 0
     assert f"agentrl env check {tmp_path}/my_shop.py:MyShop" in first.output
+    assert f"name=my_shop env.target={tmp_path}/my_shop.py:MyShop model.path=models/my_shop" in first.output
+    assert "writes runs/my_shop/" in first.output
     assert ("@tool" in (tmp_path / "my_shop.py").read_text()) == (kind == "--tool")
     again = agentrl("env", "new", "MyShop", kind, "--in", str(tmp_path))
     assert again.exit_code == 2

@@ -77,6 +77,18 @@ def test_a_run_that_is_over_waits_for_nobody_and_has_nothing_to_go(folder: Path)
     assert not [text for text in ("waits for", "to go") if text in result.stdout]
 
 
+def test_a_stopped_run_waits_for_nobody_either_and_is_found_by_its_name(folder: Path) -> None:
+    status_file, wait_graph = a_run(folder)
+    with wait_graph.waiting("training loop", on="rollouts", what="a full batch"):
+        with pytest.raises(KeyboardInterrupt), status_file:
+            raise KeyboardInterrupt
+        result = agentrl(folder.name)
+    assert "quick: stopped" in result.stdout and "ended in" in result.stdout
+    assert not [text for text in ("waits for", "waiting", "generating", "queues") if text in result.stdout]
+    result = agentrl("quack")
+    assert result.exit_code == 2 and "Similar: runs/quick" in result.stderr
+
+
 def test_a_failed_run_says_why_and_how_to_go_on(folder: Path) -> None:
     with pytest.raises(EngineError), a_run(folder)[0]:
         raise EngineError("[no] engine")

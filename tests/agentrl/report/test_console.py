@@ -1,6 +1,7 @@
 import asyncio
 import io
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,9 @@ from agentrl.report.learning_signal import LearningSignal
 from agentrl.report.metrics import rollout_metrics
 from agentrl.report.observer import StepReport, Summary
 from agentrl.report.statistics import EvalResult, summarize
+from agentrl.run_folder import RunFolder
 from agentrl.types import StepOutput
-from tests.agentrl.report.synthetic_run import Words, learner_metrics, make_group
+from tests.agentrl.report.synthetic_run import Words, learner_metrics, make_config, make_group
 
 
 def screen(*, width: int = 80, terminal: bool = False) -> Console:
@@ -98,6 +100,31 @@ def test_why_few_groups_are_useful_is_said_once_for_each_cause_and_at_the_end() 
     summary = Summary(num_steps=2, before=before, after=before, train_s=60.0, overlap=0.5, signal=NEVER_SOLVED)
     view.summary(summary, Path("runs/q"), Path("runs/q/report.html"))
     assert "useful groups" in shown(console) and shown(console).count("0 % of 9 finished groups") == 2
+
+
+def test_the_folder_is_named_at_the_start_and_whether_an_earlier_run_has_the_name(tmp_path: Path) -> None:
+    console, config = screen(width=200), make_config()
+    first, second = (RunFolder.create(tmp_path, config.name, config=config) for _ in range(2))
+    with TrainConsole(total_steps=1, console=console) as view:
+        view.run_folder(first.path)
+        assert f"run folder: {first.path}\n" in shown(console)
+        view.run_folder(second.path)
+        first.journal.touch()
+        view.run_folder(first.path)
+    assert f"run folder: {second.path}; {first.path} is an earlier run of this name\n" in shown(console)
+    assert f"agentrl status {second.path} --watch" in shown(console) and str(second.report) in shown(console)
+    assert f"run folder: {first.path}, which continues\n" in shown(console)
+
+
+def test_steps_that_are_made_again_are_marked() -> None:
+    console = screen()
+    with TrainConsole(total_steps=9, console=console) as view:
+        view.resumed(2, 3)
+        view.step(replace(report(3, step_metrics(3)), made_before=True))
+        view.step(report(4, step_metrics(4)))
+    lines = shown(console).splitlines()
+    assert lines[0] == "continues from version 2: steps 3 to 3 are made again, from the same episodes"
+    assert lines[-2].endswith("  made again") and "again" not in lines[-1] and max(map(len, lines)) <= 80
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from agentrl.training import learner_api as api
 from agentrl.training.orchestrator import Orchestrator
 from agentrl.training.resume import reopen
 from agentrl.types import Batch, WeightsRef
-from tests.agentrl.training.whole_run import TOKEN, YesAndNo, make_config, obedient_learner, orchestrating
+from tests.agentrl.training.whole_run import TOKEN, Quiet, YesAndNo, make_config, obedient_learner, orchestrating
 
 
 @asynccontextmanager
@@ -54,10 +54,14 @@ async def test_a_learner_that_died_gets_the_batches_after_its_checkpoint_again(
     config = make_config(tmp_path, steps=5, eval_every=0, max_lag=max_lag)
     first: list[Batch] = []
     second: list[Batch] = []
-    async with running(config, tokenizer) as (run, url, _):
+    async with running(config, tokenizer) as (run, url, orchestrator):
         await obedient_learner(url, first, name="first", dies_at=3)
         await obedient_learner(url, second, name="second", version=1)
         assert (await run).num_steps == 5
+    shown = orchestrator._observer
+    assert isinstance(shown, Quiet)
+    ((version, last),) = shown.resumptions
+    assert version == 1 and shown.made_before == list(range(2, last + 1)) and shown.steps == [1, 2, 3, 4, 5]
     assert [batch.policy_version for batch in first] == [0, 1, 2, 3]
     assert [batch.policy_version for batch in second] == [1, 2, 3, 4]
     assert second[:3] == first[1:]
@@ -228,7 +232,7 @@ def test_a_run_that_never_began_and_a_folder_that_is_none(tmp_path: Path) -> Non
     run = RunFolder.create(config.out_dir, config.name, config=config)
     with pytest.raises(ConfigError, match=r"no journal\.sqlite: the run never began"):
         reopen(run.path, [])
-    with pytest.raises(ConfigError, match="is not a run folder"):
+    with pytest.raises(ConfigError, match=r"there is no run .*nothing"):
         reopen(tmp_path / "nothing", [])
 
 

@@ -55,9 +55,14 @@ class Quiet(Observer):
 
     def __init__(self) -> None:
         self.steps: list[int] = []
+        self.made_before: list[int] = []
+        self.resumptions: list[tuple[int, int]] = []
 
     def step(self, report: StepReport) -> None:
-        self.steps.append(report.step)
+        (self.made_before if report.made_before else self.steps).append(report.step)
+
+    def resumed(self, version: int, made_before: int) -> None:
+        self.resumptions.append((version, made_before))
 
 
 class YesAndNo(ScriptedEngine):

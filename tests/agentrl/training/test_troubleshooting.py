@@ -39,6 +39,11 @@ LEARNER_AGAIN = Trouble("the learner was restarted: the run continues from the j
 PROVOKED_ELSEWHERE = {
     "... can be reached by others": "supervision/test_secrets.py::test_an_engine_that_others_reach_demands_a_token",
     "... is being trained by process": "training/test_resume.py::test_two_processes_do_not_train_one_run",
+    "there is no run": "test_run_folder.py::test_a_name_is_looked_up_and_one_that_is_none_gets_the_similar_ones",
+    "... has exported no weights yet": "api/test_playing.py::"
+    "test_a_model_can_be_the_name_of_a_run_and_is_then_what_the_run_exported",
+    "--model ...: the config's engine.url": "api/test_playing.py::"
+    "test_a_folder_beside_a_server_that_serves_its_own_model_is_refused",
     "the last ... groups each had": "training/test_orchestrator.py::test_a_task_without_signal_ends_with_a_reason",
     "... while step ... waited for groups": "training/test_orchestrator.py::"
     "test_the_minutes_hold_while_a_step_waits_and_after_a_resume",

@@ -65,8 +65,8 @@ def _last_export(run: Path) -> Path:
     exports = list(run.glob(f"checkpoints/[!.]*/{CONFIG}"))
     if not exports:
         raise ConfigError(
-            f"{run} has exported no weights yet: a run writes checkpoints/final at its end, and checkpoints/step_N every "
-            "learner.save_every steps"
+            f"{run} has exported no weights yet: a run writes checkpoints/final at its end, and every "
+            "learner.save_every steps checkpoints/step_N"
         )
     return max(exports, key=lambda file: file.stat().st_mtime).parent
 

@@ -51,7 +51,7 @@ def test_a_model_can_be_the_name_of_a_run_and_is_then_what_the_run_exported(tmp_
         (run.checkpoints / name / "config.json").write_text("{}")
         assert model_of("mine") == model_of(str(run.path)) == str(run.checkpoints / name)
     with pytest.raises(ConfigError, match=r"mine is a run; its trained weights are in model.path=.*/checkpoints/final"):
-        check_model(CONFIG.model_copy(update={"model": ModelConfig(path=str(run.path))}))
+        check_model(config.model_copy(update={"model": ModelConfig(path="mine")}))
 
 
 def test_a_folder_beside_a_server_that_serves_its_own_model_is_refused() -> None:

@@ -11,7 +11,7 @@ import torch
 from agentrl.config import Config
 from agentrl.errors import ConfigError
 from agentrl.tokens.tokenizer import load_tokenizer
-from agentrl.training.model_folder import check_model, check_trainable
+from agentrl.training.model_folder import Origin, check_model, check_trainable
 from agentrl.types import user
 from tests.trainer.trainer_builders import batch, config, mixed_groups, plain_logprobs
 from trainer.learner import Learner
@@ -37,7 +37,8 @@ def test_the_second_run_begins_with_what_the_first_one_learned(
     trained = plain_logprobs(learner.model, TEXT)
     final = tmp_path / "runs/first/checkpoints/final"
     final.parent.mkdir(parents=True)
-    weights.export(WeightSource(learner.model, dtype=torch.float32), learner.model, str(tiny_model_dir), final)
+    source, origin = WeightSource(learner.model, dtype=torch.float32), Origin(run="first", version=1)
+    weights.export(source, learner.model, str(tiny_model_dir), final, origin=origin)
 
     settings = of_model(final, **second)
     check_model(settings)

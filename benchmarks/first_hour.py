@@ -204,6 +204,7 @@ def main() -> None:
             runs = [one for one in _load(options.results) if (one.run, one.seed, one.settings) != key] + [found]
             runs.sort(key=lambda one: (one.run, one.settings, one.seed))
             options.results.write_text(json.dumps([dataclasses.asdict(one) for one in runs], indent=1) + "\n")
+            options.out.write_text(report(runs))
             print(f"{run}, seed {seed}: {found.before:.3f} -> {found.after:.3f} in {found.minutes:.1f} minutes")
     options.out.write_text(report(_load(options.results)))
 

@@ -22,7 +22,11 @@ BLOCKS = re.findall(r"```(\w+)\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
 STEPS = 16
 HALF_OF_THE_RISE = 0.28  # +0.57 was measured after so many steps
 SHORTER = {"train": [f"train.steps={STEPS}", "train.max_minutes=null", "eval.num_tasks=32"], "rollout": []}
-SAID = {"env": "gold 1.0 and wrong 0.0 on 64 rows", "train": "report.html", "rollout": "Where is book"}
+SAID = {
+    "env": "the gold answer scores 1 and a wrong one 0 on 64 tasks",
+    "train": "report.html",
+    "rollout": "Where is book",
+}
 
 
 def test_a_reader_pastes_two_files_and_runs_every_command(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ class Request:
             tree["eval"]["samples_per_task"] = options.samples
         merged = parse(tree, source="eval options")
         if not is_url:
-            check_model(parse(tree | {"model": tree["model"] | {"warmstart": None}}, source="eval options"))
+            check_model(merged, must_exist=True)
         default_tasks = EVERYTHING if options.data is not None else config.eval.num_tasks
         return cls(
             config=merged,

@@ -184,6 +184,9 @@ class TerminalSpeaker:
             signature = ", ".join(f"{name}: {_kind(schema)}" for name, schema in properties.items())
             self._console.print(Text.assemble(("tool ", "dim"), (spec.name, "bold blue"), f"({signature})"))
             self._console.print(Text(f"     {spec.description.splitlines()[0]}", style="dim"))
+            for name, schema in properties.items():
+                if described := schema.get("description"):
+                    self._console.print(Text(f"     {name}: {' '.join(str(described).split())}", style="dim"))
 
 
 def _kind(schema: Mapping[str, Any]) -> str:

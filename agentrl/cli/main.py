@@ -201,14 +201,10 @@ def engine(config_path: ConfigPath, overrides: Overrides = None, debug: Debug = 
     from agentrl import config as configs
     from agentrl.engine.launch_servers import serve_in_foreground
     from agentrl.supervision import secrets
-    from agentrl.training.model_folder import check_model, is_model_folder
+    from agentrl.training.model_folder import check_model
 
     config = configs.load(config_path, overrides or [])
-    check_model(config)
-    if config.model.warmstart is not None and not is_model_folder(Path(config.model.path)):
-        raise ConfigError(
-            f"model.path: there is no {config.model.path} yet: run `agentrl warmstart {config_path}` first"
-        )
+    check_model(config, must_exist=True)
     token = secrets.read(secrets.ENGINE, os.environ)
     code = _guarded(lambda: serve_in_foreground(config, token=token), debug=debug, interrupted="the engine was stopped")
     raise typer.Exit(code)

@@ -57,6 +57,7 @@ SYNONYMS: Mapping[str, Sequence[str]] = MappingProxyType(
             (("train.steps",), "max_steps num_steps total_steps total_training_steps num_iterations"),
             (("train.steps",), "num_epochs epochs num_train_epochs total_epochs num_episodes max_epochs"),
             (("eval.every",), "eval_steps eval_every eval_interval test_freq"),
+            (("metrics.sinks",), "report_to logger loggers wandb use_wandb tensorboard"),
             (("name",), "run_name experiment_name project_name"),
             (("out_dir",), "output_dir save_path save_dir default_local_dir"),
         )

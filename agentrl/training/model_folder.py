@@ -1,11 +1,11 @@
-"""Whether the model of a config is there, of a kind that can be trained, and which version of which run it is.
+"""Whether the model of a config is there, whole and trainable, and which version of which run it is.
 
 Reads small JSON files and loads no weights. Independent of the processes of a run.
 """
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +15,10 @@ import msgspec
 
 from agentrl.config import Config
 from agentrl.engine import hub
+from agentrl.engine.model_files import CONFIG, check_files, read_json, why_no_folder
 from agentrl.errors import ConfigError
 from agentrl.run_folder import OUT_DIR
 
-CONFIG = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"  # PEFT's
 ORIGIN = "agentrl.json"
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -76,26 +76,48 @@ def is_model_folder(path: Path) -> bool:
     return (path / CONFIG).is_file() and not _is_run(path)
 
 
-def check_model(config: Config) -> None:
-    """Raises ConfigError when the model is neither local nor on the hub, and no warm start is configured to make it."""
+def check_model(config: Config, *, must_exist: bool = False) -> None:
+    """Raises ConfigError when the model is neither local nor on the hub, or when a file of its folder is not whole.
+
+    Args:
+        must_exist: also where the config has a warm start, which would make it.
+    """
     name = config.model.path
     if reason := _part_of_a_run(Path(name)):
         raise ConfigError(f"model.path: {reason}")
-    if config.model.warmstart is not None or is_model_folder(Path(name)):
-        return
-    if (
-        Path(name).exists()
-        or name.startswith((".", "/", "~"))
-        or name.count("/") != 1
-        or hub.file_of(name, CONFIG) is None
-    ):
+    if is_model_folder(Path(name)):
+        check_files(Path(name))
+    elif Path(name).exists() and (config.model.warmstart is None or must_exist or not _is_empty(Path(name))):
+        raise ConfigError(f"model.path={name} {why_no_folder(Path(name))}")
+    elif config.model.warmstart is not None and must_exist:
+        raise ConfigError(f"model.path: there is no {name} yet: `agentrl warmstart CONFIG` makes it")
+    elif config.model.warmstart is None:
         if (there := exported_weights(name, out_dir=config.out_dir)) != name:
             raise ConfigError(f"model.path: {name} is a run; its trained weights are in model.path={there}")
+        _check_hub(name)
+
+
+def _check_hub(name: str) -> None:
+    """Raises ConfigError unless the hub has the model, or it was downloaded."""
+    if name.startswith(("http://", "https://")) or re.fullmatch(r"[\w.-]+:\d+(/.*)?", name):
+        url = name if "//" in name else f"http://{name}"
         raise ConfigError(
-            f"model.path: {name!r} is neither a folder with a config.json nor a model on the hub that can be reached. "
-            "Give one of these, or add a model.warmstart section to make a small one from the environment's "
-            "demonstrations"
+            f"model.path={name} is an address; to use a server that runs set engine.url={url}, or for `agentrl eval` "
+            f"and `agentrl rollout` --model {url}"
         )
+    is_name = name.count("/") == 1 and not name.startswith((".", "/", "~"))
+    if is_name and hub.file_of(name, CONFIG) is not None:
+        return
+    silent = " (The hub does not answer, or HF_HUB_OFFLINE is set.)" if is_name and not hub.answers() else ""
+    raise ConfigError(
+        f"model.path: {name!r} is neither a folder with a config.json nor a model on the hub that can be reached."
+        f"{silent} Give one of these, or add a model.warmstart section to make a small one from the environment's "
+        "demonstrations"
+    )
+
+
+def _is_empty(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
 
 
 def _part_of_a_run(path: Path) -> str | None:
@@ -115,13 +137,13 @@ def _is_run(path: Path) -> bool:
 def check_trainable(config: Config) -> None:
     """Raises ConfigError for a quantised model and for a mixture of experts, which no run can train.
 
-    Call `check_model` first: the config.json of a hub's model is loaded there.
+    A model that is not there passes: `check_model` refuses it.
     """
     name = config.model.path
     file = Path(name) / CONFIG if is_model_folder(Path(name)) else None
     if file is None and config.model.warmstart is None:
         file = hub.file_of(name, CONFIG)
-    if file is not None and (reason := why_not_trainable(json.loads(file.read_text()))):
+    if file is not None and (reason := why_not_trainable(read_json(file))):
         raise ConfigError(f"model.path={name} {reason}")
 
 

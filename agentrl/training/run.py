@@ -72,8 +72,8 @@ class Training:
         secrets: Secrets | None = None,
         learner_at: tuple[str, int] | None = None,
     ) -> None:
-        check_model(config)
         check_trainable(config)
+        check_model(config)
         check_installed(config.metrics.sinks)
         if learner_at is None:
             launch_ranks.check_hosts(config.learner)

@@ -191,7 +191,7 @@ def _game(
         as_text = lambda env, observation: space_text.describe(env.observation_space, observation)  # noqa: E731
     return _Game(
         make=make,
-        rules=f"{rules or words.rules}\n{space_text.how_to_act(bare.action_space, names)}",
+        rules=f"{rules or words.rules_of(bare.unwrapped)}\n{space_text.how_to_act(bare.action_space, names)}",
         action_names=names,
         describe=as_text,
         in_thread=not type(bare.unwrapped).__module__.startswith("gymnasium.envs.toy_text"),

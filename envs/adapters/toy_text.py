@@ -17,6 +17,12 @@ class Words:
     rules: str
     actions: tuple[str, ...]
     describe: Describe | None = None
+    of_variant: Callable[[Any], str] | None = None
+    """(the bare environment) -> rules that depend on how it was made."""
+
+    def rules_of(self, env: Any) -> str:
+        """The rules of this environment."""
+        return " ".join(filter(None, (self.rules, self.of_variant(env) if self.of_variant else "")))
 
 
 def _taxi(env: Any, observation: Any) -> str:
@@ -38,16 +44,30 @@ def _blackjack(env: Any, observation: Any) -> str:
     return f"Your sum is {mine} with {ace}. The dealer shows {dealers}."
 
 
+def _ice(env: Any) -> str:
+    """How slippery the ground is: by the chance of the intended move in the game's own table of transitions."""
+    moves = max((move for moves in env.P.values() for move in moves.values()), key=len)
+    if len(moves) == 1:
+        return "It is not slippery: you move where you want."
+    _, (chance, *_), _ = moves  # to one side, as intended, to the other side
+    return (
+        f"It is slippery: {chance:.0%} of your moves go where you want, the others to one of the two sides at a "
+        "right angle to that."
+    )
+
+
 GAMES = {
     "FrozenLake": Words(
         rules="Walk from S to G on a frozen lake. F is ice, H is a hole that ends the game; the square in [brackets] "
         "is yours. Reaching G is worth 1.",
         actions=("left", "down", "right", "up"),
+        of_variant=_ice,
     ),
     "CliffWalking": Words(
         rules="Walk on a grid from the lower left corner to T in the lower right one; x is yours. Each step costs 1. "
         "Stepping on the cliff C costs 100 and takes you back to the start.",
         actions=("up", "right", "down", "left"),
+        of_variant=_ice,
     ),
     "Taxi": Words(
         rules="Drive the taxi to the passenger, pick up, drive to the destination, drop off. Rows and columns count "

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.check import check_env
-from agentrl.cli.env import write_environment
+from agentrl.cli.env_new import write_environment
 from agentrl.cli.templates.dialogue_environment import GuessNumber
 from agentrl.cli.templates.tool_environment import PriceShop
 from agentrl.env import Env, load_env_class, make, play_script
@@ -70,3 +70,30 @@ def test_a_name_that_makes_no_class_is_refused(tmp_path: Path, name: str) -> Non
     with pytest.raises(ConfigError, match="makes no class name"):
         write_environment(name, tmp_path, tool=True)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "saying"),
+    [
+        ("shop.py", "give the name alone, Shop"),
+        ("games/shop.py", "give the name alone, Shop and its folder with --in games"),
+        ("ToolEnv", "a class ToolEnv would hide another"),
+        ("Task", "a class Task would hide another"),
+        ("Exception", "a class Exception would hide another"),
+        ("json", "a file json.py would hide the Python module json"),
+        ("agentrl", "a file agentrl.py would hide the Python module agentrl"),
+        ("class", "a file class.py would hide"),
+        ("ModMath", "the environment ModMath-v0 is there already"),
+    ],
+)
+def test_a_name_that_hides_another_is_refused_with_one_that_does_not(tmp_path: Path, name: str, saying: str) -> None:
+    with pytest.raises(ConfigError, match=saying):
+        write_environment(name, tmp_path, tool=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_does_not_exist_is_made_and_a_file_in_its_place_is_named(tmp_path: Path) -> None:
+    path, _ = write_environment("Shopping", tmp_path / "my" / "games", tool=True)
+    assert path == tmp_path / "my" / "games" / "shopping.py" and path.is_file()
+    with pytest.raises(ConfigError, match=r"cannot write .*shopping.py/shopping.py: Not a directory|exists already"):
+        write_environment("Shopping", path, tool=True)

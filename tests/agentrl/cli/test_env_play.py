@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 from rich.console import Console
@@ -29,7 +29,7 @@ class Cave(ToolEnv):
         return [user(task.prompt)], {}
 
     @tool
-    async def look(self, where: str, times: int = 1) -> str:
+    async def look(self, where: Annotated[str, "a direction, or a thing"], times: int = 1) -> str:
         """Look somewhere."""
         if where == "down":
             raise RuntimeError("fell")
@@ -86,6 +86,12 @@ async def test_a_call_may_go_over_several_lines() -> None:
     episode, _ = await play('look(where="""a\nb""",\n times=1)\nxyzzy\n')
     assert episode is not None
     assert episode.messages[2].content == "a\nb "
+
+
+async def test_the_tools_are_shown_with_what_their_parameters_mean() -> None:
+    _, shown = await play("/quit\n")
+    assert "tool look(where: string, times: integer)\n     Look somewhere.\n" in shown
+    assert "     where: a direction, or a thing\n" in shown
 
 
 async def test_commands_are_not_said() -> None:

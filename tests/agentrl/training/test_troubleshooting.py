@@ -54,6 +54,8 @@ PROVOKED_ELSEWHERE = {
     "test_a_server_that_is_not_ours_has_to_be_restarted_by_its_owner",
     "update_order=rolling": "engine/test_launch_servers.py::"
     "test_settings_that_cannot_work_are_refused_with_how_to_fix_them",
+    "model.path=...: ... is cut off": "engine/test_model_files.py::test_what_is_not_whole_is_named",
+    "task ...: its prompt has": "rollouts/test_long_prompts.py::test_the_longest_prompt_is_measured_whole_and_named",
     "model.path=... is quantised": "training/test_model_folder.py::test_a_quantised_checkpoint_is_refused_by_name",
     "model.path=... is a mixture": "training/test_model_folder.py::test_a_run_refuses_before_anything_starts",
     "one logprob of the probe text": "engine/test_parity.py::"

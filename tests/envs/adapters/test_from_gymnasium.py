@@ -58,6 +58,20 @@ def taxi_route(text: str) -> list[str]:
     return [*path(start, places[passenger]), "pickup", *path(places[passenger], places[goal]), "dropoff"]
 
 
+@pytest.mark.parametrize(
+    ("target", "kwargs", "saying"),
+    [
+        ("FrozenLake-v1", {}, "It is slippery: 33% of your moves go where you want"),
+        ("FrozenLake-v1", {"success_rate": 0.8}, "It is slippery: 80% of your moves"),
+        ("FrozenLake-v1", {"is_slippery": False}, "It is not slippery"),
+        ("CliffWalking-v1", {"is_slippery": True}, "It is slippery: 33% of your moves"),
+        ("CliffWalking-v1", {}, "It is not slippery"),
+    ],
+)
+def test_the_prompt_says_how_slippery_it_is(target: str, kwargs: dict[str, Any], saying: str) -> None:
+    assert saying in first_task(from_gymnasium(target, **kwargs)).prompt
+
+
 async def test_frozen_lake_is_crossed() -> None:
     lake = from_gymnasium("FrozenLake-v1", is_slippery=False)
     script = says("right", "I go on.\n\nAction: Right.", "DOWN", "down", "down", "right")

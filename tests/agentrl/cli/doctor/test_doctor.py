@@ -143,9 +143,11 @@ def test_warnings_alone_are_exit_code_0(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_config_that_is_wrong_is_a_line_and_the_machine_is_looked_at(only: Callable[..., None]) -> None:
     only("Python")
-    done = doctor(QUICKSTART, "lerner.lr=1")
+    done = doctor(QUICKSTART, "lerner.lr=1", "train.steps=five", "rollout.group_size=0")
     assert done.exit_code == 1
-    assert "did you mean learner?" in done.stdout.splitlines()[0]
+    lines = [line for line in done.stdout.splitlines() if line.startswith("FAIL config: ")]
+    assert len(lines) == 3 and all("-> correct it" in line for line in lines)
+    assert "did you mean learner?" in done.stdout
     assert "OK   Python" in done.stdout
     assert doctor("nowhere.yaml").stdout.startswith("FAIL config: cannot read config nowhere.yaml")
 

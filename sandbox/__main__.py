@@ -44,7 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         listener = _listen(options.host, options.port)
     except OSError as error:
-        return _refuse(f"cannot listen on {options.host}:{options.port}: {error.strerror or error}")
+        return _refuse(
+            f"cannot listen on {options.host}:{options.port}: {error.strerror or error}. Choose "
+            "another --port, or 0 for any free one"
+        )
     with listener:
         try:
             asyncio.run(_serve(options, listener, tokens))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import builtins
 import importlib.util
 import inspect
 import keyword
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from agentrl.errors import ConfigError
@@ -35,14 +38,24 @@ def write_environment(name: str, folder: Path, *, tool: bool) -> tuple[Path, str
     path = folder / f"{stem}.py"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with path.open("x", encoding="utf-8") as file:
+        with path.open("x", encoding="utf-8") as file, _removed_after_an_error(path):
             file.write(_renamed(source, example, class_name, path))
+            file.flush()
     except FileExistsError:
         what = path if path.exists() else folder
         raise ConfigError(f"{what} exists already; nothing is overwritten: take another name, or --in FOLDER") from None
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}; choose a folder with --in FOLDER") from None
     return path, class_name
+
+
+@contextmanager
+def _removed_after_an_error(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
 
 
 def _check_name(name: str, class_name: str, stem: str, *, source: str) -> None:
@@ -55,13 +68,22 @@ def _check_name(name: str, class_name: str, stem: str, *, source: str) -> None:
             f"{name!r} makes no class name: begin with a letter, then letters, digits, - or _, such as RiverCrossing"
         )
     other = SUFFIXES.format(name=class_name)
-    if class_name in dir(builtins) or re.search(rf"\b{class_name}\b", source):
+    if class_name in dir(builtins) or class_name in _names(source):
         raise ConfigError(
             f"a class {class_name} would hide another that its file uses: take another name, such as {other}"
         )
     if keyword.iskeyword(stem) or stem in sys.stdlib_module_names or _is_installed(stem):
         raise ConfigError(f"a file {stem}.py would hide the Python module {stem}: take another name, such as {other}")
     _check_id(f"{class_name}-v0", other)
+
+
+def _names(source: str) -> set[str]:
+    """Every name that the code uses."""
+    nodes = list(ast.walk(ast.parse(source)))
+    imported = {
+        alias.asname or alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    return imported | {node.id for node in nodes if isinstance(node, ast.Name)}
 
 
 def _check_id(env_id: str, other: str) -> None:

@@ -111,6 +111,9 @@ class EngineConfig(Section):
     def _several_engines_fit(self) -> EngineConfig:
         if self.url is not None and self.replicas > 1:
             raise ValueError("replicas starts servers here and url names running ones: give one of them")
+        for url in self.urls:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(f"url={url} must begin with http:// or https://, such as http://{url}")
         if self.url == ():
             raise ValueError("url is an empty list: name a server, or leave it out to have one started")
         if self.num_engines > 1 and self.weight_transfer == "ipc":

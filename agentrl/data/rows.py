@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -117,10 +117,26 @@ def _jsonl(path: Path, stem: str) -> Iterator[_Row]:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise ConfigError(f"cannot read data file {path}: {error.strerror}") from error
+    if reason := _other_format(path, lines):
+        raise DataError(f"{path}:1: {reason}")
     for number, line in enumerate(lines, start=1):
         if line.strip():
             where = f"{path}:{number}"
             yield _Row(values=_object(line, where), where=where, default_id=f"{stem}-{number}")
+
+
+def _other_format(path: Path, lines: Sequence[bytes]) -> str | None:
+    """Why a file is not JSONL but one of the formats it is mistaken for, and how to convert it."""
+    jsonl = path.with_suffix(".jsonl")
+    if path.suffix in (".csv", ".tsv"):
+        read = "read_csv" if path.suffix == ".csv" else "read_table"
+        return (
+            f'a {path.suffix[1:].upper()} file; rows are JSONL or Parquet: python -c "import pandas; '
+            f"pandas.{read}('{path}').to_json('{jsonl}', orient='records', lines=True)\""
+        )
+    if next((line.strip() for line in lines if line.strip()), b"").startswith(b"["):
+        return f"one JSON list; rows are JSONL, one object in each line: jq -c '.[]' {path} > {jsonl.stem}.rows.jsonl"
+    return None
 
 
 def _object(line: bytes, where: str) -> dict[str, Any]:

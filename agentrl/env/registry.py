@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import inspect
 import logging
+import re
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -189,6 +190,8 @@ def load_env_class(target: str, kwargs: Mapping[str, Any] | None = None) -> type
     if (adapted := load_adapted(target, kwargs or {})) is not None:
         return adapted
     if ":" not in target:
+        if target.endswith(".py"):
+            raise ConfigError(f"{target} names a file and no class: {target}:{_classes_in(Path(target))}")
         return spec(target).load(kwargs)
     try:
         found = load_object(target)
@@ -204,6 +207,12 @@ def load_env_class(target: str, kwargs: Mapping[str, Any] | None = None) -> type
             f"`class {name}(ToolEnv):`{place}"
         )
     return checked_class(found, kwargs or {})
+
+
+def _classes_in(path: Path) -> str:
+    """The environment in a file, by its text alone; `Class` where that shows none."""
+    text = path.read_text(errors="replace") if path.is_file() else ""
+    return next(iter(re.findall(r"^class (\w+)\(\w*Env\)", text, re.MULTILINE)), "Class")
 
 
 class ObjectNotFound(ConfigError):
@@ -257,6 +266,7 @@ def _load_module(name: str) -> ModuleType:
         if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
             raise ObjectNotFound(
                 f"there is no module {name!r} on the import path; a file is given as path/to/file.py:Class"
+                + (f", here {name}.py:Class" if Path(f"{name}.py").is_file() or "/" in name else "")
             ) from error
         raise ConfigError(f"cannot import {name}: {error}") from error
     except (Exception, SystemExit) as error:

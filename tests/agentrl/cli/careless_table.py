@@ -170,7 +170,11 @@ MODELS = [
     model("no tokenizer", {"config.json": LLAMA, "w.bin": "x"}, "tokenizer.json"),
     model("git-lfs pointers", {"config.json": LLAMA, "tokenizer.json": "", "w.safetensors": POINTER}, "git lfs pull"),
     model("weights that are cut off", {"config.json": LLAMA, "w.safetensors": "\x10" + "\0" * 9}, "is cut off"),
-    model("a run's folder as model", {"config.json": '{"rollout": {}}'}, "folder of a run", "checkpoints/final"),
+    model(
+        "a run's folder as model",
+        {"config.json": "{}", "trajectories/x": "", "checkpoints/final/config.json": LLAMA},
+        "model.path=m/checkpoints/final",
+    ),
     says("no warm start section", "agentrl warmstart configs/aime_1gpu.yaml", "model.warmstart"),
 ]
 

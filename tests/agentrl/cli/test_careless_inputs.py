@@ -1,4 +1,4 @@
-"""Each careless input ends with code 2 and one screen that names what is wrong and what to write; nothing is started."""
+"""Each careless input ends with code 2 and one screen: what is wrong, and what to write. Nothing is started."""
 
 from pathlib import Path
 

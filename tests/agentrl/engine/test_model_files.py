@@ -43,10 +43,6 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "empty config": (lambda f: (f / "config.json").write_text(""), "config.json is empty"),
     "list": (lambda f: (f / "config.json").write_text("[]"), "config.json holds a list"),
     "pointer config": (lambda f: (f / "config.json").write_text(POINTER), "is a git-lfs pointer, not the file; run"),
-    "a run": (
-        lambda f: (f / "config.json").write_text('{"rollout": {}}'),
-        "is the folder of a run; its weights are in",
-    ),
     "cut shard": (lambda f: cut(f / "model-00002-of-00002.safetensors"), "model-00002-of-00002.safetensors is cut off"),
     "text shard": (lambda f: (f / "model-00002-of-00002.safetensors").write_text("oops"), "is cut off or damaged"),
     "empty shard": (lambda f: (f / "model-00001-of-00002.safetensors").write_text(""), "safetensors is empty"),

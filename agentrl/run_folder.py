@@ -100,7 +100,10 @@ class RunFolder:
                 sub.mkdir()
             write_atomically(folder.config, (config.model_dump_json(indent=2) + "\n").encode())
         except OSError as error:
-            raise ConfigError(f"out_dir: cannot make a run folder in {out_dir}: {error.strerror}") from error
+            raise ConfigError(
+                f"out_dir: cannot make a run folder in {out_dir}: {error.strerror}. Set out_dir to a folder on a disk "
+                "with room, in which you may write"
+            ) from error
         return folder
 
     @classmethod

@@ -98,6 +98,8 @@ def suggestions(name: str, paths: Sequence[str], *, near: str = "") -> list[str]
     section, _, last = name.rpartition(".")
     if last in ABSENT:
         return []
+    if name in paths and (not near or name.startswith(f"{near}.") or section):
+        return [name]
     found = [path for path in paths if path == name]
     found += [path for path in SYNONYMS.get(last, ()) if path in paths]
     found += sorted((path for path in paths if path.rpartition(".")[2] == last), key=_depth)

@@ -127,7 +127,7 @@ def _jsonl(path: Path, stem: str) -> Iterator[_Row]:
 
 def _other_format(path: Path, lines: Sequence[bytes]) -> str | None:
     """Why a file is not JSONL but one of the formats it is mistaken for, and how to convert it."""
-    jsonl = path.with_suffix(".jsonl")
+    jsonl = path.with_suffix(".rows.jsonl" if path.suffix == ".jsonl" else ".jsonl")
     if path.suffix in (".csv", ".tsv"):
         read = "read_csv" if path.suffix == ".csv" else "read_table"
         return (
@@ -135,7 +135,7 @@ def _other_format(path: Path, lines: Sequence[bytes]) -> str | None:
             f"pandas.{read}('{path}').to_json('{jsonl}', orient='records', lines=True)\""
         )
     if next((line.strip() for line in lines if line.strip()), b"").startswith(b"["):
-        return f"one JSON list; rows are JSONL, one object in each line: jq -c '.[]' {path} > {jsonl.stem}.rows.jsonl"
+        return f"one JSON list; rows are JSONL, one object in each line: jq -c '.[]' {path} > {jsonl}"
     return None
 
 

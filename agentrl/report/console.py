@@ -286,7 +286,8 @@ def _causes(error: BaseException) -> list[str]:
     seen, cause = {id(error)}, error.__cause__
     while cause is not None and id(cause) not in seen and len(causes) < _MAX_CAUSES:
         seen.add(id(cause))
-        if not str(cause) or str(cause) not in str(error):
+        said = {str(cause), *(str(getattr(cause, name, None) or cause) for name in ("strerror", "msg"))}
+        if not str(cause) or not any(text in str(error) for text in said):
             causes.append(" ".join(f"{type(cause).__name__}: {cause}".split())[:200])
         cause = cause.__cause__
     return causes

@@ -22,6 +22,7 @@ from unittest import mock
 
 ROOT = Path(__file__).parents[3]
 COLUMNS = 120
+USAGE = ("Usage:", "Try '", "[[KEY")
 LINES = 24
 """One screen."""
 
@@ -128,7 +129,7 @@ def _filled(text: str, names: Mapping[str, str]) -> str:
 def flat(text: str) -> str:
     """The words of a screen on one line, without the frame of a panel."""
     lines = (line.strip("│╭╮╰╯─ ") for line in text.splitlines())
-    kept = [line for line in lines if line and "--debug shows" not in line and not line.startswith("Usage:")]
+    kept = [line for line in lines if line and "--debug shows" not in line and not line.startswith(USAGE)]
     return " ".join(kept)
 
 

@@ -52,7 +52,7 @@ _LEGEND = (  # 80 columns at most
     "lag: optimizer steps between sampling and training   tok/s: sampled tokens",
     "wait s: the learner waited for a batch   idle: the engine had nothing to do",
 )
-_MAX_CAUSES, _MAX_LINES, _MAX_CHARACTERS = 4, 12, 1200  # of an error's screen
+_MAX_CAUSES, _MAX_LINES, _MAX_CHARACTERS = 4, 12, 900  # of an error's screen
 
 
 class _LossyFile:

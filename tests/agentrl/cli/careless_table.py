@@ -199,7 +199,7 @@ ENVIRONMENTS = [
     shop("a misspelt class", SHOP, "did you mean 'Shop'?", target="shop.py:Shopp"),
     shop("a class that is no environment", "class Shop:\n    pass\n", "ToolEnv"),
     shop("an abstract class", SHOP, "does not define reset"),
-    shop("a syntax error", "class Shop(:\n    pass\n", "shop.py", "line 1"),
+    shop("a syntax error", "class Shop(:\n    pass\n", "invalid syntax (shop.py:1)"),
     shop("an import that is missing", "import torchh\n", "torchh"),
     shop("an error while it is loaded", "x = 1\ny = 1 / 0\n", "shop.py:2", "ZeroDivisionError"),
     shop("a script that exits", "import sys\nsys.exit(0)\n", "SystemExit"),

@@ -9,10 +9,9 @@ import agentrl
 
 def main(target: str, limit: int = 8) -> bool:
     """Print each check: a gold answer must score 1.0, a wrong one 0.0, and so on."""
-    report = agentrl.check_env(target, limit=limit)
-    for check in report.checks:
-        print("ok  " if check.ok else "FAIL", check.name, check.detail, sep="  ")
-    return report.ok
+    return agentrl.check_env(
+        target, limit=limit, on_check=lambda check: print(f"{check.level:<5}{check.name}: {check.detail}")
+    ).ok
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from datetime import UTC, datetime
 
 from agentrl.report.sinks.base import flat_config, run_id
 from agentrl.run_folder import RunFolder
@@ -39,8 +38,8 @@ class TrackioSink:
         )
 
     def write(self, step: int, time_s: float, values: Mapping[str, float]) -> None:
-        """One row of the run's log."""
-        self._run.log({**values, "time": datetime.fromtimestamp(time_s, UTC).isoformat()}, step=step)
+        """One row of the run's log, with the time at which it arrives here."""
+        self._run.log(dict(values), step=step)
 
     def rewind(self, step: int) -> None:
         """Nothing: trackio keeps the points of the steps that are made again."""

@@ -36,7 +36,7 @@ test-sinks: .venv-sinks/.ready ## run the tests of W&B, trackio and MLflow, in a
 
 .venv-sinks/.ready: $(READY) requirements/sinks.txt
 	@$(BIN)/python -m venv --clear .venv-sinks
-	@$(BIN)/python -c 'import sysconfig; print(f"import site; site.addsitedir({sysconfig.get_path(\"purelib\")!r})")' \
+	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
 	  > $$(.venv-sinks/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/product.pth
 	@.venv-sinks/bin/python -m pip --disable-pip-version-check install -qq --no-deps -r requirements/sinks.txt
 	@touch $@

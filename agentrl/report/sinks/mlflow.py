@@ -8,7 +8,6 @@ one is right.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping
 
 from mlflow import MlflowClient
@@ -73,4 +72,4 @@ class MlflowSink:
 
     def close(self) -> None:
         """Mark the run as finished."""
-        self._client.set_terminated(self._id, end_time=int(1000 * time.time()))
+        self._client.set_terminated(self._id)

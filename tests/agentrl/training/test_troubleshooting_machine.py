@@ -139,6 +139,7 @@ async def test_a_clock_that_jumps_moves_no_deadline(
 
 WALL_CLOCK = {
     "agentrl/report/metrics.py": "when a line was written, for people",
+    "agentrl/report/sinks/tensorboard.py": "time stamps for people",
     "agentrl/chat/openai_schema.py": "the `created` of OpenAI's answers",
     "agentrl/supervision/status.py": "when a heartbeat was written, for another process",
     "agentrl/cli/doctor/machine.py": "whether the clock itself is right",

@@ -19,9 +19,10 @@ def decoder(config: Path, overrides: Sequence[str], *, model: str | None, tokeni
     from agentrl.tokens.tokenizer import load_tokenizer
     from agentrl.training.model_folder import exported_weights
 
-    settings = configs.load(config, overrides).model
-    folder = None if model is None or model.startswith(("http://", "https://")) else exported_weights(model)
-    return load_tokenizer(settings, tokenizer or folder or settings.path).decode
+    settings = configs.load(config, overrides)
+    is_folder = model is not None and not model.startswith(("http://", "https://"))
+    folder = exported_weights(model, out_dir=settings.out_dir) if model and is_folder else settings.model.path
+    return load_tokenizer(settings.model, tokenizer or folder).decode
 
 
 def show_groups(groups: Sequence[TrajectoryGroup], *, whole: bool, decode: Decode | None) -> None:

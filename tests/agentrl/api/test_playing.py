@@ -48,7 +48,8 @@ def test_a_model_can_be_the_name_of_a_run_and_is_then_what_the_run_exported(tmp_
         model_of("mine")
     for name in ("step_9", "step_10", "final"):
         (run.checkpoints / name).mkdir()
-        (run.checkpoints / name / "config.json").write_text("{}")
+        for file in ("pytorch_model.bin", "tokenizer.json", "config.json"):
+            (run.checkpoints / name / file).write_text("{}")
         assert model_of("mine") == model_of(str(run.path)) == str(run.checkpoints / name)
     with pytest.raises(ConfigError, match=r"mine is a run; its trained weights are in model.path=.*/checkpoints/final"):
         check_model(config.model_copy(update={"model": ModelConfig(path="mine")}))

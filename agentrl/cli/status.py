@@ -98,7 +98,7 @@ def _panel(found: RunStatus, verdict: Assessment) -> RenderableType:
     from rich.text import Text
 
     table = Table.grid(padding=(0, 2))
-    for name, text in _rows(found):
+    for name, text in _rows(found, is_over=bool(found.ending) or verdict.state == "dead"):
         table.add_row(Text(name, style="dim"), Text(text))
     parts: list[RenderableType] = [Text(verdict.sentence, style=COLORS[verdict.state])]
     if verdict.advice:
@@ -106,10 +106,9 @@ def _panel(found: RunStatus, verdict: Assessment) -> RenderableType:
     return Panel(Group(*parts, Text(), table), title=Text(f"{found.run}: {verdict.state}"), expand=False)
 
 
-def _rows(found: RunStatus) -> list[tuple[str, str]]:
+def _rows(found: RunStatus, *, is_over: bool) -> list[tuple[str, str]]:
     now = found.progress
     at = now.gauges
-    is_over = bool(found.ending)
     rows = [] if found.ending == "done" else [("ended in" if is_over else "phase", f"{now.phase}, {now.phase_s:.0f} s")]
     if at.num_steps:
         rows += [

@@ -35,10 +35,13 @@ test-sinks: .venv-sinks/.ready ## run the tests of W&B, trackio and MLflow, in a
 	@.venv-sinks/bin/python -m pytest -n 0 tests/agentrl/report/sinks/test_libraries.py $(PYTEST_ARGS)
 
 .venv-sinks/.ready: $(READY) requirements/sinks.txt
-	@$(BIN)/python -m venv --clear .venv-sinks
+	@$(BIN)/python -m venv --clear --without-pip .venv-sinks
+	@$(BIN)/python -m pip --python .venv-sinks/bin/python --disable-pip-version-check install -qq --no-deps --retries 1 \
+	  --only-binary :all: -r requirements/sinks.txt \
+	  || { echo "make $@: the packages of requirements/sinks.txt could not be installed (above). They are downloaded" \
+	  "once, 200 MB: connect to a package index, or name one with PIP_INDEX_URL, then: make test-sinks" >&2; exit 1; }
 	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
 	  > $$(.venv-sinks/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/product.pth
-	@.venv-sinks/bin/python -m pip --disable-pip-version-check install -qq --no-deps -r requirements/sinks.txt
 	@touch $@
 
 lint: $(READY) ## formatting, lint, types

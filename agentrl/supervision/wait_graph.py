@@ -159,13 +159,13 @@ class WaitGraph:
             self._last_beat, self._beat_at = who, self._clock()
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """The run is in this phase while the block runs, then in the previous one again. After an error it stays
-        here."""
-        before = self._phase
+    def phase(self, name: str, *, then: str | None = None) -> Iterator[None]:
+        """The run is in this phase while the block runs, and in `then` after it (None: in the previous one again).
+        After an error it stays here."""
+        after = then or self._phase
         self._enter(name)
         yield
-        self._enter(before)
+        self._enter(after)
 
     def measure(self, read: Callable[[], Gauges]) -> None:
         """From now on `loop_turned` takes the gauges from `read`, in the event loop."""

@@ -149,7 +149,7 @@ class Orchestrator:
             wait_graph=self._wait_graph,
         )
         self._wait_graph.measure(loop.gauges)
-        with self._wait_graph.phase("training"):
+        with self._wait_graph.phase("training", then="finishing"):
             note = await _run_both(parts.rollouts, loop)
         version, train_s = parts.buffer.version, loop.train_s
         # With the time that the run waited for a step that it did not make: a resumed run goes on from here.

@@ -11,6 +11,7 @@ import queue
 import signal
 import sys
 import threading
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -30,11 +31,11 @@ def main(name: str, run: str, fd: str) -> None:
     try:
         sink = base.make(name, RunFolder(path=Path(run)))
     except BaseException as error:
-        connection.send(_text(error))
+        _send(connection, _text(error))
         raise
-    connection.send(None)
+    _send(connection, None)
     while (request := requests.get()) is not None:
-        connection.send(_answer(sink, request))
+        _send(connection, _answer(sink, request))
     sink.close()
 
 
@@ -48,6 +49,12 @@ def _receive(connection: Connection[Any, Any], requests: queue.Queue[tuple[Any, 
         end = threading.Timer(CLOSE_TIMEOUT_S, os.killpg, (os.getpgrp(), signal.SIGKILL))
         end.daemon = True
         end.start()
+
+
+def _send(connection: Connection[Any, Any], answer: str | None) -> None:
+    """Answer the run. Where it has died, the sink still gets and writes what was sent."""
+    with suppress(OSError):
+        connection.send(answer)
 
 
 def _answer(sink: base.MetricsSink, request: tuple[Any, ...]) -> str | None:

@@ -142,8 +142,8 @@ class IsolatedSink:
     """
 
     def __init__(self, name: str, run: RunFolder) -> None:
-        self._num_written = 0  # lines; the run counts them,
-        self._num_taken = 0  # and the thread those that the sink took
+        self._num_written = 0  # lines, counted by the run's thread
+        self._num_taken = 0  # by the sink, counted by this object's thread
         self._name = name
         self._process = SinkProcess(name, run)
         self._requests: queue.Queue[Request | None] = queue.Queue(MAX_WAITING)
@@ -214,17 +214,17 @@ class IsolatedSink:
 
 
 class GuardedSink:
-    """A sink in this process, for a library that only writes files. Its errors are warned about once, and counted.
+    """A sink in this process, for a library that only writes files. Its errors are warned about once.
 
     Example:
         sink = GuardedSink("tensorboard", run_folder)
     """
 
     def __init__(self, name: str, run: RunFolder) -> None:
-        self.num_lost = 0  # calls that raised
         self._name = name
         self._run = run
         self._sink: MetricsSink | None = None
+        self._has_failed = False
 
     def write(self, step: int, time_s: float, values: Mapping[str, float]) -> None:
         """Pass the values on."""
@@ -244,9 +244,9 @@ class GuardedSink:
             self._sink = self._sink or make(self._name, self._run)
             call(self._sink)
         except Exception as error:
-            self.num_lost += 1
-            if self.num_lost == 1:
+            if not self._has_failed:
                 log.warning("metrics sink %s: %s: %s. %s", self._name, type(error).__name__, error, CONTINUES)
+            self._has_failed = True
 
 
 def opened(name: str, run: RunFolder) -> MetricsSink:

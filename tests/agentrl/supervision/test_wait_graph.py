@@ -116,6 +116,10 @@ def test_phases_nest(wait_graph: WaitGraph) -> None:
         with wait_graph.phase("evaluating"):
             assert wait_graph.snapshot().phase == "evaluating"
         assert wait_graph.snapshot().phase == "training"
+    assert wait_graph.snapshot().phase == "starting"
+    with wait_graph.phase("training", then="finishing"):
+        pass
+    assert wait_graph.snapshot().phase == "finishing"
     with pytest.raises(ValueError), wait_graph.phase("exporting"):
         raise ValueError
     assert wait_graph.snapshot().phase == "exporting"

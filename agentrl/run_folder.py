@@ -171,11 +171,11 @@ class RunFolder:
         with (self.path / ".lock").open("a+") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
+            except OSError:
                 file.seek(0)
                 raise ConfigError(
                     f"{self.path} is being trained by process {file.read() or '(unknown)'}; stop that one first"
-                ) from error
+                ) from None
             with self.writing(self.path / ".lock"):
                 file.truncate(0)
                 file.write(str(os.getpid()))

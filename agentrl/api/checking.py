@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from agentrl import check
@@ -10,16 +11,17 @@ from agentrl.api.blocking import blocking
 from agentrl.check import Check, CheckReport
 from agentrl.env import Env
 from agentrl.env.registry import checked_class
+from agentrl.errors import ConfigError
 from agentrl.report.observer import Advance
 
 
 def check_env(
     target: str | type[Env],
     *,
-    data: str | None = None,
+    data: str | Path | None = None,
     limit: int | None = None,
     kwargs: Mapping[str, Any] | None = None,
-    tokenizer: str | None = None,
+    tokenizer: str | Path | None = None,
     timeout_s: float = check.TIMEOUT_S,
     on_begin: Callable[[str], None] = lambda name: None,
     on_check: Callable[[Check], None] = lambda check: None,
@@ -47,10 +49,14 @@ def check_env(
         report = agentrl.check_env("my_env.py:MyEnv")
         assert report.ok, [check for check in report.checks if not check.ok]
     """
+    if limit is not None and limit < 1:
+        raise ConfigError(f"limit={limit}: give the number of rows, or None for all")
+    if timeout_s <= 0:
+        raise ConfigError(f"timeout_s={timeout_s}: give a number of seconds, such as {check.TIMEOUT_S:g}")
     options: dict[str, Any] = {
-        "data": data,
+        "data": None if data is None else str(data),
         "limit": limit,
-        "tokenizer": tokenizer,
+        "tokenizer": None if tokenizer is None else str(tokenizer),
         "timeout_s": timeout_s,
         "on_begin": on_begin,
         "on_check": on_check,
@@ -58,6 +64,8 @@ def check_env(
     }
     if isinstance(target, str):
         return blocking(check.check_target(target, kwargs=kwargs, **options))
+    if not (isinstance(target, type) and issubclass(target, Env)):
+        raise ConfigError(f"{target!r} is neither an Env class nor a text such as 'path/to/file.py:Class'")
     return blocking(_check_class(checked_class(target, kwargs or {}), options))
 
 

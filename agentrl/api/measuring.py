@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from agentrl import config as configs
 from agentrl.api.blocking import blocking
 from agentrl.api.playing import PlayOptions, Request, play
-from agentrl.config import ConfigSource, Overrides
+from agentrl.config import Config, ConfigSource, Overrides
 from agentrl.errors import ConfigError
 from agentrl.report.console import EvalConsole
 from agentrl.report.evaluation import Evaluation
@@ -26,12 +27,12 @@ def evaluate(
     config: ConfigSource,
     overrides: Overrides = (),
     *,
-    model: str | None = None,
+    model: str | Path | None = None,
     served_model: str | None = None,
     api_key_env: str | None = None,
-    data: str | None = None,
+    data: str | Path | None = None,
     env: str | None = None,
-    tokenizer: str | None = None,
+    tokenizer: str | Path | None = None,
     samples: int | None = None,
     limit: int | None = None,
     observer: Observer | None = None,
@@ -57,11 +58,12 @@ def evaluate(
     KeyboardInterrupt after Ctrl-C, once every part has stopped.
 
     Example:
-        measured = agentrl.evaluate("configs/quickstart.yaml", model="runs/quickstart/checkpoints/final", samples=8)
+        measured = agentrl.evaluate("configs/quickstart.yaml", model=result.checkpoint, samples=8)
         measured.result.avg, measured.result.avg_low, measured.result.avg_high
         measured.groups[0].episodes[0].reward
     """
-    options = PlayOptions(
+    request = _request(
+        configs.load(config, overrides),
         model=model,
         served_model=served_model,
         api_key_env=api_key_env,
@@ -71,7 +73,6 @@ def evaluate(
         samples=samples,
         limit=limit,
     )
-    request = Request.from_options(configs.load(config, overrides), options, environ=os.environ)
     with Observers(EvalConsole() if console else None, observer) as watch:
         measured = blocking(play(request, watch))
         watch.evaluated(measured.result)
@@ -82,12 +83,12 @@ def rollout(
     config: ConfigSource,
     overrides: Overrides = (),
     *,
-    model: str | None = None,
+    model: str | Path | None = None,
     served_model: str | None = None,
     api_key_env: str | None = None,
-    data: str | None = None,
+    data: str | Path | None = None,
     env: str | None = None,
-    tokenizer: str | None = None,
+    tokenizer: str | Path | None = None,
     samples: int = 4,
     limit: int = 1,
     task: str | None = None,
@@ -110,7 +111,8 @@ def rollout(
         for episode in group.episodes:
             print(episode.reward, episode.segments[0].messages[-1].content)
     """
-    options = PlayOptions(
+    request = _request(
+        configs.load(config, overrides),
         model=model,
         served_model=served_model,
         api_key_env=api_key_env,
@@ -120,7 +122,6 @@ def rollout(
         samples=samples,
         limit=limit,
     )
-    request = Request.from_options(configs.load(config, overrides), options, environ=os.environ)
     target = None if save is None else Path(save)
     if target is not None and target.exists():
         raise ConfigError(f"--save: {target} exists already; nothing is overwritten")
@@ -129,6 +130,12 @@ def rollout(
     if target is not None:
         _save(target, played.groups)
     return played.groups
+
+
+def _request(config: Config, **options: Any) -> Request:
+    """What to play; a Path is a text there. Raises ConfigError."""
+    texts: dict[str, Any] = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
+    return Request.from_options(config, PlayOptions(**texts), environ=os.environ)
 
 
 def _save(path: Path, groups: Sequence[TrajectoryGroup]) -> None:

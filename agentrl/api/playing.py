@@ -81,6 +81,8 @@ class Request:
         model = options.model
         is_url = model is not None and model.startswith(("http://", "https://"))
         _check_endpoint(options, is_url=is_url)
+        if options.limit is not None and options.limit < 1:
+            raise ConfigError(f"limit={options.limit}: give the number of tasks, or None for all")
         key_name = options.api_key_env or "OPENAI_API_KEY"
         tree = config.model_dump(mode="json")
         if model is not None and not is_url:

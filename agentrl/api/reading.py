@@ -157,9 +157,10 @@ class Run:
         return Records(rows, EPISODE_COLUMNS)
 
     def checkpoints(self) -> dict[str, Path]:
-        """Folders of exported models by name: step_N, and `final` for the trained one; oldest first."""
+        """Folders of exported models by name: step_N, and `final` for the trained one, which is last."""
         folders = [config.parent for config in self.folder.checkpoints.glob("[!.]*/config.json")]
-        return {folder.name: folder for folder in sorted(folders, key=lambda folder: folder.stat().st_mtime)}
+        in_order = sorted(folders, key=lambda folder: (folder.name == "final", len(folder.name), folder.name))
+        return {folder.name: folder for folder in in_order}
 
 
 def read_run(path: str | Path) -> Run:

@@ -29,6 +29,7 @@ from agentrl.check.report import (
     OnProgress,
     ignore,
     require,
+    shown,
 )
 from agentrl.check.token_record import find_token_problem, load_tokenizer
 from agentrl.env import (
@@ -177,6 +178,7 @@ class _Inspector:
 
     def _add(self, name: str, detail: str, level: Level = "ok") -> None:
         """Record and report a result, unless it repeats an earlier failure word for word."""
+        detail = shown(detail)
         if level == "FAIL" and any(check.detail == detail for check in self.checks):
             return
         self.checks.append(Check(name=name, detail=detail, level=level))

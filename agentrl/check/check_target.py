@@ -60,7 +60,7 @@ async def check_target(
     )
     news: asyncio.Queue[News] = asyncio.Queue()
     decoder = msgspec.json.Decoder(News)
-    command = [*module_command("agentrl.check.worker"), msgspec.json.encode(request).decode()]
+    command = [*module_command("agentrl.check.worker"), _encoded(request)]
     with TemporaryDirectory(prefix="agentrl-check-") as folder:
         async with child(
             "check",
@@ -72,6 +72,16 @@ async def check_target(
             name = await reader.read_all()
             printed = process.log_tail(MAX_OUTPUT_LINES) if process.log_path.stat().st_size else ""
     return CheckReport(env=name or target, checks=tuple(reader.checks), printed=printed)
+
+
+def _encoded(request: Request) -> str:
+    try:
+        return msgspec.json.encode(request).decode()
+    except TypeError as error:
+        raise ConfigError(
+            f"kwargs={dict(request.kwargs)} cannot be passed to the process that checks: {error}. Give the class in "
+            "place of its name: it is checked in this process"
+        ) from None
 
 
 @dataclass(kw_only=True)

@@ -15,6 +15,9 @@ Level = Literal["ok", "warn", "FAIL"]
 TIMEOUT_S = 8.0
 """Deadline of one call of an environment's method in a check."""
 
+MAX_CHARACTERS = 4000
+"""Of what one check says."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
@@ -66,6 +69,12 @@ class Finding(Exception):
 
 class Hung(EnvError):
     """A call did not return: what comes after it would hang as well, so the checks end."""
+
+
+def shown(text: str) -> str:
+    """`text` as it can be passed on: at most MAX_CHARACTERS, and valid Unicode."""
+    cut = text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]}..."
+    return cut.encode(errors="replace").decode()
 
 
 def require(ok: bool, finding: str) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from agentrl.check.check_env import check_env
-from agentrl.check.report import BLOCKED, Check, News, Request
+from agentrl.check.report import BLOCKED, Check, News, Request, shown
 from agentrl.env import attributed, load_env_class, places
 from agentrl.errors import AgentRLError, ConfigError
 from sandbox.client import SandboxClient, SandboxUnavailable
@@ -55,9 +55,10 @@ class _Worker:
             self._limit_s = self._request.timeout_s
             asyncio.run(self._check(env_class))
         except (ConfigError, SandboxUnavailable) as error:
-            self.say(News(cannot_start=str(error)))
+            self.say(News(cannot_start=shown(str(error))))
         except AgentRLError as error:
-            self.say(News(check=Check(name=self._current, detail=" ".join(str(error).split()), level="FAIL")))
+            detail = shown(" ".join(str(error).split()))
+            self.say(News(check=Check(name=self._current, detail=detail, level="FAIL")))
             self.say(News(ended=self._request.target))
 
     async def _check(self, env_class: Any) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agentrl.cli.options import Debug, guarded, run
+from agentrl.cli.options import Data, Debug, guarded, run
 from agentrl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ env_app = typer.Typer(help="Environments: list them, write one, check it, play i
 Target = Annotated[
     str, typer.Argument(help="module:Class, path/to/file.py:Class, or a registered id.", show_default=False)
 ]
-Data = Annotated[str | None, typer.Option(help="Rows: a file, a set's name, hf:owner/name (docs/math.md).")]
 Arguments = Annotated[
     list[str] | None,
     typer.Option("--arg", metavar="NAME=VALUE", help="An argument of the constructor, like env.kwargs in a config."),

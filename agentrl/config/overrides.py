@@ -23,6 +23,8 @@ def apply(tree: dict[str, Any], overrides: Overrides, places: dict[str, str]) ->
         yield f"overrides={overrides!r} is one text: give a list of them, [{overrides!r}], or a dict"
     elif isinstance(overrides, Mapping):
         yield from _merge(tree, overrides, places)
+    elif not isinstance(overrides, Sequence) or not all(isinstance(one, str) for one in overrides):
+        yield f"overrides={overrides!r}: give ['train.steps=20'] or {{'train.steps': 20}}"
     else:
         yield from _apply_texts(tree, overrides, places)
 
@@ -46,7 +48,9 @@ def _merge(
 ) -> Iterator[str]:
     """Set the leaves of a nested dict, and whole values under dotted keys."""
     for key, value in overrides.items():
-        if isinstance(value, Mapping) and isinstance(tree.get(key), dict):
+        if not isinstance(key, str):
+            yield f"{PLACE}: the key {prefix}{key!r} is not a text"
+        elif isinstance(value, Mapping) and isinstance(tree.get(key), dict):
             yield from _merge(tree[key], value, places, f"{prefix}{key}.")
         else:
             yield from _set(tree, key, copy.deepcopy(value), places, prefix)

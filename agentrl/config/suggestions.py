@@ -118,10 +118,20 @@ def hint(name: str, paths: Sequence[str], *, near: str = "") -> str:
         >>> hint("lernr", ["learner", "learner.lr"])
         'did you mean learner?'
     """
-    if absent := ABSENT.get(name.rpartition(".")[2].strip("-").replace("-", "_")):
-        return absent
+    if sentence := absent(name):
+        return sentence
     found = suggestions(name, paths, near=near)
     return f"did you mean {' or '.join(found)}?" if found else ""
+
+
+def absent(name: str) -> str:
+    """A sentence for a name of what agentrl does not have; else empty.
+
+    Example:
+        >>> absent("--warmup-ratio")
+        'the learning rate has no schedule: it is learner.lr times algorithm.step_scale'
+    """
+    return ABSENT.get(name.rpartition(".")[2].strip("-").replace("-", "_"), "")
 
 
 def _similar(last: str, paths: Sequence[str]) -> list[str]:

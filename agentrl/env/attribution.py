@@ -20,6 +20,8 @@ SIGNATURES = {
     "open_shared": "@classmethod @asynccontextmanager async def open_shared(cls), with one `yield`",
 }
 """How each method is defined, for advice."""
+MAX_CHARACTERS = 2000
+"""Of the text of an exception."""
 TASK = '`Task(id="a", prompt="What is 2 + 2?", answer="4")`'
 MESSAGE = '`user("text")` or `Message(role="user", content="text")`'
 _FIELDS_BY_NAME = re.compile(r"(Task|Message|ToolCall|Action)\.__init__\(\) takes 1 positional argument")
@@ -53,7 +55,8 @@ def attributed(
             raise
         kind = SandboxError if _is_sandbox_failure(error) else EnvError
         place = places.in_brackets(places.raised_at(error) or places.defined_at(at))
-        raise kind(f"{what}: {type(error).__name__}: {error}{advice(error, method)}{place}") from error
+        text = str(error) if len(str(error)) <= MAX_CHARACTERS else f"{str(error)[:MAX_CHARACTERS]}..."
+        raise kind(f"{what}: {type(error).__name__}: {text}{advice(error, method)}{place}") from error
     except SystemExit as error:  # it would end the whole process
         place = places.in_brackets(places.raised_at(error))
         raise EnvError(f"{what} called sys.exit({error.code!r}): raise an exception instead{place}") from error

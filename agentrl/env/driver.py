@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import Any, Protocol, TypeVar
 
 from agentrl.env import places
@@ -245,7 +247,7 @@ async def _within_deadline(env: Env, closes: Callable[[], Coroutine[Any, Any, No
 
 
 def add_counts(total: dict[str, float], info: Mapping[str, Any]) -> None:
-    """Add the numbers of a step's info to the episode's."""
+    """Add the finite numbers of a step's info to the episode's."""
     for key, value in info.items():
-        if isinstance(value, int | float):
-            total[key] = total.get(key, 0.0) + value
+        if isinstance(value, Real) and math.isfinite(value):
+            total[key] = total.get(key, 0.0) + float(value)  # NumPy's numbers cannot be saved

@@ -15,6 +15,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar, overload
@@ -198,7 +199,7 @@ def load_env_class(target: str, kwargs: Mapping[str, Any] | None = None) -> type
     except ObjectNotFound as error:
         if target.partition(":")[0].endswith(".py"):
             raise
-        raise ConfigError(f"{error}\n{known_schemes()}") from error
+        raise ConfigError(f"{error}\n{known_schemes()}") from None
     if not (isinstance(found, type) and issubclass(found, Env)):
         place = places.in_brackets(places.defined_at(found) if isinstance(found, type) else "")
         name = target.rpartition(":")[2]
@@ -236,7 +237,7 @@ def load_object(target: str) -> Any:
 
 
 def checked_class(cls: type[Env], kwargs: Mapping[str, Any]) -> type[Env]:
-    """The class, or a subclass of the same name with `kwargs`. Raises ConfigError if it cannot be constructed."""
+    """The class, or a subclass of the same name with `kwargs`. Raises ConfigError if it cannot be used."""
     if inspect.isabstract(cls):
         missing = ", ".join(sorted(cls.__abstractmethods__))
         place = places.in_brackets(places.defined_at(cls))
@@ -245,6 +246,7 @@ def checked_class(cls: type[Env], kwargs: Mapping[str, Any]) -> type[Env]:
             f"{_place(cls)} is abstract: it does not define {missing}: write {_to_write(cls.__abstractmethods__)}"
             f"{or_derive}{place}"
         )
+    _check_attributes(cls)
     if not kwargs:
         return cls
     try:
@@ -253,6 +255,23 @@ def checked_class(cls: type[Env], kwargs: Mapping[str, Any]) -> type[Env]:
         raise ConfigError(f"{cls.__name__} does not take the arguments {dict(kwargs)}: {error}") from error
     same = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     return type(cls.__name__, (cls,), {**same, "kwargs": {**cls.kwargs, **kwargs}})
+
+
+def _check_attributes(cls: type[Env]) -> None:
+    """Raises ConfigError for a class attribute of another type. A property is read from the object."""
+    turns: Any = cls.max_turns
+    if not isinstance(turns, property) and (not isinstance(turns, int) or turns < 1):
+        raise _wrong_attribute(cls, "max_turns", turns, "a number of turns: `max_turns = 8`")
+    weights: Any = cls.reward_weights
+    if isinstance(weights, property):
+        return
+    if not isinstance(weights, Mapping) or not all(isinstance(weight, Real) for weight in weights.values()):
+        raise _wrong_attribute(cls, "reward_weights", weights, '`reward_weights = {"correct": 1.0}`')
+
+
+def _wrong_attribute(cls: type[Env], name: str, value: Any, write: str) -> ConfigError:
+    place = places.in_brackets(places.defined_at(cls))
+    return ConfigError(f"{cls.__name__}.{name} is {value!r} ({type(value).__name__}): write {write}{place}")
 
 
 def _nothing(self: object) -> None:
@@ -267,7 +286,7 @@ def _load_module(name: str) -> ModuleType:
             raise ObjectNotFound(
                 f"there is no module {name!r} on the import path; a file is given as path/to/file.py:Class"
                 + (f", here {name}.py:Class" if Path(f"{name}.py").is_file() or "/" in name else "")
-            ) from error
+            ) from None
         raise ConfigError(f"cannot import {name}: {error}") from error
     except (Exception, SystemExit) as error:
         raise _not_loaded(f"cannot import {name}", error) from error

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from numbers import Real
 from typing import Any, get_args
 
+import msgspec
+
 from agentrl.env import places
 from agentrl.env.attribution import MESSAGE, TASK, attributed
 from agentrl.env.base import STEP_REWARD, Env, Split, StepResult
@@ -70,6 +72,13 @@ def _checked_task(row: Any, what: str, place: str) -> Task:
                 f"{what}: the {name} of task {_shown(row.id)} is {_described(value)}: write {write}"
                 f"{places.in_brackets(place)}"
             )
+    try:
+        msgspec.json.encode(row)
+    except (TypeError, ValueError) as error:
+        raise EnvError(
+            f"{what}: task {_shown(row.id)} cannot be saved with its episodes: {error}. Hold text, numbers, lists and "
+            f"dicts in its metadata{places.in_brackets(place)}"
+        ) from None
     return row
 
 

@@ -126,11 +126,11 @@ async def test_old_runs_are_read(run: Run) -> None:
 def test_checkpoints_are_listed_by_name(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     folder = RunFolder.create(config.out_dir, config.name, config=config)
-    for name in ("step_2", ".step_4.unfinished", "final", "states/v2"):
+    for name in ("step_10", "step_2", ".step_4.unfinished", "final", "states/v2"):
         (folder.checkpoints / name).mkdir(parents=True)
         (folder.checkpoints / name / "config.json").touch()
     found = agentrl.read_run(folder.path).checkpoints()
-    assert found == {name: folder.checkpoints / name for name in ("step_2", "final")}
+    assert list(found.items()) == [(name, folder.checkpoints / name) for name in ("step_2", "step_10", "final")]
 
 
 def test_a_folder_that_is_no_run_is_named(tmp_path: Path) -> None:

@@ -159,6 +159,11 @@ CASES = {
         "tasks",
         r"the id of task 1 is 1 \(int\): write id='1' \(FILE:9\)",
     ),
+    "tasks-metadata": Broken(
+        tasks('yield Task(id="a", prompt="q", metadata={"solve": print})'),
+        "tasks",
+        r"task 'a' cannot be saved with its episodes: .*function.* in its metadata \(FILE:9\)",
+    ),
     "tasks-endless": Broken(
         tasks('import itertools; yield from (Task(id=str(n), prompt="q") for n in itertools.count())'),
         "tasks",
@@ -224,6 +229,9 @@ CASES = {
     ),
     "reset-raises": Broken(
         reset("return [user(task.metadata['text'])], {}"), "one turn", r"reset of task 0: KeyError: 'text' \(FILE:11\)"
+    ),
+    "reset-raises-a-book": Broken(
+        reset("raise ValueError('x' * 300_000 + '\\ud800')"), "one turn", r"ValueError: x{2000}\.\.\. \(FILE:11\)"
     ),
     "step-none": Broken(
         source("Env", look="async def step(self, action):\n    pass"),
@@ -372,6 +380,17 @@ CASES = {
         source(more="@classmethod\ndef phrase(cls, answer):\n    return answer['text']"),
         "repeatable",
         r"Broken.phrase: TypeError: .* \(FILE:20\)",
+    ),
+    "weights-list": Broken(
+        source(weights='reward_weights = ["correct"]'),
+        "loading",
+        r"Broken.reward_weights is \['correct'\] \(list\): write `reward_weights = \{\"correct\": 1.0\}` \(FILE:4\)",
+    ),
+    "weights-text": Broken(
+        source(weights='reward_weights = {"correct": "1"}'), "loading", r"Broken.reward_weights is \{'correct': '1'\}"
+    ),
+    "max-turns-text": Broken(
+        source(turns='max_turns = "8"'), "loading", r"Broken.max_turns is '8' \(str\): write a number of turns"
     ),
     "import-error": Broken(
         source(before="import no_such_module_here"),

@@ -59,6 +59,13 @@ async def test_code_that_blocks_is_ended_and_named(name: str, tmp_path: Path) ->
     assert re.search(r"broken\.py:15 blocks the process: .* 2 s.*`def` without `async`", failed.detail)
 
 
+async def test_what_is_wrong_may_be_said_at_any_length(tmp_path: Path) -> None:
+    task = "Task(id='x' * 300_000, prompt='q')"
+    text = source(tasks=f"@classmethod\ndef tasks(cls, split, *, data=None, seed=0):\n    return [{task}] * 2")
+    report = await check_target(written(tmp_path, text), timeout_s=60)
+    assert [check.name for check in report.checks if not check.ok] == ["tasks"]
+
+
 async def test_an_environment_that_ends_its_process_is_reported(tmp_path: Path) -> None:
     target = written(tmp_path, look('print("bye", flush=True); import os; os._exit(7)'))
     report = await check_target(target, timeout_s=60)

@@ -8,6 +8,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 
 from agentrl.env import Episode, ToolEnv, close, make, opened, play_script, shared, start
@@ -309,3 +311,9 @@ async def test_a_failure_that_nobody_waits_for_any_more_is_not_printed() -> None
     await asyncio.sleep(0)  # the loop drops its reference
     gc.collect()
     assert printed == []
+
+
+def test_numbers_in_a_steps_info_are_added_up_as_what_can_be_saved() -> None:
+    counts = {"moves": 1.0}
+    drive.add_counts(counts, {"moves": np.int64(2), "height": np.float64(0.5), "left": float("nan"), "room": "hall"})
+    assert msgspec.json.encode(counts) == b'{"moves":3.0,"height":0.5}'

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -225,6 +226,8 @@ def report(
 def main() -> None:
     """Entry point of the console script."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell that starts a process in the background does this
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         app()
     except ConfigError as error:

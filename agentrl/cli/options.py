@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -53,8 +52,6 @@ def run(work: Coroutine[Any, Any, T], *, debug: bool, interrupted: str = RUN_INT
 
 def guarded(work: Callable[[], T], *, debug: bool, interrupted: str = RUN_INTERRUPTED) -> T:
     """Run the work. Show an error on one screen and exit with its code."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell that starts a process in the background does this
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return work()
     except KeyboardInterrupt:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from agentrl.check.report import Finding, Hung, OnProgress, ignore
 from agentrl.env import Env, Episode, checked_script, places
 from agentrl.errors import AgentRLError, raise_first
+from agentrl.tools import is_tool
 from agentrl.types import Message, StopReason, Task
 
 NUM_CONCURRENT = 16
@@ -39,14 +40,25 @@ class Answers:
         if not offered:
             return "none offered (`demonstrations` is needed for a warm start only)"
 
+        self._require_tools(offered.values())
+
         async def expert(task: Task) -> str | None:
             episode = await self.play(task, offered[task.id])
             if episode.stop_reason is not StopReason.COMPLETED:
-                return f"the demonstration's episode ended as {episode.stop_reason}"
+                return f"the demonstration's episode ended as {_ending(episode, self.env_cls)}"
             return None if _correct(episode) >= 1.0 else f"the demonstration scored {_correct(episode):g}, not 1"
 
         await self._for_each([task for task in tasks if task.id in offered], expert, ignore)
         return f"score 1 on {_tasks(len(offered))}"
+
+    def _require_tools(self, scripts: Iterable[Sequence[Message]]) -> None:
+        """Raises Finding where a demonstration calls a method that is not offered to the model."""
+        names = {call.name for script in scripts for message in script for call in message.tool_calls}
+        for name in sorted(names):
+            method = getattr(self.env_cls, name, None)
+            if callable(method) and name not in self.env_cls.tools and not is_tool(method):
+                place = places.in_brackets(places.defined_at(method))
+                raise Finding(f"they call {name}, which is a method and no tool: write @tool above it{place}")
 
     async def gold_and_wrong(self, tasks: Sequence[Task]) -> str:
         """Each gold answer scores 1.0 and a wrong one 0.0; where rewards leave [0, 1], more. Raises Finding."""
@@ -58,12 +70,13 @@ class Answers:
         async def row(task: Task) -> str | None:
             gold = task.answer or ""
             right, bad = self.script(gold), wrong_answer(gold)
-            high = _correct(await self.play(task, right))
+            episode = await self.play(task, right)
+            high = _correct(episode)
             if 0.0 <= high < 1.0:
-                said = right[-1].content
-                return (
-                    f"the gold answer, said as {said!r}, scored {high:g}, not 1: change score{score} or phrase{phrase}"
-                )
+                said = f"the gold answer, said as {right[-1].content!r}, scored {high:g}, not 1: "
+                if episode.stop_reason is StopReason.MAX_TURNS:
+                    return f"{said}the episode ended as {_ending(episode, self.env_cls)}"
+                return f"{said}change score{score} or phrase{phrase}"
             low = _correct(await self.play(task, self.script(bad)))
             if low == 0.0 or (not 0.0 <= low <= high <= 1.0 and low < high):
                 return None
@@ -122,6 +135,12 @@ def _summary(failures: Sequence[str], num_rows: int) -> str:
     stopped = " (the rest was not played)" if len(failures) >= MAX_FAILURES else ""
     shown = "".join(f"\n  task {failure}" for failure in failures[:MAX_SHOWN])
     return f"{len(failures)} of {_tasks(num_rows)} fail{stopped}:{shown}{more}"
+
+
+def _ending(episode: Episode, env_cls: type[Env]) -> str:
+    if episode.stop_reason is StopReason.MAX_TURNS:
+        return f"{episode.stop_reason}: raise {env_cls.__name__}.max_turns, now {env_cls.max_turns}"
+    return str(episode.stop_reason)
 
 
 def _correct(episode: Episode) -> float:

@@ -151,16 +151,20 @@ class TerminalSpeaker:
                 self._list_tools(tools)
             elif line.startswith("/"):
                 self._console.print(Text(f"no such command: {line}; /help lists them", style="yellow"))
-            elif line.strip():
-                return await self._read_message(line, tools, turn)
+            elif line.strip() and (message := await self._read_message(line, tools, turn)):
+                return message
 
-    async def _read_message(self, text: str, tools: Mapping[str, ToolSpec], turn: int) -> Message:
-        """The message in `text`: a call, which may need more lines, or plain text. Raises _Quit."""
+    async def _read_message(self, text: str, tools: Mapping[str, ToolSpec], turn: int) -> Message | None:
+        """The message in `text`: a call, which may need more lines, or text; None for a wrong call. Raises _Quit."""
         while (call := parse_call(text, tools)) == "incomplete":
             line = await self._line(MORE)
             if not line:
                 break
             text += "\n" + line
+        if call == "wrong":
+            hint = "not sent: write each argument with its name and a value, as in tool(argument=1); /tools lists them"
+            self._console.print(Text(hint, style="yellow"))
+            return None
         if isinstance(call, tuple):
             name, arguments = call
             tool_call = ToolCall(id=f"call_{turn}", name=name, arguments=arguments)
@@ -209,7 +213,8 @@ def _result(episode: Episode) -> Text:
 def parse_call(text: str, tools: Collection[str]) -> tuple[str, dict[str, Any]] | str:
     """(name, arguments) of a call written as `tool(argument=...)` or as JSON, "text" for anything else.
 
-    "incomplete" when it begins like a call and more lines may complete it. Values are Python literals or JSON's.
+    "incomplete" when it begins like a call and more lines may complete it; "wrong" for a call of a tool with arguments
+    that have no name or are no literals. Values are Python literals or JSON's.
     """
     stripped = text.strip()
     if stripped.startswith("{"):
@@ -221,12 +226,14 @@ def parse_call(text: str, tools: Collection[str]) -> tuple[str, dict[str, Any]] 
         node = ast.parse(stripped, mode="eval").body
     except SyntaxError:
         return "incomplete"
-    if not isinstance(node, ast.Call) or node.args or any(keyword.arg is None for keyword in node.keywords):
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
         return "text"
+    if node.args or any(keyword.arg is None for keyword in node.keywords):
+        return "wrong"
     try:
         return name, {str(keyword.arg): _literal(keyword.value) for keyword in node.keywords}
     except ValueError:
-        return "text"
+        return "wrong"
 
 
 def _literal(node: ast.expr) -> Any:

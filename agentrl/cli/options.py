@@ -15,7 +15,9 @@ T = TypeVar("T")
 NOTHING_LEFT = "every part was stopped"
 RUN_INTERRUPTED = "every part was stopped; what was finished is in the run folder"
 
-ConfigPath = Annotated[Path, typer.Argument(help="YAML file, e.g. configs/quickstart.yaml", show_default=False)]
+ConfigPath = Annotated[
+    Path, typer.Argument(metavar="CONFIG", help="YAML file, e.g. configs/quickstart.yaml", show_default=False)
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="e.g. learner.lr=1e-4 train.steps=20", show_default=False),

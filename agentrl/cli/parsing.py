@@ -16,6 +16,8 @@ from agentrl.errors import ConfigError
 SECTIONS = {"train": "train", "eval": "eval", "rollout": "eval", "engine": "engine", "warmstart": "model.warmstart"}
 """Command -> the section whose keys it reads first."""
 CLOSE_TO_AN_OPTION = 0.8
+ORDER = ("train", "status", "report", "eval", "rollout", "env", "config", "doctor", "warmstart")
+"""How `agentrl --help` lists the commands. The others, parts of a run, follow."""
 
 
 class ConfigCommand(TyperCommand):
@@ -37,11 +39,16 @@ class ConfigCommand(TyperCommand):
 
 
 class Group(TyperGroup):
-    """The commands: a config in place of a command is refused with the command that trains it.
+    """The commands, the most used first: a config in place of a command is refused with the command that trains it.
 
     Example:
         app = typer.Typer(name="agentrl", cls=Group)
     """
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """See click.Group."""
+        last = len(ORDER)
+        return sorted(super().list_commands(ctx), key=lambda name: ORDER.index(name) if name in ORDER else last)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """See click.Group. Raises ConfigError for a YAML file."""

@@ -40,17 +40,73 @@ def _by(buckets: Mapping[str, str], what: str) -> dict[str, str]:
 
 
 CHARTS = (
+    # First what tells whether and why a run learns.
     Chart(
         title="Reward of finished groups",
         curves={"reward": "rollout/reward_mean"},
         note="Mean reward of all episodes that ended in this step, including groups of equal rewards.",
     ),
     Chart(
+        title="Useful groups",
+        curves={"of groups": "rollout/useful_groups", "of tokens": "rollout/useful_tokens"},
+        note="Share of the finished groups whose rewards differ, and of the generated tokens that are in them. Groups "
+        "of equal rewards teach nothing and are dropped.",
+    ),
+    Chart(
+        title="Groups without a signal",
+        curves={"all wrong": "rollout/solve_none", "all right": "rollout/solve_all"},
+        note="Share of groups whose members all failed or all solved the task.",
+        stacked=True,
+    ),
+    Chart(
+        title="How episodes end",
+        curves={
+            "completed": "rollout/stop_completed",
+            "out of context": "rollout/stop_max_context",
+            "turn cut": "rollout/stop_max_turn_tokens",
+            "out of turns": "rollout/stop_max_turns",
+            "truncated by the environment": "rollout/stop_truncated",
+            "timeout": "rollout/stop_timeout",
+        },
+        note="Share of episodes.",
+        stacked=True,
+    ),
+    Chart(
+        title="Response length",
+        curves={"tokens": "rollout/response_tokens_mean"},
+        note="Sampled tokens of an episode, all turns: mean over the episodes that ended in this step.",
+    ),
+    Chart(
+        title="Turns and tools",
+        curves={
+            "turns": "rollout/turns_mean",
+            "tool calls": "rollout/tool_calls_mean",
+            "tool success": "rollout/tool_success_rate",
+        },
+        note="Means over the episodes; success is the share of tool calls without an error.",
+    ),
+    Chart(
+        title="Entropy",
+        curves={"entropy": "learner/entropy"},
+        note="Nats per token. Near 0, the policy has stopped exploring.",
+    ),
+    Chart(
+        title="What waits for what",
+        curves={
+            "learner for a batch": "wait/learner_for_batch_s",
+            "rollouts for a slot": "wait/rollout_for_slot_s",
+            "learner for engines to take weights": "learner/publish_s",
+            "generation during an update": "engine/update_gap_s",
+        },
+        note="Seconds in each step. The tallest is the bottleneck.",
+        stacked=True,
+    ),
+    Chart(
         title="Effective sample size",
         curves={
-            "ess_ratio": "learner/ess_ratio",
-            "truncated": "learner/ess_ratio_truncated",
-            "lr_scale": "learner/lr_scale",
+            "ESS ratio": "learner/ess_ratio",
+            "ESS ratio, truncated weights": "learner/ess_ratio_truncated",
+            "learning-rate scale": "learner/lr_scale",
         },
         note="Share of the batch that counts after importance weighting; the learning rate is scaled by it.",
     ),
@@ -163,11 +219,6 @@ CHARTS = (
         note="Nats per token: distance of the policy from the weights that sampled the batch.",
     ),
     Chart(
-        title="Entropy",
-        curves={"entropy": "learner/entropy"},
-        note="Nats per token. Near 0, the policy has stopped exploring.",
-    ),
-    Chart(
         title="Lag",
         curves={"mean": "learner/lag_mean", "max": "learner/lag_max", "admission": "buffer/admission_lag"},
         note="Learner version minus the oldest version in a trajectory, when it is consumed; and the lag that "
@@ -177,56 +228,6 @@ CHARTS = (
         title="Tokens per second",
         curves={"engine": "engine/tokens_per_s", "learner": "learner/tokens_per_s"},
         note="Engine: sampled tokens. Learner: tokens of the batch, prompts included.",
-    ),
-    Chart(
-        title="What waits for what",
-        curves={
-            "learner for a batch": "wait/learner_for_batch_s",
-            "rollouts for a slot": "wait/rollout_for_slot_s",
-            "learner for engines to take weights": "learner/publish_s",
-            "generation during an update": "engine/update_gap_s",
-        },
-        note="Seconds in each step. The tallest is the bottleneck.",
-        stacked=True,
-    ),
-    Chart(
-        title="Response length",
-        curves={"tokens": "rollout/response_tokens_mean"},
-        note="Sampled tokens of an episode, all turns: mean over the episodes that ended in this step.",
-    ),
-    Chart(
-        title="Turns and tools",
-        curves={
-            "turns": "rollout/turns_mean",
-            "tool calls": "rollout/tool_calls_mean",
-            "tool success": "rollout/tool_success_rate",
-        },
-        note="Means over the episodes; success is the share of tool calls without an error.",
-    ),
-    Chart(
-        title="Useful groups",
-        curves={"of groups": "rollout/useful_groups", "of tokens": "rollout/useful_tokens"},
-        note="Share of the finished groups whose rewards differ, and of the generated tokens that are in them. Groups "
-        "of equal rewards teach nothing and are dropped.",
-    ),
-    Chart(
-        title="Groups without a signal",
-        curves={"all wrong": "rollout/solve_none", "all right": "rollout/solve_all"},
-        note="Share of groups whose members all failed or all solved the task.",
-        stacked=True,
-    ),
-    Chart(
-        title="How episodes end",
-        curves={
-            "completed": "rollout/stop_completed",
-            "out of context": "rollout/stop_max_context",
-            "turn cut": "rollout/stop_max_turn_tokens",
-            "out of turns": "rollout/stop_max_turns",
-            "truncated by the environment": "rollout/stop_truncated",
-            "timeout": "rollout/stop_timeout",
-        },
-        note="Share of episodes.",
-        stacked=True,
     ),
     Chart(
         title="Engine against learner",

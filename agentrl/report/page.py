@@ -33,7 +33,6 @@ _AVERAGE = "Share of the held-out episodes that solved their task: mean over tas
 _OVERLAP = (
     "Share of the learner's working time during which the engine generated. At rollout.max_lag=0 they take turns."
 )
-_ESS = "Share of the batch that counts after importance weighting. 1: the data is as fresh as the policy."
 _USEFUL = "Groups whose rewards differ. The others leave no gradient and are dropped after they were generated."
 
 
@@ -65,7 +64,8 @@ def write_report(run: RunFolder) -> Path:
         tiles=_tiles(lines),
         nonce=secrets.token_urlsafe(16),
         waits=_waits(lines),
-        learning=_signal(lines).lines(),
+        headline=_headline(lines),
+        diagnosis=_diagnosis(lines),
         charts=[{"note": note} for _, note in drawn],
         figures=_json_for_script([figure for figure, _ in drawn]),
         plotly_js=_plotly_js() if drawn else "",
@@ -109,27 +109,48 @@ def _tiles(lines: Sequence[MetricsLine]) -> list[dict[str, str]]:
                 low, high = values["eval/avg_at_n_low"], values["eval/avg_at_n_high"]
                 title = f"avg@{n} {label}, 95 % [{low:.2f}, {high:.2f}]"
                 tiles.append(_tile(f"{values['eval/avg_at_n']:.3f}", title, _AVERAGE.format(n=n)))
-        if len(evals) > 1:
-            rise = evals[-1]["eval/avg_at_n"] - evals[0]["eval/avg_at_n"]
-            tiles.append(_tile(f"{rise:+.3f}", "rise", "avg@n after training minus avg@n before."))
     if steps:
         last = steps[-1].values
         tiles.append(_tile(str(steps[-1].step), "steps", "Optimizer steps. Each makes a new version of the policy."))
         minutes = _minutes(lines[-1].time_s - lines[0].time_s)
         tiles.append(_tile(minutes, "from the first to the last measurement", "Training, waiting and evaluations."))
         if "run/overlap" in last:
-            tiles.append(_tile(f"{last['run/overlap']:.0%}", "async overlap", _OVERLAP))
-        if "learner/ess_ratio" in last:
-            tiles.append(_tile(f"{last['learner/ess_ratio']:.2f}", "effective sample size, last step", _ESS))
+            tiles.append(_tile(_percent(last["run/overlap"]), "async overlap", _OVERLAP))
     signal = _signal(lines)
     if signal.groups:
-        tiles.append(_tile(f"{signal.useful_share:.0%}", f"of {signal.groups:.0f} groups were useful", _USEFUL))
+        tiles.append(_tile(_percent(signal.useful_share), f"of {signal.groups:.0f} groups were useful", _USEFUL))
     return tiles
+
+
+def _headline(lines: Sequence[MetricsLine]) -> str:
+    """Whether the run learned, in one sentence; empty without two evaluations."""
+    evals = [line.values for line in lines if line.kind == "eval"]
+    if len(evals) < 2:
+        return ""
+    before, after = evals[0], evals[-1]
+    start, end = before["eval/avg_at_n"], after["eval/avg_at_n"]
+    if start == end:
+        return f"Held-out success stayed at {end:.3f}."
+    low, high = (before, after) if start < end else (after, before)
+    text = f"Held-out success {'rose' if start < end else 'fell'} from {start:.3f} to {end:.3f} ({end - start:+.3f})"
+    if low["eval/avg_at_n_high"] < high["eval/avg_at_n_low"]:
+        return f"{text}: the 95 % intervals do not overlap."
+    return f"{text}. The 95 % intervals overlap, so the difference may be chance."
+
+
+def _diagnosis(lines: Sequence[MetricsLine]) -> str:
+    """Why the run learns little, and what to do; empty where enough groups were useful."""
+    signal = _signal(lines)
+    return f"{signal.share_sentence()}. {signal.diagnosis()}" if signal.cause else ""
 
 
 def _signal(lines: Sequence[MetricsLine]) -> LearningSignal:
     """Of all groups that finished in the run."""
     return total(signal_in(line.values) for line in lines)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
 
 
 def _minutes(seconds: float) -> str:
@@ -148,10 +169,11 @@ def _waits(lines: Sequence[MetricsLine]) -> str:
     learner = sum(values["wait/learner_for_batch_s"] for values in measured) / total_s
     engine = sum((1 - values["engine/busy_share"]) * values["run/step_s"] for values in measured) / total_s
     text = (
-        f"The learner waited for a batch {learner:.0%} of the time, the engine had nothing to do {engine:.0%} of it: "
+        f"The learner waited for a batch {_percent(learner)} of the time, the engine had nothing to do "
+        f"{_percent(engine)} of it: "
     )
     signal = _signal(lines)
-    share = f"{signal.useful_token_share:.0%} of the generated tokens were in useful groups"
+    share = f"{_percent(signal.useful_token_share)} of the generated tokens were in useful groups"
     if not signal.groups:
         return text + f"{'generation' if learner > engine else 'the learner'} is the bottleneck."
     if learner <= engine:

@@ -248,7 +248,7 @@ def newest_run(out_dir: str | Path = "runs") -> Path:
     """The run folder with the newest status file; a folder without one counts by its config. Raises ConfigError."""
     folders = [config.parent for config in Path(out_dir).glob("*/config.json")]
     if not folders:
-        raise ConfigError(f"there is no run in {out_dir}/: name a run's folder, e.g. `agentrl status runs/quickstart`")
+        raise ConfigError(f"there is no run in {out_dir}/ yet: `agentrl train CONFIG` makes one")
     return max(folders, key=_written_at)
 
 

@@ -30,7 +30,7 @@ class PriceShop(ToolEnv):
 
     max_turns = 4  # a turn is one message of the model
     # The reward that is trained on is the weighted sum of what score() returns.
-    reward_weights: ClassVar = {"correct": 1.0, "short": 0.1}
+    reward_weights: ClassVar = {"correct": 0.9, "short": 0.1}
 
     # ---- the tasks ---------------------------------------------------------------------------------------------
 

@@ -371,6 +371,17 @@ CASES = {
         "tokens",
         r"Broken.demonstrations of task 0: AttributeError: .*'script' \(FILE:20\)",
     ),
+    "demonstrations-call-no-tool": Broken(
+        source(
+            before="from agentrl import ToolCall\n",
+            look="async def look(self, word: str) -> str:\n    return word",
+            more="@classmethod\ndef demonstrations(cls, task, *, skill=1.0, seed=0):\n"
+            "    call = ToolCall(id='1', name='look', arguments={'word': 'a'})\n"
+            "    return [Message(role='assistant', content='', tool_calls=(call,))]",
+        ),
+        "demonstrations",
+        r"they call look, which is a method and no tool: write @tool above it \(FILE:\d+\)",
+    ),
     "demonstrations-texts": Broken(
         source(more="@classmethod\ndef demonstrations(cls, task, *, skill=1.0, seed=0):\n    return ['25']"),
         "tokens",

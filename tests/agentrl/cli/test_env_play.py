@@ -88,6 +88,12 @@ async def test_a_call_may_go_over_several_lines() -> None:
     assert episode.messages[2].content == "a\nb "
 
 
+async def test_a_call_without_names_of_arguments_is_not_sent() -> None:
+    episode, shown = await play("look('up')\nxyzzy\n")
+    assert episode is not None and episode.final_text == "xyzzy" and len(episode.messages) == 2
+    assert "not sent: write each argument with its name" in " ".join(shown.split())
+
+
 async def test_the_tools_are_shown_with_what_their_parameters_mean() -> None:
     _, shown = await play("/quit\n")
     assert "tool look(where: string, times: integer)\n     Look somewhere.\n" in shown
@@ -119,8 +125,8 @@ async def test_a_failing_tool_ends_it_as_a_failure_and_closes() -> None:
             ("look", {"where": "a", "times": -2, "deep": [1, {"b": None}]}),
         ),
         ("look(where=true)", ("look", {"where": True})),
-        ("look('up')", "text"),
-        ("look(where=open('x'))", "text"),
+        ("look('up')", "wrong"),
+        ("look(where=open('x'))", "wrong"),
         ("jump(where='up')", "text"),
         ("look(where=", "incomplete"),
         ('{"name": "look"}', ("look", {})),

@@ -29,6 +29,7 @@ QUICKSTART = reporting.ROOT / "configs" / "quickstart.yaml"
 PAGE = reporting.ROOT / "docs" / "write-an-environment.md"
 RUNS = ("quickstart", "tutorial")
 _PHASE = re.compile(r"^(?P<name>[a-z][^:\n]*(?:: [a-z ]+)?): (?P<seconds>\d+\.\d) s$", re.MULTILINE)
+TIMEOUT_S = 3600.0  # of one run
 _CURVE_STEPS = 5  # mean rewards of so many steps make one point of the curve
 
 
@@ -90,6 +91,7 @@ def measure(run: str, seed: int, settings: Sequence[str] = (), *, folder: Path |
             capture_output=True,
             text=True,
             env={**os.environ, "PYTHONPATH": str(reporting.ROOT), "COLUMNS": "200"},
+            timeout=TIMEOUT_S,
         )
         minutes = (time.monotonic() - began) / 60
         if done.returncode:

@@ -89,12 +89,14 @@ def _broken_safetensors(file: Path) -> str | None:
     """What is wrong with the file, by its size and its header."""
     from safetensors import SafetensorError, safe_open
 
-    with file.open("rb") as start:
-        if reason := _no_content(start.read(len(LFS_POINTER))):
-            return reason
     try:
+        with file.open("rb") as start:
+            if reason := _no_content(start.read(len(LFS_POINTER))):
+                return reason
         with safe_open(file, framework="numpy"):
             return None
+    except OSError as error:
+        return f"cannot be read: {error.strerror or error}"
     except SafetensorError as error:
         return f"is cut off or damaged ({error}), {file.stat().st_size:,} bytes; download it again"
 

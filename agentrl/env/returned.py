@@ -146,11 +146,14 @@ def checked_rewards(env: Env, returned: Any) -> dict[str, float]:
     return {key: float(value) for key, value in returned.items()}
 
 
-def checked_script(env_class: type[Env], task: Task) -> tuple[Message, ...] | None:
-    """The messages of `demonstrations`; None where there are none. Raises EnvError."""
+def checked_script(env_class: type[Env], task: Task, **options: Any) -> tuple[Message, ...] | None:
+    """The messages of `demonstrations`, which gets `options` (skill, seed); None where there are none.
+
+    Raises EnvError.
+    """
     what, place = f"{env_class.__name__}.demonstrations", places.defined_at(env_class.demonstrations)
     with attributed(f"{what} of task {task.id}", method="demonstrations", at=env_class.demonstrations):
-        script: Any = env_class.demonstrations(task)
+        script: Any = env_class.demonstrations(task, **options)
     if script is None:
         return None
     return tuple(_checked_messages(script, what, place, '`[Message(role="assistant", content="text")]`'))

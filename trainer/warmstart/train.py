@@ -24,8 +24,8 @@ import torch
 import torch.nn.functional as F
 
 from agentrl.config import Config, WarmstartConfig
-from agentrl.env import Env, Episode, load_env_class, opened, play_script
-from agentrl.errors import ConfigError, SandboxError
+from agentrl.env import Env, Episode, checked_script, load_env_class, opened, play_script, rows_of
+from agentrl.errors import ConfigError, SandboxError, raise_first
 from agentrl.tokens.tokenizer import TurnTokenizer
 from agentrl.types import Message, Task
 from trainer.warmstart.tiny_model import MIN_VOCAB_SIZE, make_model, make_tokenizer, save
@@ -140,14 +140,17 @@ async def _play(
     on_done: Callable[[int], None],
 ) -> list[Episode]:
     """The demonstrations with the tools' real answers, in the order of their tasks."""
-    tasks = env_class.tasks("train", data=config.env.train_data, seed=config.seed + TASK_SEED_OFFSET)
+    rows = rows_of(env_class, "train", data=config.env.train_data, seed=config.seed + TASK_SEED_OFFSET)
+    tasks = list(islice(rows, settings.demonstrations))
+    if not tasks:
+        raise ConfigError(f"{config.env.target} has no training tasks; set env.train_data: docs/math.md")
     slots = asyncio.Semaphore(CONCURRENT_EPISODES)
     done = 0
 
     async def one(index: int, task: Task) -> Episode:
         nonlocal done
-        script = env_class.demonstrations(task, skill=settings.skill, seed=config.seed)
-        if script is None:
+        script = checked_script(env_class, task, skill=settings.skill, seed=config.seed)
+        if not script:
             raise ConfigError(f"{config.env.target} offers no demonstration of task {task.id}; set model.path instead")
         async with slots:
             try:
@@ -162,9 +165,9 @@ async def _play(
 
     try:
         async with asyncio.TaskGroup() as tg:
-            jobs = [tg.create_task(one(i, task)) for i, task in enumerate(islice(tasks, settings.demonstrations))]
-    except BaseExceptionGroup as group:
-        raise group.exceptions[0] from group
+            jobs = [tg.create_task(one(i, task)) for i, task in enumerate(tasks)]
+    except BaseExceptionGroup as errors:
+        raise_first(errors)
     return [job.result() for job in jobs]
 
 

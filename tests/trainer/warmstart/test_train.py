@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from agentrl.config import Config, parse
-from agentrl.errors import ConfigError
+from agentrl.errors import AgentRLError, ConfigError
 from agentrl.tokens.tokenizer import TurnTokenizer
 from agentrl.types import system, user
 from envs.modmath import ModMath
@@ -82,6 +82,41 @@ async def test_environment_without_demonstrations_is_refused(sandbox: SandboxCli
     with pytest.raises(ConfigError, match="no demonstration"):
         await warmstart(config.model_copy(update={"env": env}), out=tmp_path / "m", sandbox=sandbox)
     assert not (tmp_path / "m").exists()
+
+
+@pytest.mark.parametrize(
+    ("tasks", "script", "saying"),
+    [
+        ("[]", "[]", "has no training tasks"),
+        ('[Task(id="a", prompt="?", answer="1")]', "[]", "no demonstration of task a"),
+        (
+            '[Task(id="a", prompt="?", answer="1")]',
+            '{}["x"]',
+            r"demonstrations of task a: KeyError: 'x' \(.*:9\)",
+        ),
+        ('[Task(id="a", prompt="?", answer="1")]', '[{"role": "user"}]', r"a message is `user.* \(.*mine.py:6\)"),
+    ],
+)
+async def test_what_is_wrong_with_the_demonstrations_is_named(
+    tmp_path: Path, tasks: str, script: str, saying: str
+) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from agentrl import Task, ToolEnv, user\n"
+        "class Mine(ToolEnv):\n"
+        "    @classmethod\n"
+        "    def tasks(cls, split, *, data=None, seed=0):\n"
+        f"        return {tasks}\n"
+        "    @classmethod\n"
+        "    def demonstrations(cls, task, *, skill=1.0, seed=0):\n"
+        "        # the script\n"
+        f"        return {script}\n"
+        "    async def reset(self, *, task, seed=None):\n"
+        "        return [user(task.prompt)], {}\n"
+    )
+    config = tiny_config()
+    env = config.env.model_copy(update={"target": f"{tmp_path / 'mine.py'}:Mine"})
+    with pytest.raises(AgentRLError, match=saying):
+        await warmstart(config.model_copy(update={"env": env}), out=tmp_path / "m", sandbox=None)  # type: ignore[arg-type]
 
 
 async def test_cancelling_in_mid_training_stops_soon_and_leaves_nothing(sandbox: SandboxClient, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -12,6 +13,9 @@ from agentrl.env import Action, Env, Episode, StepResult, places
 from agentrl.env.agent_env import AgentEnv
 from agentrl.types import Message, Task
 from agentrl.wrappers import Wrapper
+
+_OPEN: dict[object, tuple[str, float]] = {}
+"""What is called now, and the time of its deadline."""
 
 
 @asynccontextmanager
@@ -28,7 +32,8 @@ async def limited(
         async with limited("Shop.reset", 8.0, at=Shop.reset):
             await env.reset(task=task)
     """
-    deadline = asyncio.timeout(limit_s)
+    deadline, key = asyncio.timeout(limit_s), object()
+    _OPEN[key] = (what, time.monotonic() + limit_s)
     try:
         async with deadline:
             yield
@@ -39,6 +44,14 @@ async def limited(
         where = f"; it waits at {place}" if place else ""
         slow = f"If it is slow and does not hang: {remedy}"
         raise Hung(f"{what} did not return within {limit_s:g} s{where}. {slow}") from error
+    finally:
+        del _OPEN[key]
+
+
+def overdue(grace_s: float) -> str:
+    """What ignores its cancellation for longer than this after its deadline; else empty. For a thread that watches."""
+    now = time.monotonic()
+    return next((what for what, due_s in list(_OPEN.values()) if now - due_s > grace_s), "")
 
 
 class Limited(Wrapper):

@@ -18,12 +18,15 @@ from typing import Any
 import msgspec
 
 from agentrl.check.check_env import check_env
+from agentrl.check.limited import overdue
 from agentrl.check.report import BLOCKED, Check, News, Request, shown
 from agentrl.env import attributed, load_env_class, places
 from agentrl.errors import AgentRLError, ConfigError
 from sandbox.client import SandboxClient, SandboxUnavailable
 
 TICK_S = 0.25
+GRACE_S = 1.5
+"""How long a call may clean up after its deadline."""
 LOADING_S = 30.0
 """Deadline for importing the environment: libraries that it imports may be large."""
 
@@ -101,6 +104,12 @@ class _Worker:
         while True:
             time.sleep(TICK_S)
             self.say(News())
+            if what := overdue(GRACE_S):
+                detail = (
+                    f"{what} did not return after its deadline, and ignores its cancellation: let CancelledError pass"
+                )
+                self.say(News(check=Check(name=self._current, detail=detail, level="FAIL")))
+                os._exit(BLOCKED)
             if time.monotonic() - self._ticked > self._limit_s:
                 place = places.runs_at(main_thread) or "the environment's code"
                 detail = f"importing the file did not end within {self._limit_s:g} s; it is at {place}"

@@ -59,6 +59,14 @@ async def test_code_that_blocks_is_ended_and_named(name: str, tmp_path: Path) ->
     assert re.search(r"broken\.py:15 blocks the process: .* 2 s.*`def` without `async`", failed.detail)
 
 
+async def test_code_that_ignores_its_cancellation_is_ended_and_named(tmp_path: Path) -> None:
+    wait = "    try:\n        await asyncio.sleep(1000)\n    except BaseException:\n        await asyncio.sleep(1000)"
+    target = written(tmp_path, source(before="import asyncio", close=f"async def close(self):\n{wait}"))
+    report = await check_target(target, timeout_s=2)
+    assert report.checks[-1].name == "one turn"
+    assert "Broken.close did not return after its deadline, and ignores its cancel" in report.checks[-1].detail
+
+
 async def test_what_is_wrong_may_be_said_at_any_length(tmp_path: Path) -> None:
     task = "Task(id='x' * 300_000, prompt='q')"
     text = source(tasks=f"@classmethod\ndef tasks(cls, split, *, data=None, seed=0):\n    return [{task}] * 2")

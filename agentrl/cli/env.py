@@ -18,7 +18,10 @@ CLOSED = "the episode was closed"
 env_app = typer.Typer(help="Environments: list them, write one, check it, play it.", no_args_is_help=True)
 
 Target = Annotated[
-    str, typer.Argument(help="module:Class, path/to/file.py:Class, or a registered id.", show_default=False)
+    str,
+    typer.Argument(
+        metavar="TARGET", help="module:Class, path/to/file.py:Class, or a registered id.", show_default=False
+    ),
 ]
 Arguments = Annotated[
     list[str] | None,
@@ -72,7 +75,9 @@ def _show_environments() -> None:
 
 @env_app.command(name="new")
 def env_new(
-    name: Annotated[str, typer.Argument(help="Name of the class, such as RiverCrossing.", show_default=False)],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="Name of the class, such as RiverCrossing.", show_default=False)
+    ],
     tool: Annotated[bool, typer.Option("--tool/--no-tool", help="With a tool, or a plain dialogue.")] = True,
     folder: Annotated[Path, typer.Option("--in", help="Folder to write the file into.")] = Path(),
     debug: Debug = False,

@@ -213,7 +213,9 @@ def engine(config_path: ConfigPath, overrides: Overrides = None, debug: Debug = 
 
 @app.command()
 def report(
-    run: Annotated[Path, typer.Argument(help="Folder of a run, or its name; the run may still be running.")],
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Folder of a run, or its name; the run may still be running.")
+    ],
     debug: Debug = False,
 ) -> None:
     """Write report.html again from the current files of a run folder."""

@@ -22,7 +22,9 @@ COLORS = {"running": "green", "done": "green", "stalled": "yellow", "stopped": "
 
 
 def status(
-    run: Annotated[Path | None, typer.Argument(help="Folder of a run, or its name; default: the newest.")] = None,
+    run: Annotated[
+        Path | None, typer.Argument(metavar="[RUN]", help="Folder of a run, or its name; default: the newest.")
+    ] = None,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Follow the run until it is over.")] = False,
     json: Annotated[bool, typer.Option("--json", help="One JSON object, for programs.")] = False,
     debug: Debug = False,

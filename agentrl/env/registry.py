@@ -192,7 +192,7 @@ def load_env_class(target: str, kwargs: Mapping[str, Any] | None = None) -> type
         return adapted
     if ":" not in target:
         if target.endswith(".py"):
-            raise ConfigError(f"{target} names a file and no class: {target}:{_classes_in(Path(target))}")
+            raise ConfigError(f"{target} names a file and no class: write {target}:{_classes_in(Path(target))}")
         return spec(target).load(kwargs)
     try:
         found = load_object(target)

@@ -9,6 +9,7 @@ from typing import Any
 from agentrl.report.metrics import MetricsLine
 
 HEIGHT = 250
+FEW_STEPS = 8  # shown one by one: an axis of half steps misleads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,7 +277,10 @@ def _figure(chart: Chart, steps: Sequence[MetricsLine]) -> dict[str, Any]:
             "y": [float(f"{value:.6g}") for _, value in points],
         }
         traces.append(trace | ({"stackgroup": "one"} if chart.stacked else {}))
-    return {"data": traces, "layout": _layout(chart.title)}
+    if chart.stacked:  # what never happened would only fill the legend
+        traces = [trace for trace in traces if any(trace["y"])] or traces
+    layout = _layout(chart.title, num_steps=steps[-1].step if steps else 0)
+    return {"data": traces, "layout": layout | {"showlegend": len(chart.curves) > 1}}
 
 
 def _held_out(evals: Sequence[MetricsLine]) -> dict[str, Any]:
@@ -297,8 +301,8 @@ def _held_out(evals: Sequence[MetricsLine]) -> dict[str, Any]:
     }
     average = _curve(f"avg@{n}", x, [line.values["eval/avg_at_n"] for line in evals])
     best = _curve(f"pass@{n}", x, [line.values["eval/pass_at_n"] for line in evals])
-    layout = _layout("Held-out success")
-    layout["yaxis"] = {"range": [0, 1]}
+    layout = _layout("Held-out success", num_steps=x[-1])
+    layout["yaxis"] = {"range": [0, 1.03]}
     return {"data": [band, average, best], "layout": layout}
 
 
@@ -306,12 +310,12 @@ def _curve(name: str, x: list[int], y: list[float]) -> dict[str, Any]:
     return {"type": "scatter", "mode": "lines+markers", "name": name, "x": x, "y": y}
 
 
-def _layout(title: str) -> dict[str, Any]:
+def _layout(title: str, *, num_steps: int) -> dict[str, Any]:
     return {
         "title": {"text": title, "x": 0.02, "font": {"size": 14}},
         "height": HEIGHT,
         "margin": {"l": 44, "r": 12, "t": 36, "b": 34},
         "legend": {"orientation": "h", "y": -0.18},
-        "xaxis": {"rangemode": "tozero"},
+        "xaxis": {"rangemode": "tozero"} | ({"dtick": 1} if num_steps <= FEW_STEPS else {}),
         "yaxis": {"rangemode": "tozero"},
     }

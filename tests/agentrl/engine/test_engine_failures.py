@@ -74,7 +74,7 @@ def start_many(engine: VLLMEngine, count: int, max_tokens: int) -> list[asyncio.
 
 
 async def until_streaming(engine: VLLMEngine, num_tokens: int) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while (
             sum(len(stream.certain_part(Sampling(max_tokens=1)).token_ids) for stream in engine._streams) < num_tokens
         ):

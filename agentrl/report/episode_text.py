@@ -89,9 +89,10 @@ def summary(episode: EpisodeRecord, *, answer: str | None = None) -> Text:
     ended = "" if trajectory.stop_reason is StopReason.COMPLETED else "bold yellow"
     text.append("  ended: ").append(str(trajectory.stop_reason), style=ended)
     info = trajectory.info
-    text.append(f"  {info.get('turns', num_turns(episode.segments)):.0f} turns")
+    turns = int(info.get("turns", num_turns(episode.segments)))
+    text.append(f"  {turns} {'turn' if turns == 1 else 'turns'}")
     if calls := info.get("tool_calls"):
-        text.append(f", {calls:.0f} tool calls ({info.get('tool_errors', 0):.0f} errors)")
+        text.append(f", {calls:.0f} tool {'call' if calls == 1 else 'calls'} ({info.get('tool_errors', 0):.0f} errors)")
     text.append(f", {num_response_tokens(episode.segments):.0f} tokens")
     if versions := [segment.policy_version for segment in episode.segments if segment.turns]:
         text.append(f", version {min(versions)}")

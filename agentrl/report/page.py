@@ -112,7 +112,7 @@ def _tiles(lines: Sequence[MetricsLine]) -> list[dict[str, str]]:
     if steps:
         last = steps[-1].values
         tiles.append(_tile(str(steps[-1].step), "steps", "Optimizer steps. Each makes a new version of the policy."))
-        minutes = _minutes(lines[-1].time_s - lines[0].time_s)
+        minutes = _duration(lines[-1].time_s - lines[0].time_s)
         tiles.append(_tile(minutes, "from the first to the last measurement", "Training, waiting and evaluations."))
         if "run/overlap" in last:
             tiles.append(_tile(_percent(last["run/overlap"]), "async overlap", _OVERLAP))
@@ -153,7 +153,9 @@ def _percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
 
-def _minutes(seconds: float) -> str:
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.0f} s"
     minutes = seconds / 60
     return f"{minutes / 60:.1f} h" if minutes >= 120 else f"{minutes:.1f} min"
 

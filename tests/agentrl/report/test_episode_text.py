@@ -81,7 +81,7 @@ def test_an_episode_reads_from_top_to_bottom() -> None:
         "      1",
         "assistant",
         "  1",
-        "reward 1.5 (correct 1, step 0.5)  ended: max_turns  2 turns, 1 tool calls (0 errors), 3 tokens,",
+        "reward 1.5 (correct 1, step 0.5)  ended: max_turns  2 turns, 1 tool call (0 errors), 3 tokens,",
     ]
     assert lines[-1] == "version 3  gold answer: 7"
 

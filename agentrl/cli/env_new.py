@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import ast
 import builtins
-import importlib.util
 import inspect
 import keyword
 import re
 import sys
+import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from agentrl.errors import ConfigError
 
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_\- ]*")
 SUFFIXES = "My{name} or {name}Game"
+OURS = ("agentrl", "envs", "sandbox", "trainer")
 
 
 def write_environment(name: str, folder: Path, *, tool: bool) -> tuple[Path, str]:
@@ -95,9 +97,9 @@ def _check_id(env_id: str, other: str) -> None:
 
 
 def _is_installed(module: str) -> bool:
-    """Whether an installed package has this name. A file of the current folder is no package."""
-    found = importlib.util.find_spec(module)
-    return found is not None and (found.origin is None or Path(found.origin).parent != Path.cwd())
+    """Whether an installed package, or one of ours, has this name. Other files on the path may hide nothing."""
+    folders = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
+    return module in OURS or PathFinder.find_spec(module, folders) is not None
 
 
 def _example(name: str) -> str:

@@ -18,7 +18,7 @@ from packaging.utils import canonicalize_name
 
 from agentrl.cli.doctor.findings import Finding, fail, ok, shortened, warn
 from agentrl.engine import vllm_command
-from agentrl.errors import ConfigError
+from agentrl.errors import DISTRIBUTION, ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]
 INSTALL = "`make setup` installs what was tested"
@@ -61,8 +61,8 @@ def read_pins(root: Path = ROOT, *, is_cuda: bool = False) -> Pins:
         always = [Requirement(line) for line in table["dependencies"]]
         optional = [Requirement(line) for extra in table["optional-dependencies"].values() for line in extra]
     else:
-        python = metadata.metadata("agentrl")["Requires-Python"]
-        lines = [Requirement(line) for line in metadata.requires("agentrl") or ()]
+        python = metadata.metadata(DISTRIBUTION)["Requires-Python"]
+        lines = [Requirement(line) for line in metadata.requires(DISTRIBUTION) or ()]
         always = [line for line in lines if line.marker is None]
         optional = [line for line in lines if line.marker is not None]
     return Pins(

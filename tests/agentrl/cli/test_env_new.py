@@ -83,6 +83,8 @@ def test_a_name_that_makes_no_class_is_refused(tmp_path: Path, name: str) -> Non
         ("json", "a file json.py would hide the Python module json"),
         ("agentrl", "a file agentrl.py would hide the Python module agentrl"),
         ("class", "a file class.py would hide"),
+        ("Sandbox", "a file sandbox.py would hide the Python module sandbox"),
+        ("Rich", "a file rich.py would hide the Python module rich"),
         ("ModMath", "the environment ModMath-v0 is there already"),
     ],
 )

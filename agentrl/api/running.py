@@ -75,7 +75,6 @@ def train(
     watch = Observers(TrainConsole(total_steps=settings.train.steps) if console else None, observer)
     training = training_run.Training(settings, watch, secrets=Secrets.from_environment(os.environ))
     folder = run or RunFolder.create(settings.out_dir, settings.name, config=settings)
-    watch.run_folder(folder.path)
     summary = blocking(training_run.train(training, folder, watch))
     return RunResult(
         folder=folder.path,

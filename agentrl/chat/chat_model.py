@@ -12,11 +12,12 @@ from types import TracebackType
 from typing import Any, NoReturn, Self
 
 from agentrl.chat.openai_schema import message_body, read_arguments
-from agentrl.errors import ConfigError, EngineError, MissingDependencyError
+from agentrl.errors import ConfigError, EngineError, EngineGone, MissingDependencyError
 from agentrl.tokens.tool_calls import OPEN, parse_hermes
 from agentrl.types import FinishReason, Message, ToolCall
 
 MAX_RETRIES = 5
+PROBE_TIMEOUT_S = 10.0
 
 
 class PromptTooLong(Exception):
@@ -83,6 +84,19 @@ class ChatModel:
         self._omitted: set[str] = set()
 
     async def __aenter__(self) -> Self:
+        """Raises EngineGone where nothing listens, before hundreds of episodes each find out and try again."""
+        openai = self._openai
+        try:
+            await self._client.with_options(max_retries=0, timeout=PROBE_TIMEOUT_S).models.list()
+        except openai.APITimeoutError:
+            pass  # something listens
+        except openai.APIConnectionError as error:
+            await self._client.close()
+            raise EngineGone(
+                f"{self._what} does not answer: {error.__cause__ or error}; does the server run?"
+            ) from None
+        except openai.OpenAIError:
+            pass  # any answer will do: not every endpoint lists its models
         return self
 
     async def __aexit__(

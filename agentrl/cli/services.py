@@ -66,7 +66,6 @@ def _orchestrate(
     run = unfinished(latest, config) or RunFolder.create(config.out_dir, config.name, config=config)
     if latest is not None:
         point(latest, run.path)
-    console.run_folder(run.path)
     options.run(train(training, run, console), debug=debug)
 
 

@@ -240,6 +240,7 @@ async def train(training: Training, run: RunFolder, observer: Observer) -> Summa
     from agentrl.report.page import write_report
 
     with run.locked():
+        observer.run_folder(run.path)
         try:
             with observer:
                 summary = await training.run(run)

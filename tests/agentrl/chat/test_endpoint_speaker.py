@@ -20,7 +20,7 @@ from agentrl.chat.token_session import TokenSession
 from agentrl.config import RolloutConfig
 from agentrl.env import Action, Env, Episode, Split, StepResult, ToolEnv
 from agentrl.env.agent_env import AgentEnv, Endpoint
-from agentrl.errors import ConfigError, EngineError, EnvError, SandboxError
+from agentrl.errors import ConfigError, EngineError, EngineGone, EnvError, SandboxError
 from agentrl.report.statistics import summarize
 from agentrl.rollouts.generation import TokenGenerator
 from agentrl.rollouts.group import GroupPlayer
@@ -304,10 +304,10 @@ async def test_a_busy_endpoint_is_asked_again() -> None:
         assert (await say(model)).message.content == "7"
 
 
-async def test_nothing_there_and_nothing_said_are_named() -> None:
-    async with model_at("http://127.0.0.1:9/v1") as model:
-        with pytest.raises(EngineError, match=r"127\.0\.0\.1:9"):
-            await say(model)
+async def test_nothing_there_is_told_before_anything_is_asked() -> None:
+    with pytest.raises(EngineGone, match=r"127\.0\.0\.1:9/v1 does not answer: .*; does the server run\?"):
+        async with model_at("http://127.0.0.1:9/v1"):
+            pass
 
 
 async def test_models_with_other_names_for_the_limit_and_without_knobs_are_served_too() -> None:

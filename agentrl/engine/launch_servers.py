@@ -6,9 +6,7 @@ The servers' flags are in vllm_command.py. Independent of the training loop.
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
-import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -187,10 +185,4 @@ def _command(
         placement=placement,
         index=index,
     )
-    return f"http://{settings.host}:{port}", command, env | _compiler_cache()
-
-
-def _compiler_cache() -> dict[str, str]:
-    """Torch caches what it compiles under TMPDIR, which is another folder at each start of a server."""
-    folder = Path(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
-    return {"TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(folder))}
+    return f"http://{settings.host}:{port}", command, env

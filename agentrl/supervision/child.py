@@ -6,6 +6,7 @@ Independent of what the children do.
 from __future__ import annotations
 
 import asyncio
+import getpass
 import logging
 import os
 import shutil
@@ -154,9 +155,24 @@ def temporary_folder(mark: str) -> Path:
     return (parent if len(str(parent)) <= MAX_TEMPORARY else Path("/tmp")) / f"agentrl-{mark[:12]}"
 
 
+def _made_temporary(mark: str) -> Path:
+    """That folder, with a link to the folder in which torch keeps what it compiles: compiling again would take half a
+    minute of each start. TORCHINDUCTOR_CACHE_DIR does not cover torch's precompiled headers."""
+    try:
+        name = f"torchinductor_{getpass.getuser()}"
+    except (KeyError, ImportError, OSError):  # a user without a name, as in some containers; torch does the same
+        name = f"torchinductor_uid_{os.getuid()}"
+    folder, cache = temporary_folder(mark), Path(tempfile.gettempdir(), name)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    cache.mkdir(mode=0o700, exist_ok=True)
+    with suppress(FileExistsError):
+        (folder / name).symlink_to(cache)
+    return folder
+
+
 def guarded_by(mark: str | None = None) -> list[str]:
     """What is written before a command to run it under the orphan guard. `mark`: with temporary files of its own."""
-    folder = "" if mark is None else str(temporary_folder(mark))
+    folder = "" if mark is None else str(_made_temporary(mark))
     return [sys.executable, "-I", "-S", orphan_guard.__file__, str(GRACE_S), folder]
 
 

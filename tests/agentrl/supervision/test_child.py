@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -41,6 +42,13 @@ semaphore = "/dev/shm/sem." + held._semlock.name.removeprefix("/")
 assert os.path.exists(semaphore)
 print(os.getpid(), semaphore, listening.getsockname(), flush=True)
 time.sleep(60)
+"""
+
+
+COMPILES = """
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+with open(default_cache_dir() + "/header", "a") as file:
+    file.write("compiled ")
 """
 
 
@@ -82,6 +90,16 @@ async def test_temporary_files_and_semaphores_are_removed_however_the_part_ends(
     async with asyncio.timeout(10):  # the semaphores of a killed guard's part: moments later
         while any(Path(name).exists() for name in (*left, Path(left[1]).parent)):
             await asyncio.sleep(0.02)
+
+
+async def test_what_torch_compiled_is_kept_for_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    command = [sys.executable, "-c", COMPILES]
+    for _ in range(2):
+        async with child("engine", command, log_path=tmp_path / "engine.log", has_own_temporary=True) as part:
+            assert await part.wait() == 0
+    (cache,) = tmp_path.glob("torchinductor_*")
+    assert (cache / "header").read_text() == "compiled compiled "
 
 
 async def test_a_dead_child_is_named_with_its_last_words(tmp_path: Path) -> None:

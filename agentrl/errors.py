@@ -6,6 +6,7 @@ AgentRLError
  |   +- MissingDependencyError   an optional package is not installed
  +- InfraError             a part failed: the episode is retried or dropped and counted, never scored
  |   +- EnvError           the environment's own code raised
+ |   |   +- ToolBroken         one of its tools did (ToolError instead is the model's mistake)
  |   +- SandboxError       the sandbox service failed (model code that fails is an observation instead)
  |   +- EngineError        the engine failed
  |   |   +- EngineGone        its process is gone, or the connection to it broke
@@ -73,6 +74,10 @@ class InfraError(AgentRLError):
 
 class EnvError(InfraError):
     """Environment code raised."""
+
+
+class ToolBroken(EnvError):
+    """A tool of the environment raised, or took too long."""
 
 
 class SandboxError(InfraError):

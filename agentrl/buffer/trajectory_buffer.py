@@ -115,6 +115,7 @@ class TrajectoryBuffer:
         self._num_issued = resumed.num_issued
         self._recent: deque[LearningSignal] = deque(maxlen=8 * self.num_slots)  # of the groups that finished last
         self._signal = LearningSignal()  # their sum
+        self._new_signal = LearningSignal()  # of those that finished since the last `pop_signal`
         self._num_useless = 0  # that finished since the last useful one
         self._dropped_lengths: list[int] = []
         # The learner may have made a step that was never committed because the orchestrator died.
@@ -149,6 +150,7 @@ class TrajectoryBuffer:
             self._land(group.group_id)
             signal = signal_of(group, needs_spread=self._drop_zero_variance)
             self._signal += signal
+            self._new_signal += signal
             if len(self._recent) == self._recent.maxlen:
                 self._signal -= self._recent[0]
             self._recent.append(signal)
@@ -226,6 +228,11 @@ class TrajectoryBuffer:
     def version(self) -> int:
         """The policy version in every engine."""
         return self._version
+
+    def pop_signal(self) -> LearningSignal:
+        """Of the groups that finished since the last call."""
+        signal, self._new_signal = self._new_signal, LearningSignal()
+        return signal
 
     def pop_dropped_lengths(self) -> list[int]:
         """Action tokens of each trajectory dropped as stale since the last call: stale groups tend to be long ones."""

@@ -9,7 +9,7 @@ from agentrl.check.limited import limiting
 from agentrl.check.made_up_calls import calling
 from agentrl.env import Env, attributed, checked_script, play_script
 from agentrl.env.agent_env import AgentEnv
-from agentrl.errors import EnvError
+from agentrl.errors import EnvError, ToolBroken
 from agentrl.types import Message, Task
 
 log = logging.getLogger(__name__)
@@ -43,9 +43,7 @@ async def rehearse(env_class: type[Env], make_env: Callable[[], Env], task: Task
     calls = [calling(spec) for spec in list(env_class.tools.values())[:MAX_CALLS]]
     try:
         await _played(make_env, task, [*calls, *answer])
-    except EnvError as error:
-        if "tool " not in str(error):
-            raise
+    except ToolBroken as error:
         log.warning(
             "with made-up arguments, %s. An episode in which this happens is played again and never scored: where the "
             "model's call is at fault, raise ToolError(text)",

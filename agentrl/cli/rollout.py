@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -16,13 +17,12 @@ Decode = Callable[[Sequence[int]], str]
 
 def decoder(config: Path, overrides: Sequence[str], *, model: str | None, tokenizer: str | None) -> Decode:
     """Decodes what `model`, or the config's, sampled. Raises ConfigError."""
+    from agentrl.api.playing import PlayOptions, Request
     from agentrl.tokens.tokenizer import load_tokenizer
-    from agentrl.training.model_folder import exported_weights
 
-    settings = configs.load(config, overrides)
-    is_folder = model is not None and not model.startswith(("http://", "https://"))
-    folder = exported_weights(model, out_dir=settings.out_dir) if model and is_folder else settings.model.path
-    return load_tokenizer(settings.model, tokenizer or folder).decode
+    options = PlayOptions(model=model, tokenizer=tokenizer)
+    played = Request.from_options(configs.load(config, overrides), options, environ=os.environ)
+    return load_tokenizer(played.config.model, played.tokenizer).decode
 
 
 def show_groups(groups: Sequence[TrajectoryGroup], *, whole: bool, decode: Decode | None) -> None:

@@ -34,8 +34,9 @@ def attributed(
     passing: type[Exception] | tuple[type[Exception], ...] = (),
     at: Callable[..., Any] | None = None,
     method: str = "",
+    error_type: type[EnvError] = EnvError,
 ) -> Iterator[None]:
-    """Turn failures inside into SandboxError if the sandbox service failed, else into EnvError with file and line.
+    """Turn failures inside into SandboxError if the sandbox service failed, else into `error_type` with file and line.
 
     Errors that are already attributed, cancellation, and the types in `passing` pass unchanged.
 
@@ -53,13 +54,13 @@ def attributed(
     except Exception as error:
         if passing and isinstance(error, passing):
             raise
-        kind = SandboxError if _is_sandbox_failure(error) else EnvError
+        kind = SandboxError if _is_sandbox_failure(error) else error_type
         place = places.in_brackets(places.raised_at(error) or places.defined_at(at))
         text = str(error) if len(str(error)) <= MAX_CHARACTERS else f"{str(error)[:MAX_CHARACTERS]}..."
         raise kind(f"{what}: {type(error).__name__}: {text}{advice(error, method)}{place}") from error
     except SystemExit as error:  # it would end the whole process
         place = places.in_brackets(places.raised_at(error))
-        raise EnvError(f"{what} called sys.exit({error.code!r}): raise an exception instead{place}") from error
+        raise error_type(f"{what} called sys.exit({error.code!r}): raise an exception instead{place}") from error
 
 
 def _is_sandbox_failure(error: Exception) -> bool:

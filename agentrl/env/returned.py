@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from numbers import Real
 from typing import Any, get_args
 
@@ -24,6 +25,8 @@ STEP_RETURNS = "`return StepResult([user(text)], reward=0.0, terminated=False, t
 SCORE_RETURNS = '`return {"correct": 1.0}`'
 _ROLES = get_args(Role)
 _MAX_SHOWN = 60
+_Place = Callable[[], str]
+"""`file:line`, found only for an error: it reads the source, and every step is checked."""
 
 
 def rows_of(env_class: type[Env], split: Split, *, data: str | None = None, seed: int | None = None) -> Iterator[Task]:
@@ -35,30 +38,34 @@ def rows_of(env_class: type[Env], split: Split, *, data: str | None = None, seed
         first = next(rows_of(Capitals, "test"))
     """
     what = f"{env_class.__name__}.tasks"
-    place = places.defined_at(env_class.tasks)
+    place = partial(places.defined_at, env_class.tasks)
     if inspect.isfunction(inspect.getattr_static(env_class, "tasks")):
-        raise EnvError(f"{what} is not a classmethod: write `@classmethod` above it{places.in_brackets(place)}")
+        raise EnvError(f"{what} is not a classmethod: write `@classmethod` above it{places.in_brackets(place())}")
     options = {"data": data} if seed is None else {"data": data, "seed": seed}
     with attributed(what, method="tasks", at=env_class.tasks):
         found: Any = env_class.tasks(split, **options)
     if inspect.isawaitable(found):
         if inspect.iscoroutine(found):
             found.close()
-        raise EnvError(f"{what} is `async`: write `def tasks`, without async{places.in_brackets(place)}")
+        raise EnvError(f"{what} is `async`: write `def tasks`, without async{places.in_brackets(place())}")
     if isinstance(found, str | Mapping) or not hasattr(found, "__iter__"):
         raise _wrong(what, found, f"return a list of tasks, or yield them: {TASK}", place)
     rows = iter(found)
+
+    def reached() -> str:
+        frame = getattr(rows, "gi_frame", None)
+        return (places.runs_in(frame) if frame is not None else "") or place()
+
     while True:
         with attributed(what, method="tasks", at=env_class.tasks):
             try:
                 row = next(rows)
             except StopIteration:
                 return
-        frame = getattr(rows, "gi_frame", None)
-        yield _checked_task(row, what, place if frame is None else places.runs_in(frame) or place)
+        yield _checked_task(row, what, reached)
 
 
-def _checked_task(row: Any, what: str, place: str) -> Task:
+def _checked_task(row: Any, what: str, place: _Place) -> Task:
     if not isinstance(row, Task):
         raise _wrong(what, row, f"a row is a {TASK}", place, verb="gave")
     for name, value, kinds, write in (
@@ -70,14 +77,14 @@ def _checked_task(row: Any, what: str, place: str) -> Task:
         if not isinstance(value, kinds):
             raise EnvError(
                 f"{what}: the {name} of task {_shown(row.id)} is {_described(value)}: write {write}"
-                f"{places.in_brackets(place)}"
+                f"{places.in_brackets(place())}"
             )
     try:
         msgspec.json.encode(row)
     except (TypeError, ValueError) as error:
         raise EnvError(
             f"{what}: task {_shown(row.id)} cannot be saved with its episodes: {error}. Hold text, numbers, lists and "
-            f"dicts in its metadata{places.in_brackets(place)}"
+            f"dicts in its metadata{places.in_brackets(place())}"
         ) from None
     return row
 
@@ -85,14 +92,14 @@ def _checked_task(row: Any, what: str, place: str) -> Task:
 def checked_opening(env: Env, returned: Any, task: Task) -> list[Message]:
     """The first messages of what `reset` returned. Raises EnvError."""
     inner = env.unwrapped
-    what, place = f"{type(inner).__name__}.reset", places.defined_at(type(inner).reset)
+    what, place = f"{type(inner).__name__}.reset", partial(places.defined_at, type(inner).reset)
     is_pair = isinstance(returned, tuple | list) and len(returned) == 2 and isinstance(returned[1], Mapping)
     if not is_pair or (isinstance(returned[0], Mapping)):
         raise _wrong(what, returned, f"write {RESET_RETURNS}", place)
     messages = _checked_messages(returned[0], what, place, RESET_RETURNS)
     if not messages:
         raise EnvError(
-            f"{what} of task {task.id} returned no message: write {RESET_RETURNS}{places.in_brackets(place)}"
+            f"{what} of task {task.id} returned no message: write {RESET_RETURNS}{places.in_brackets(place())}"
         )
     return messages
 
@@ -100,7 +107,7 @@ def checked_opening(env: Env, returned: Any, task: Task) -> list[Message]:
 def checked_step(env: Env, returned: Any) -> StepResult:
     """What `step` returned as a StepResult. Raises EnvError."""
     inner = env.unwrapped
-    what, place = f"{type(inner).__name__}.step", places.defined_at(type(inner).step)
+    what, place = f"{type(inner).__name__}.step", partial(places.defined_at, type(inner).step)
     if not isinstance(returned, tuple | list) or len(returned) != 5:
         raise _wrong(what, returned, f"write {STEP_RETURNS}", place)
     observation, reward, terminated, truncated, info = returned
@@ -108,13 +115,13 @@ def checked_step(env: Env, returned: Any) -> StepResult:
     if not isinstance(reward, Real):
         raise _wrong(f"{what}: its reward", reward, "return a number", place, verb="is")
     if not math.isfinite(reward):
-        raise EnvError(f"{what} returned reward {reward}: it must be finite{places.in_brackets(place)}")
+        raise EnvError(f"{what} returned reward {reward}: it must be finite{places.in_brackets(place())}")
     if not isinstance(info, Mapping):
         raise _wrong(f"{what}: its info", info, "return a dict, such as {}", place, verb="is")
     if not (terminated or truncated or messages):
         raise EnvError(
             f"{what} returned no observation, but did not end the episode: return a message, or terminated=True"
-            f"{places.in_brackets(place)}"
+            f"{places.in_brackets(place())}"
         )
     return StepResult(messages, float(reward), bool(terminated), bool(truncated), dict(info))
 
@@ -122,7 +129,7 @@ def checked_step(env: Env, returned: Any) -> StepResult:
 def checked_rewards(env: Env, returned: Any) -> dict[str, float]:
     """The named rewards that `score` returned. Raises EnvError."""
     inner = env.unwrapped
-    what, place = f"{type(inner).__name__}.score", places.defined_at(type(inner).score)
+    what, place = f"{type(inner).__name__}.score", partial(places.defined_at, type(inner).score)
     known = sorted(env.reward_weights)
     if not isinstance(returned, Mapping):
         raise _wrong(what, returned, f"return a dict of named rewards: {SCORE_RETURNS}", place)
@@ -131,17 +138,17 @@ def checked_rewards(env: Env, returned: Any) -> dict[str, float]:
             raise EnvError(
                 f"{what} returned {key!r}, which reward_weights does not name: {known}. Write in the class "
                 f"`reward_weights = {{{', '.join(f'{name!r}: 1.0' for name in [*known, key])}}}`"
-                f"{places.in_brackets(place)}"
+                f"{places.in_brackets(place())}"
             )
         if not isinstance(value, Real):
             raise _wrong(f"{what}: the reward {key!r}", value, "return a number", place, verb="is")
         if not math.isfinite(value):
-            raise EnvError(f"{what} returned {key}={value}: it must be finite{places.in_brackets(place)}")
+            raise EnvError(f"{what} returned {key}={value}: it must be finite{places.in_brackets(place())}")
     missing = sorted(env.reward_weights.keys() - returned.keys() - {STEP_REWARD})
     if missing and type(inner).score is not Env.score:
         raise EnvError(
             f"{what} did not return {missing}, which reward_weights names: return each of {known} for every episode"
-            f"{places.in_brackets(place)}"
+            f"{places.in_brackets(place())}"
         )
     return {key: float(value) for key, value in returned.items()}
 
@@ -151,7 +158,7 @@ def checked_script(env_class: type[Env], task: Task, **options: Any) -> tuple[Me
 
     Raises EnvError.
     """
-    what, place = f"{env_class.__name__}.demonstrations", places.defined_at(env_class.demonstrations)
+    what, place = f"{env_class.__name__}.demonstrations", partial(places.defined_at, env_class.demonstrations)
     with attributed(f"{what} of task {task.id}", method="demonstrations", at=env_class.demonstrations):
         script: Any = env_class.demonstrations(task, **options)
     if script is None:
@@ -159,7 +166,7 @@ def checked_script(env_class: type[Env], task: Task, **options: Any) -> tuple[Me
     return tuple(_checked_messages(script, what, place, '`[Message(role="assistant", content="text")]`'))
 
 
-def _checked_messages(messages: Any, what: str, place: str, write: str) -> list[Message]:
+def _checked_messages(messages: Any, what: str, place: _Place, write: str) -> list[Message]:
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         raise _wrong(f"{what}: its messages", messages, f"write {write}", place, verb="are")
     for message in messages:
@@ -172,8 +179,8 @@ def _checked_messages(messages: Any, what: str, place: str, write: str) -> list[
     return list(messages)
 
 
-def _wrong(what: str, value: Any, write: str, place: str, *, verb: str = "returned") -> EnvError:
-    return EnvError(f"{what} {verb} {_described(value)}: {write}{places.in_brackets(place)}")
+def _wrong(what: str, value: Any, write: str, place: _Place, *, verb: str = "returned") -> EnvError:
+    return EnvError(f"{what} {verb} {_described(value)}: {write}{places.in_brackets(place())}")
 
 
 def _described(value: Any) -> str:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from agentrl.env import places
 from agentrl.env.attribution import attributed
 from agentrl.env.base import Action, Env, StepResult
-from agentrl.errors import ConfigError, EnvError
+from agentrl.errors import ConfigError, ToolBroken
 from agentrl.tools import ToolError, ToolSpec, collect_tools
 from agentrl.types import Message, Task, ToolCall
 
@@ -76,14 +76,15 @@ class ToolEnv(Env):
 
     async def _run(self, spec: ToolSpec, arguments: dict[str, Any]) -> str:
         deadline = asyncio.timeout(self.tool_timeout_s)
+        method = getattr(self, spec.name, None)
         try:
-            with attributed(f"tool {spec.name}", passing=(ToolError, TimeoutError), at=getattr(self, spec.name, None)):
+            with attributed(f"tool {spec.name}", passing=(ToolError, TimeoutError), at=method, error_type=ToolBroken):
                 async with deadline:
                     return await spec.call(self, arguments, private=self.private)
         except TimeoutError as error:
             late = f"took more than {self.tool_timeout_s:g} s" if deadline.expired() else f"TimeoutError: {error}"
-            place = places.raised_at(error) or places.defined_at(getattr(self, spec.name, None))
-            raise EnvError(f"tool {spec.name}: {late}{places.in_brackets(place)}") from error
+            place = places.raised_at(error) or places.defined_at(method)
+            raise ToolBroken(f"tool {spec.name}: {late}{places.in_brackets(place)}") from error
 
     async def private(self, kind: type) -> Any:
         """The episode's object for a private argument: its task, or an interpreter that is opened on first use.

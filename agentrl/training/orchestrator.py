@@ -158,7 +158,7 @@ class Orchestrator:
         await session.finish()
         await self._evaluate(version)
         await self._exported(session)
-        values = {"run/overlap": session.overlap, "run/train_s": train_s, **loop.pop_signal().metrics()}
+        values = {"run/overlap": session.overlap, "run/train_s": train_s, **parts.buffer.pop_signal().metrics()}
         self._metrics.log("event", version, values)
         evaluations = self._journal.evaluations()
         return Summary(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 from agentrl.buffer.ess_guard import EssGuard
@@ -21,13 +21,12 @@ from agentrl.engine.metered import MeteredEngine
 from agentrl.engine.vllm_server import publication_timeout_s
 from agentrl.env.canary import Canaries
 from agentrl.errors import NoLearningSignal, raise_first
-from agentrl.report.learning_signal import LearningSignal, signal_of, total
 from agentrl.report.metrics import rollout_metrics
 from agentrl.report.observer import StepReport
 from agentrl.supervision.wait_graph import Gauges, WaitGraph
 from agentrl.training.learner_api import LearnerSession
 from agentrl.training.rollout_loop import RolloutLoop, VersionedTaskSource
-from agentrl.types import Batch, StepOutput, TrajectoryGroup
+from agentrl.types import Batch, StepOutput
 
 log = logging.getLogger(__name__)
 
@@ -127,10 +126,6 @@ class TrainingLoop:
     def train_s(self) -> float:
         """Seconds spent training, including those before a resume."""
         return time.monotonic() - self._started
-
-    def pop_signal(self) -> LearningSignal:
-        """Of the groups that finished since the last step."""
-        return self._signal(self._parts.rollouts.pop_finished())
 
     async def run(self) -> str:
         """Make every step. Returns why it ended early, or an empty text. Raises the error that ended it otherwise."""
@@ -235,9 +230,6 @@ class TrainingLoop:
         state = StepState(ess_guard=parts.ess_guard.state_dict(), train_s=self.train_s)
         parts.journal.step_made(made.step, state, resumable_from=made.output.resumable_from)
 
-    def _signal(self, groups: Iterable[TrajectoryGroup]) -> LearningSignal:
-        return total(signal_of(group, needs_spread=self._config.algorithm.needs_spread) for group in groups)
-
     def _mark(self) -> _Mark:
         engine = self._parts.engine
         return _Mark(at_s=time.monotonic(), num_tokens=engine.num_tokens, busy_s=engine.busy.seconds)
@@ -265,11 +257,11 @@ class TrainingLoop:
     def _metrics(self, batch: Batch, output: StepOutput, timing: Mapping[str, float]) -> dict[str, float]:
         parts, ledger = self._parts, self._parts.buffer.ledger()
         assert ledger.balanced(), ledger
-        update, finished = parts.session.last_update, parts.rollouts.pop_finished()
+        update = parts.session.last_update
         values = {
             **output.metrics,
-            **rollout_metrics(finished or batch.groups),
-            **self._signal(finished).metrics(),
+            **rollout_metrics(parts.rollouts.pop_finished() or batch.groups),
+            **parts.buffer.pop_signal().metrics(),
             **{f"ledger/{name}": float(getattr(ledger, name)) for name in ledger.__slots__},
             "buffer/ready_groups": float(ledger.ready),
             "buffer/in_flight_groups": float(ledger.in_flight),

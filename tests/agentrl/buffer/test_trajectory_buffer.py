@@ -146,6 +146,7 @@ async def test_a_run_whose_outcome_depends_on_the_task_is_not_told_that_nothing_
     with pytest.raises(NoLearningSignal, match=r"50 % of those .* 50 % by none \(mean reward 0.50\)"):
         await buffer.take()
     assert buffer.signal.useful_share == 0
+    assert (buffer.pop_signal().groups, buffer.pop_signal().groups) == (12, 0)  # each is counted once
 
 
 async def test_failed_group_frees_its_slot() -> None:

@@ -185,7 +185,7 @@ async def test_a_good_environment_passes_and_reports_progress() -> None:
         (SwallowsCancel, "clean-up", "swallowed"),
         (NeverCloses, "one turn", r"NeverCloses.close: RuntimeError: stuck \(\S*test_check_env.py:\d+\)"),
         (SwallowsOpening, "clean-up", r"swallowed the cancellation \(cancelled at await 2 of 7"),
-        (FailsWhenCancelled, "clean-up", "came out as EnvError: tool echo: OSError"),
+        (FailsWhenCancelled, "clean-up", "came out as ToolBroken: tool echo: OSError"),
         (AnswersForTheModel, "one turn", r"step answered as \['assistant'\]"),
         (HandWrittenSchema, "tools", "the parameters of echo are not a JSON schema: 'words'"),
         (NamelessTool, "tools", "'say it' is not a name"),

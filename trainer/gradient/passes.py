@@ -54,12 +54,9 @@ class Passes:
         recorder = self._recorder(pack, is_split=False, sums=self._sums if members else None)
         with recording(self._model, recorder):
             logprob_N = self._score(members, pack, recorder)
-            seeds = []
             for one in members:
                 weigh(one)
-                seed_N = one.used.weight_N * ((one.advantage or 0.0) / (one.length * num_episodes))
-                seeds.append(seed_N if bool(seed_N.isfinite().all()) else torch.zeros_like(seed_N))
-            _backward(logprob_N, seeds)
+            _backward(logprob_N, [one.seed_N(num_episodes) for one in members])
 
     def with_norms(self, members: Sequence[ScoredTrajectory], weigh: Weigh, *, num_episodes: int) -> None:
         """The same for one weight per trajectory; also its score norm, and scores += w_i / (s B L_i) score_i."""
@@ -119,7 +116,7 @@ class Passes:
             logprob_N, entropy_N, sum_pi2_N = scores_N3.unbind(dim=1)
             one.log_ratio_N = logprob_N - one.tensors.behavior_logprob_N
             one.logit_norm2_N = baselines.logit_norm2(logprob_N, sum_pi2_N)
-            one.entropy_sum = float(entropy_N.sum())
+            one.entropy_N = entropy_N
         return scores.logprob_N
 
 

@@ -39,7 +39,7 @@ class ScoredTrajectory:
     length: float  # L / c, by which its summed score is divided
     log_ratio_N: Tensor = field(default_factory=lambda: _NOTHING)  # float64, log pi - log mu, on the CPU
     logit_norm2_N: Tensor = field(default_factory=lambda: _NOTHING)  # float64, see baselines.logit_norm2
-    entropy_sum: float = 0.0
+    entropy_N: Tensor = field(default_factory=lambda: _NOTHING)  # float64, nats, on the CPU
     weights: MemberWeights | None = None
     score_norm: float = 0.0  # of its score / length
 
@@ -58,6 +58,11 @@ class ScoredTrajectory:
     def weight(self) -> float:
         """The weight in use: the mean over its tokens' weights; 1 without action tokens."""
         return float(self.used.weight_N.mean()) if self.tensors.num_actions else 1.0
+
+    def seed_N(self, num_episodes: int) -> Tensor:
+        """d objective / d log pi_t of each action token, w_t A / (B L); zeros where a number is not finite. float64"""
+        seed_N = self.used.weight_N * ((self.advantage or 0.0) / (self.length * num_episodes))
+        return seed_N if bool(seed_N.isfinite().all()) else torch.zeros_like(seed_N)
 
     def member(self) -> Member:
         """What objectives that look at the whole batch are given."""
@@ -88,7 +93,7 @@ class ScoredTrajectory:
             num_tokens=len(trajectory.token_ids()),
             num_action_tokens=tensors.num_actions,
             kl_sum=float(ratios.behavior_kl(self.log_ratio_N).sum()),
-            entropy_sum=self.entropy_sum,
+            entropy_sum=float(self.entropy_N.sum()),
             num_parity_tokens=len(error_N),
             parity_sum=float(error_N.sum()),
             parity_max=float(error_N.max()) if len(error_N) else 0.0,

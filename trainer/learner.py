@@ -14,21 +14,18 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from agentrl.config import Config
 from agentrl.errors import LearnerError, StaleTrajectoryError
 from agentrl.types import Batch, StepOutput, TrajectoryGroup
 from trainer import diagnostics, packing, ranks, startup_proof
 from trainer.deepspeed_settings import set_rates, start_engine
-from trainer.gradient import handoff
 from trainer.gradient.logprobs import score
 from trainer.gradient.norms import total_norm
-from trainer.gradient.step_gradient import Estimator
+from trainer.gradient.roads import OnePass, Road
 from trainer.model import checkpoint_layers, load_model
 from trainer.objective import vcpo
 from trainer.packing import ActionTensors, share_of_rank
-from trainer.ranks import whole_shape
 from trainer.split_variance import SplitVariance
 from trainer.step_stats import GroupStats
 
@@ -75,9 +72,7 @@ class Learner:
         startup_proof.prepare(self.model)
         self.engine = start_engine(self.model, config)
         """DeepSpeed's engine, which holds the weights and the optimizer."""
-        self._estimator = Estimator(
-            self.model, config.algorithm, pack_tokens=config.learner.pack_tokens, gather=ranks.gather
-        )
+        self._road: Road = OnePass(self.model, self.engine, config)
         self._split_variance = SplitVariance(
             self.model,
             config.algorithm,
@@ -86,7 +81,6 @@ class Learner:
             gather=ranks.gather,
             reduce=ranks.add_up,
         )
-        self._log_cost_of_exact_norms()
         self._rho_base = vcpo.RhoBase(config.algorithm.rho_base)
         self._skipped_steps = 0
         self._broken_in_a_row = 0
@@ -109,12 +103,12 @@ class Learner:
         groups = self._estimate(batch)
         metrics = diagnostics.counts(groups) | diagnostics.policy(groups) | self._weight_metrics(groups)
         rho, update = _rho(groups), None
-        broken = _refusals(groups) or ranks.gather(_overflow(self._estimator.sums.total), str)
+        broken = _refusals(groups) or ranks.gather(self._road.non_finite(), str)
         self._end_if_broken_for_good(broken)
         reasons = broken or _too_few(rho, self.config.algorithm.refuse_below)
         if reasons or rho is None:
             self._skipped_steps += 1
-            handoff.discard(self.engine)
+            self._road.discard()
             log.warning("step %d refused, weights kept: %s", self.policy_version + 1, "; ".join(reasons[:5]))
         else:
             metrics |= self._measured_variance(batch)  # under the weights with which the batch was scored
@@ -197,26 +191,15 @@ class Learner:
                 raise LearnerError(f"trajectory {trajectory.id} has tokens of the future version {newest}")
 
     def _estimate(self, batch: Batch) -> list[GroupStats]:
-        """Leave this rank's share of the gradient in the estimator's sums. Statistics of all ranks' groups."""
+        """Leave this rank's share of the gradient in the road. Statistics of all ranks' groups."""
         return ranks.gather(
-            self._estimator.estimate(
+            self._road.estimate(
                 _own_share(batch.groups),
                 policy_version=self.policy_version,
                 num_episodes=batch.num_episodes,
             ),
             GroupStats,
         )
-
-    def _log_cost_of_exact_norms(self) -> None:
-        """If memory is short enough to divide or offload weights: the sums are whole on every rank in any stage."""
-        settings, sums = self.config.learner, self._estimator.sums
-        if sums.has_scores and (settings.zero_stage == 3 or settings.offload_optimizer):
-            sum_bytes = 4 * sum(whole_shape(weight).numel() for weight in sums.parameters)
-            log.info(
-                "exact norms: every rank holds two float32 sums of %.3g GB each while it estimates a gradient; with "
-                "algorithm.baseline_norms=proxy it is one",
-                sum_bytes / 1e9,
-            )
 
     def _weight_metrics(self, groups: list[GroupStats]) -> dict[str, float]:
         algorithm = self.config.algorithm
@@ -234,7 +217,7 @@ class Learner:
         """Hand the gradient to DeepSpeed and make the step at its scaled learning rate."""
         rho_base = self._rho_base.observe(rho, max_lag=max_lag)
         scale = vcpo.step_scale(rho, rho_base, self.config.algorithm.step_scale)
-        handoff.hand_over(self.engine, self._estimator.sums, factor=-float(ranks.count()))
+        self._road.hand_over()
         own_norm = self._reduced_norm()
         with _scaled_rate(self.engine.optimizer.param_groups, scale):
             self.engine.step()
@@ -257,7 +240,7 @@ class Learner:
 
     def _reduced_norm(self) -> float:
         """Norm of the parameters' own gradients, which DeepSpeed reduces in stage 0 with float32, reporting no norm."""
-        present = [parameter.grad for parameter in self._estimator.parameters if parameter.grad is not None]
+        present = [parameter.grad for parameter in self._road.parameters if parameter.grad is not None]
         return float(total_norm(present))
 
 
@@ -310,8 +293,3 @@ def _too_few(rho: float | None, refuse_below: float | None) -> list[str]:
     if rho is None or refuse_below is None or rho >= refuse_below:
         return []
     return [f"ESS ratio {rho:.3g} is below algorithm.refuse_below={refuse_below:g}"]
-
-
-def _overflow(gradients: Sequence[Tensor]) -> list[str]:
-    """The reason to refuse the step because this rank's sum is not finite; else empty."""
-    return [] if math.isfinite(float(total_norm(gradients))) else ["the summed gradient overflows"]

@@ -21,7 +21,7 @@ ORDER = (
 )
 GRADIENT_ORDER = (
     *("norms", "sums", "recorder", "recorded_modules", "attention", "logprobs", "scored", "passes", "step_gradient"),
-    "handoff",
+    *("handoff", "roads"),
 )
 
 

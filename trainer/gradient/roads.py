@@ -1,0 +1,115 @@
+"""How a step's gradient is made and given to DeepSpeed: the protocol that `Learner` uses, and the road by sums.
+
+A road owns everything between the batch's groups and DeepSpeed's gradients. The learner decides only whether the step
+is made. Independent of learning rates, batches and metrics.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from agentrl.config import Config
+from agentrl.types import TrajectoryGroup
+from trainer import ranks
+from trainer.gradient import handoff
+from trainer.gradient.norms import total_norm
+from trainer.gradient.step_gradient import Estimator
+from trainer.step_stats import GroupStats
+
+log = logging.getLogger(__name__)
+
+
+class Road(Protocol):
+    """One way to a step's gradient. Every rank makes the same calls, in this order.
+
+    Example::
+
+    stats = road.estimate(groups, policy_version=3, num_episodes=64)
+    if any rank's road.non_finite():
+        road.discard()
+    else:
+        road.hand_over()
+        engine.step()
+    """
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The trained parameters."""
+        ...
+
+    def estimate(
+        self, groups: Sequence[TrajectoryGroup], *, policy_version: int, num_episodes: int
+    ) -> list[GroupStats]:
+        """Make this rank's share of the gradient, with B = `num_episodes` over all ranks. One record per group.
+
+        NaN and infinities raise nothing here.
+        """
+        ...
+
+    def non_finite(self) -> list[str]:
+        """Why the gradient just estimated must not be used, as far as this rank sees it; empty where it is finite."""
+        ...
+
+    def hand_over(self) -> None:
+        """Leave the gradient in DeepSpeed, summed over ranks, so that `engine.step()` may follow."""
+        ...
+
+    def discard(self) -> None:
+        """Drop the gradient in place of `hand_over`: weights, optimizer and the next step are as if there were none."""
+        ...
+
+
+class OnePass:
+    """The road by sums: one recorded backward per pack into one or two float32 sums of the model's size.
+
+    Norms are exact. Recorded modules only (trainer/gradient/recorded_modules.py).
+
+    Example: see `Road`.
+    """
+
+    def __init__(self, model: Any, engine: Any, config: Config) -> None:
+        self._engine = engine
+        self._estimator = Estimator(
+            model, config.algorithm, pack_tokens=config.learner.pack_tokens, gather=ranks.gather
+        )
+        self._log_cost_of_exact_norms(config)
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The trained parameters."""
+        return self._estimator.parameters
+
+    def estimate(
+        self, groups: Sequence[TrajectoryGroup], *, policy_version: int, num_episodes: int
+    ) -> list[GroupStats]:
+        """Leave this rank's share of the gradient in the estimator's sums."""
+        return self._estimator.estimate(groups, policy_version=policy_version, num_episodes=num_episodes)
+
+    def non_finite(self) -> list[str]:
+        """Whether this rank's sum overflows."""
+        is_finite = math.isfinite(float(total_norm(self._estimator.sums.total)))
+        return [] if is_finite else ["the summed gradient overflows"]
+
+    def hand_over(self) -> None:
+        """Give every parameter's sum away inside DeepSpeed's own backward."""
+        handoff.hand_over(self._engine, self._estimator.sums, factor=-float(ranks.count()))
+
+    def discard(self) -> None:
+        """The next step's sums start with zeros."""
+        handoff.discard(self._engine)
+
+    def _log_cost_of_exact_norms(self, config: Config) -> None:
+        """If memory is short enough to divide or offload weights: the sums are whole on every rank in any stage."""
+        settings, sums = config.learner, self._estimator.sums
+        if sums.has_scores and (settings.zero_stage == 3 or settings.offload_optimizer):
+            sum_bytes = 4 * sum(ranks.whole_shape(weight).numel() for weight in sums.parameters)
+            log.info(
+                "exact norms: every rank holds two float32 sums of %.3g GB each while it estimates a gradient; with "
+                "algorithm.baseline_norms=proxy it is one",
+                sum_bytes / 1e9,
+            )

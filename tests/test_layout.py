@@ -47,6 +47,7 @@ SMALL_FILES = {
     "sandbox/backends/unsafe.py": "one backend, one file",
     "trainer/gradient/handoff.py": "the only code that feeds DeepSpeed's backward",
     "trainer/gpu_report/__main__.py": "the command of one cell",
+    "trainer/schedules.py": "pure functions of the step's number, independent of DeepSpeed",
 }
 PACKAGE_NAMES = [name for name, path in MODULES.items() if path.name == "__init__.py"]
 

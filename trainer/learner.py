@@ -26,6 +26,7 @@ from trainer.gradient.roads import OnePass, Road
 from trainer.model import checkpoint_layers, load_model
 from trainer.objective import vcpo
 from trainer.packing import ActionTensors, share_of_rank
+from trainer.schedules import rate_factor
 from trainer.split_variance import SplitVariance
 from trainer.step_stats import GroupStats
 
@@ -39,8 +40,8 @@ MAX_BROKEN = 10
 class _Update:
     """How one step changed the weights."""
 
-    lr: float
-    lr_scale: float
+    lr: float  # in use: after the schedule and lr_scale
+    lr_scale: float  # from the ESS ratio
     rho_base: float
     grad_norm: float  # before clipping
 
@@ -219,10 +220,11 @@ class Learner:
         scale = vcpo.step_scale(rho, rho_base, self.config.algorithm.step_scale)
         self._road.hand_over()
         own_norm = self._reduced_norm()
-        with _scaled_rate(self.engine.optimizer.param_groups, scale):
+        rate = scale * rate_factor(self.policy_version, self.config.learner, num_steps=self.config.train.steps)
+        with _scaled_rate(self.engine.optimizer.param_groups, rate):
             self.engine.step()
         return _Update(
-            lr=self.config.learner.lr * scale,
+            lr=self.config.learner.lr * rate,
             lr_scale=scale,
             rho_base=rho_base,
             grad_norm=float(self.engine.get_global_grad_norm() or own_norm),

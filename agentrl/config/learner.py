@@ -6,7 +6,18 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from agentrl.config.section import Section
+from agentrl.config.section import Choices, Section
+
+Schedule = Annotated[
+    Literal["constant", "linear", "cosine"],
+    Choices(
+        {
+            "constant": "the full rate after the warm-up",
+            "linear": "falls in equal steps to 0 at train.steps",
+            "cosine": "falls along half a cosine to 0 at train.steps",
+        }
+    ),
+]
 
 
 class LearnerConfig(Section):
@@ -18,7 +29,11 @@ class LearnerConfig(Section):
     """
 
     lr: PositiveFloat = 1e-6
-    """Learning rate of AdamW."""
+    """Learning rate of AdamW: the highest one of the schedule. algorithm.step_scale multiplies it further."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """First steps, in which the learning rate rises in equal steps: step n of these has n / warmup_steps of it."""
+    schedule: Schedule = "constant"
+    """The learning rate after the warm-up. It depends on the step's number, so a resumed run continues it."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Decoupled weight decay of AdamW."""
     betas: tuple[float, float] = (0.9, 0.999)

@@ -28,6 +28,8 @@ SYNONYMS: Mapping[str, Sequence[str]] = MappingProxyType(
             (("env.train_data",), "dataset dataset_name data_path train_file train_files prompt_data"),
             (("env.eval_data",), "eval_dataset val_file val_files test_file eval_file"),
             (("learner.lr",), "learning_rate actor_learning_rate"),
+            (("learner.schedule",), "lr_scheduler_type lr_scheduler lr_schedule lr_decay_style"),
+            (("learner.warmup_steps",), "lr_warmup_steps num_warmup_steps warmup_ratio lr_warmup_ratio warmup"),
             (("learner.grad_clip",), "max_grad_norm max_norm gradient_clip gradient_clipping clip_grad"),
             (("learner.betas",), "adam_beta1 adam_beta2 adam_betas"),
             (("learner.zero_stage",), "deepspeed_stage zero"),
@@ -71,13 +73,7 @@ _NO_KL = (
     "one that sampled"
 )
 ABSENT: Mapping[str, str] = MappingProxyType(
-    {
-        **dict.fromkeys(["beta", "kl_coef", "init_kl_coef", "kl_loss_coef", "use_kl_loss", "kl_beta"], _NO_KL),
-        **dict.fromkeys(
-            ["lr_scheduler_type", "lr_scheduler", "warmup_ratio", "warmup_steps", "lr_warmup_steps"],
-            "the learning rate has no schedule: it is learner.lr times algorithm.step_scale",
-        ),
-    }
+    dict.fromkeys(["beta", "kl_coef", "init_kl_coef", "kl_loss_coef", "use_kl_loss", "kl_beta"], _NO_KL)
 )
 """Names for what agentrl does not have -> a sentence that says so."""
 
@@ -128,8 +124,8 @@ def absent(name: str) -> str:
     """A sentence for a name of what agentrl does not have; else empty.
 
     Example:
-        >>> absent("--warmup-ratio")
-        'the learning rate has no schedule: it is learner.lr times algorithm.step_scale'
+        >>> absent("--kl-coef").partition(":")[0]
+        'there is no KL penalty and no reference model'
     """
     return ABSENT.get(name.rpartition(".")[2].strip("-").replace("-", "_"), "")
 

@@ -292,6 +292,11 @@ class Config(Section):
                 f"{str(self.algorithm.normalize_by_std).lower()} need rollout.group_size >= 2; for single episodes set "
                 "algorithm.preset=reinforce"
             )
+        if self.learner.warmup_steps >= self.train.steps:
+            raise ValueError(
+                f"learner.warmup_steps={self.learner.warmup_steps} must be below train.steps={self.train.steps}: the "
+                "run would end before its learning rate is reached"
+            )
         if self.rollout.max_turn_tokens >= self.rollout.max_context:
             raise ValueError(
                 f"rollout.max_turn_tokens={self.rollout.max_turn_tokens} must be smaller than rollout.max_context="

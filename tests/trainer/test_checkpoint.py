@@ -28,6 +28,7 @@ from trainer import checkpoint, deepspeed_settings, whole_folder
 from trainer.learner import Learner
 
 SETTINGS = {"lr": 1e-3, "grad_clip": 0.05, "weight_decay": 0.01}
+SCHEDULE = {"warmup_steps": 3, "schedule": "cosine"}
 
 
 def steps(learner: Learner, groups: list[Any], first: int, end: int) -> None:
@@ -53,8 +54,9 @@ def test_going_on_from_a_checkpoint_is_bit_identical_to_never_having_stopped(
 ) -> None:
     monkeypatch.setattr(deepspeed_settings, "deepspeed_config", deepspeed_settings.deepspeed_config)
     divide_small_weights()
-    settings = {**SETTINGS, "zero_stage": zero_stage, "offload_optimizer": offload}
+    settings = {**SETTINGS, "zero_stage": zero_stage, "offload_optimizer": offload, **SCHEDULE}
     sections: dict[str, Any] = {"dtype": dtype, "learner": settings, "algorithm": {"rho_base": "auto"}}
+    sections["train"] = {"steps": 5}
     groups = mixed_groups(tiny_model)
     whole = Learner(config(tiny_model_dir, **sections))
     steps(whole, groups, 0, 2)

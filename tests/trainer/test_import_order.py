@@ -16,7 +16,7 @@ ORDER = (
         "split_variance",
         "diagnostics",
     ),
-    *("lora", "model", "startup_proof", "weights", "deepspeed_settings", "learner", "checkpoint"),
+    *("lora", "model", "startup_proof", "weights", "deepspeed_settings", "schedules", "learner", "checkpoint"),
     *("orchestrator_client", "loop", "warmstart", "plan", "gpu_report", "__main__"),
 )
 GRADIENT_ORDER = (

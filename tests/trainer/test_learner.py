@@ -96,6 +96,28 @@ def test_weights_divided_by_zero_3_make_the_same_steps(
     assert float((ours - theirs).norm() / theirs.norm()) < 1e-5
 
 
+def test_the_schedule_multiplies_the_rate_beside_the_ess_ratio(tiny_model_dir: Path, tiny_model: Any) -> None:
+    settings = {"lr": LR, "warmup_steps": 2, "schedule": "linear"}
+    learner, groups = Learner(config(tiny_model_dir, learner=settings, train={"steps": 4})), mixed_groups(tiny_model)
+    used = []
+    for version in range(4):
+        metrics = learner.step(batch(groups, version=version, max_lag=4)).metrics
+        assert metrics["learner/lr_scale"] == pytest.approx(metrics["learner/ess_ratio"] ** 0.5)
+        used.append(metrics["learner/lr"] / metrics["learner/lr_scale"])
+        assert learner.engine.optimizer.param_groups[0]["lr"] == LR
+    assert used == pytest.approx([LR / 2, LR, LR, LR / 2])
+
+
+def test_a_step_of_half_the_rate_moves_the_weights_half_as_far(tiny_model_dir: Path, tiny_model: Any) -> None:
+    moved = []
+    for warmup_steps in (0, 2):
+        learner = Learner(config(tiny_model_dir, learner={"lr": LR, "warmup_steps": warmup_steps}))
+        before = weights_of(learner.model)
+        learner.step(batch(mixed_groups(tiny_model)))
+        moved.append(float((weights_of(learner.model) - before).norm()))
+    assert moved[1] == pytest.approx(moved[0] / 2, rel=1e-3)
+
+
 def plain_norm(model: Any, groups: list[TrajectoryGroup]) -> float:
     estimator = Estimator(model, config(Path()).algorithm)
     estimator.estimate(groups, policy_version=0, num_episodes=12)

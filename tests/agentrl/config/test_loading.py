@@ -56,6 +56,7 @@ def test_all_problems_are_named_with_their_places(tmp_path: Path) -> None:
     [
         ("rollout.group_size=1", ("algorithm.baseline=opob_safe", "rollout.group_size")),
         ("rollout.max_turn_tokens=4096", ("rollout.max_turn_tokens=4096", "rollout.max_context=2048")),
+        ("learner.warmup_steps=100", ("learner.warmup_steps=100", "train.steps=100")),
         ("rollout.temperature=0.5", ("rollout.temperature=0.5", "eval.temperature")),
         ("engine.sleep_while_training=true", ("engine.sleep_while_training", "rollout.max_lag=2")),
         ("engine.url=[]", ("engine: url is an empty list",)),

@@ -109,6 +109,7 @@ class _Head(torch.autograd.Function):
             grad_CV = grad_CV.to(hidden_ND.dtype)
             grad_ND[at] = grad_CV @ ctx.head.weight
             pieces.add(at, grad_CV, hidden_ND[at])
+        pieces.close()
         return grad_ND, None, None, None, None
 
 
@@ -169,6 +170,11 @@ class _HeadPieces:
             if end < recorder.action_bounds[self._segment + 1]:
                 return
             self._finish()
+
+    def close(self) -> None:
+        """There are no more chunks."""
+        if self._index is not None:
+            self._recorder.head_is_complete(self._index)
 
     def _grow(self, grad_CV: Tensor, hidden_CD: Tensor) -> None:
         if self._piece is None:

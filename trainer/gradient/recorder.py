@@ -92,9 +92,10 @@ class Recorder:
             return
         if not self.has_norms:
             self._sums.add_product(index, grad_SO, input_SI)
-            return
-        for segment, (start, end) in enumerate(itertools.pairwise(self.bounds)):
-            self.piece(index, segment, product(grad_SO[start:end], input_SI[start:end]))
+        else:
+            for segment, (start, end) in enumerate(itertools.pairwise(self.bounds)):
+                self.piece(index, segment, product(grad_SO[start:end], input_SI[start:end]))
+        self._sums.finish(index)
 
     def piece(self, index: int, segment: int, piece: Tensor) -> None:
         """One parameter's whole gradient from one segment. float32"""
@@ -118,6 +119,7 @@ class Recorder:
             self._vector_norm2.append(piece_nD.double().square().sum(dim=1))
         if index is not None and self._sums is not None:
             self._sums.add_weighted(index, piece_nD, coefficient_n=self.coefficient_n, score_n=self.score_n)
+            self._sums.finish(index)
 
     def whole(self, index: int, grad_CV: Tensor, hidden_CD: Tensor) -> None:
         """One chunk of the head's gradient in a plain backward."""
@@ -132,6 +134,11 @@ class Recorder:
         if index == self._tied_index:
             self._head_rows[segment] = piece_VD[torch.unique(ids)]
         self.piece(index, segment, piece_VD)
+
+    def head_is_complete(self, index: int) -> None:
+        """Every chunk of the head's gradient was passed to `whole` or `head`."""
+        assert self._sums is not None
+        self._sums.finish(index)
 
     def embedding(self, weight: Tensor, ids_S: Tensor, grad_SD: Tensor, padding_id: int | None) -> None:
         """Pieces of an embedding look-up. Where the head shares the weight, |a + b|^2 has the cross term 2 <a, b>."""
@@ -150,3 +157,4 @@ class Recorder:
             self._sums.add_rows(
                 index, ids_U, piece_UD, coefficient=self.coefficient_n[segment], score=self.score_n[segment]
             )
+        self._sums.finish(index)

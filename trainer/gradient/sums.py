@@ -87,6 +87,9 @@ class GradientSums:
         if any(score_n):
             self._scores[index].add_(scores_D)
 
+    def finish(self, index: int) -> None:
+        """Every piece that one module of this pass makes of the parameter has arrived. Here it changes nothing."""
+
     def close_group(self, shift: float) -> None:
         """Move the group's baseline by `shift`: total -= shift * scores. The next group starts with zero scores."""
         for index, (total, scores) in enumerate(zip(self.total, self._scores, strict=True)):
@@ -116,9 +119,12 @@ class GradientSums:
             self.total[index].add_(self._scores[index], alpha=before - ratio)
         self._ratios[index] = ratio
 
+    def _sum_shape(self, index: int) -> torch.Size:
+        return whole_shape(self.parameters[index])
+
     def _zeroed(self, present: list[Tensor]) -> list[Tensor]:
-        """Zeros in each parameter's whole shape, in the present tensors' memory where they fit."""
-        shapes = [whole_shape(parameter) for parameter in self.parameters]
+        """Zeros in the shape of each parameter's sum, in the present tensors' memory where they fit."""
+        shapes = [self._sum_shape(index) for index in range(len(self.parameters))]
         present = present or [torch.empty(0)] * len(shapes)
         return [
             tensor.zero_()
@@ -126,6 +132,36 @@ class GradientSums:
             else torch.zeros(shape, dtype=torch.float32, device=parameter.device)
             for tensor, shape, parameter in zip(present, shapes, self.parameters, strict=True)
         ]
+
+
+class NoSums(GradientSums):
+    """Keeps nothing: a backward whose pieces go here measures score norms only.
+
+    >>> sums = NoSums([torch.zeros(2)])
+    >>> sums.add(0, torch.ones(2), coefficient=0.5, score=1.0)
+    >>> sums.present
+    []
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        super().__init__(parameters, has_scores=False)
+
+    def reset(self) -> None:
+        """There is nothing to start."""
+
+    def add(self, index: int, piece: Tensor, *, coefficient: float, score: float) -> None:
+        """Drop the piece."""
+
+    def add_product(self, index: int, left_SO: Tensor, right_SI: Tensor) -> None:
+        """Drop the piece, which is not made."""
+
+    def add_rows(self, index: int, rows: Tensor, piece_UD: Tensor, *, coefficient: float, score: float) -> None:
+        """Drop the piece."""
+
+    def add_weighted(
+        self, index: int, piece_nD: Tensor, *, coefficient_n: Sequence[float], score_n: Sequence[float]
+    ) -> None:
+        """Drop the pieces."""
 
 
 def product(left_SO: Tensor, right_SI: Tensor) -> Tensor:

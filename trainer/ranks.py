@@ -117,6 +117,15 @@ def add_up(tensor: Tensor) -> None:
         distributed.all_reduce(tensor)
 
 
+def add_up_parts(whole: Tensor) -> Tensor:
+    """This rank's part of the sum of all ranks' vectors, which have as many equal parts as there are ranks."""
+    if count() == 1:
+        return whole
+    part = whole.new_empty(len(whole) // count())
+    distributed.reduce_scatter_tensor(part, whole)
+    return part
+
+
 def is_divided(parameter: Tensor) -> bool:
     """Whether ZeRO-3 divided the parameter among ranks."""
     return hasattr(parameter, "ds_shape")

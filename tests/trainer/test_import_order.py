@@ -20,7 +20,18 @@ ORDER = (
     *("orchestrator_client", "loop", "warmstart", "plan", "gpu_report", "__main__"),
 )
 GRADIENT_ORDER = (
-    *("norms", "sums", "recorder", "recorded_modules", "attention", "logprobs", "scored", "passes", "step_gradient"),
+    *(
+        "norms",
+        "sums",
+        "sharded_sums",
+        "recorder",
+        "recorded_modules",
+        "attention",
+        "logprobs",
+        "scored",
+        "passes",
+        "step_gradient",
+    ),
     *("handoff", "roads"),
 )
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from agentrl.config import Config
+from trainer import ranks
 
 REDUCE_BUCKET_ELEMENTS = 50_000_000
 
@@ -43,8 +44,7 @@ def start_engine(model: Any, config: Config) -> Any:
     import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    # Otherwise DeepSpeed compiles a shared-memory collective at start, which takes half a minute and needs a compiler.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    ranks.start_deepspeed()
     # The rate is 0 during initialization: in stage 0 with bfloat16 DeepSpeed makes a step of zero gradient by itself,
     # which would decay the weights. Its state is cleared below, since it would count in Adam's bias correction.
     optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], lr=0.0)

@@ -1,5 +1,9 @@
 """The learner's processes (ranks): joining them, collectives over small records, and weights that ZeRO-3 divides.
 
+With `learner.sequence_parallel` n, each n consecutive ranks are a sequence group: they compute the same trajectories,
+each rank a part of every pack's tokens (trainer/gradient/sequence.py). Groups share the step's work as ranks otherwise
+do.
+
 The only module of the trainer that calls torch.distributed. Records travel as msgpack and are decoded into the type
 that the caller names; torch's own object collectives would pickle them. Independent of training.
 """
@@ -8,8 +12,9 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -18,6 +23,7 @@ import torch
 from torch import Tensor, distributed
 
 from agentrl.engine.gpus import MASK
+from agentrl.errors import ConfigError
 
 T = TypeVar("T")
 
@@ -34,10 +40,24 @@ def set_defaults(environment: MutableMapping[str, str]) -> None:
         environment.setdefault("DS_ACCELERATOR", "cpu")
 
 
-def join(*, timeout_s: float) -> torch.device:
+@dataclass(frozen=True, slots=True)
+class _SequenceGroup:
+    size: int
+    group: Any  # of torch.distributed; None for a size of 1
+
+
+_ALONE = _SequenceGroup(1, None)
+_groups: dict[int, _SequenceGroup] = {}
+"""This rank's sequence group of every size that was joined: torch never frees a group."""
+_joined = [_ALONE]
+"""The one in use. Process-wide, as torch's own process group is."""
+
+
+def join(*, timeout_s: float, sequence_parallel: int = 1) -> torch.device:
     """Join the process group of torchrun or the DeepSpeed launcher (alone without one) and return this rank's device.
 
-    Joining twice is safe. NCCL between GPUs, gloo between CPUs.
+    Joining twice is safe. NCCL between GPUs, gloo between CPUs. Raises ConfigError if the ranks that were started do
+    not form sequence groups of `sequence_parallel`.
     """
     has_gpu = torch.cuda.is_available()
     local_rank = int(os.environ["LOCAL_RANK"])
@@ -53,7 +73,24 @@ def join(*, timeout_s: float) -> torch.device:
         else:
             # No port, so no other process of this machine can be in the way.
             distributed.init_process_group(backend, store=_private_store(), rank=0, world_size=1, timeout=timeout)
+    _joined[0] = _sequence_group(sequence_parallel, timedelta(seconds=timeout_s))
     return device
+
+
+def _sequence_group(size: int, timeout: timedelta) -> _SequenceGroup:
+    if count() % size:
+        raise ConfigError(
+            f"learner.sequence_parallel={size} does not divide the {count()} ranks that run: make learner.num_ranks a "
+            "multiple of it"
+        )
+    if size == 1:
+        return _ALONE
+    if size not in _groups:
+        start_deepspeed()
+        # Every rank makes every group, in the same order, as torch demands.
+        every = [distributed.new_group(range(at, at + size), timeout=timeout) for at in range(0, count(), size)]
+        _groups[size] = _SequenceGroup(size, every[index() // size])
+    return _groups[size]
 
 
 def hide_uuids(environment: MutableMapping[str, str]) -> None:
@@ -81,6 +118,43 @@ def count() -> int:
     return distributed.get_world_size()
 
 
+def start_deepspeed() -> None:
+    """Start DeepSpeed's communication on the process group that was joined; its engine would do so later.
+
+    Without its shared-memory collective for CPUs, which it compiles at start: half a minute, and it needs a compiler.
+    """
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if not deepspeed.comm.is_initialized():
+        deepspeed.init_distributed(dist_backend=distributed.get_backend())
+
+
+def sequence_count() -> int:
+    """How many ranks divide each pack among them; 1 without sequence parallelism."""
+    return _joined[0].size
+
+
+def sequence_index() -> int:
+    """This rank's place in its sequence group: 0 has the first tokens of every pack."""
+    return index() % sequence_count()
+
+
+def sequence_group() -> Any:
+    """torch's process group of this rank's sequence group. Only where `sequence_count()` is above 1."""
+    return _joined[0].group
+
+
+def data_index() -> int:
+    """Which share of a batch this rank computes: the ranks of a sequence group have the same."""
+    return index() // sequence_count()
+
+
+def data_count() -> int:
+    """Into how many shares a batch is divided: one for each sequence group."""
+    return count() // sequence_count()
+
+
 def is_first() -> bool:
     """Whether this is rank 0, which alone writes shared files and talks to the orchestrator."""
     return index() == 0
@@ -96,6 +170,11 @@ def gather(records: list[T], kind: type[T]) -> list[T]:
     if count() == 1:
         return records
     return [record for part in _all_bytes(_encoded(records)) for record in _decoded(part, list[kind])]  # type: ignore[valid-type]
+
+
+def gather_data(records: list[T], kind: type[T]) -> list[T]:
+    """The records of all shares of a batch on every rank, in the order of shares: of each sequence group once."""
+    return gather(records if sequence_index() == 0 else [], kind)
 
 
 def of_first(record: T, kind: Any) -> T:
@@ -124,6 +203,21 @@ def add_up_parts(whole: Tensor) -> Tensor:
     part = whole.new_empty(len(whole) // count())
     distributed.reduce_scatter_tensor(part, whole)
     return part
+
+def add_up_sequence(tensor: Tensor) -> None:
+    """The same over the ranks of this sequence group."""
+    if sequence_count() > 1:
+        distributed.all_reduce(tensor, group=sequence_group())
+
+
+def rows_of_sequence(rows: Tensor, counts: Sequence[int]) -> Tensor:
+    """The rows of all ranks of this sequence group one after the other, on each of them. `counts` says how many each
+    rank has."""
+    padded = rows.new_zeros(max(counts), *rows.shape[1:])
+    padded[: len(rows)] = rows
+    parts = [torch.empty_like(padded) for _ in counts]
+    distributed.all_gather(parts, padded, group=sequence_group())
+    return torch.cat([part[:number] for part, number in zip(parts, counts, strict=True)])
 
 
 def is_divided(parameter: Tensor) -> bool:

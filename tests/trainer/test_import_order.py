@@ -26,6 +26,7 @@ GRADIENT_ORDER = (
         "sharded_sums",
         "recorder",
         "recorded_modules",
+        "sequence",
         "attention",
         "logprobs",
         "scored",

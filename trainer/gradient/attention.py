@@ -22,6 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from agentrl.errors import ConfigError
+from trainer import ranks
+from trainer.gradient import sequence
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +83,7 @@ def install(model: Any) -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     _check_positions(model)
+    sequence.check_heads(model.config)
     AttentionInterface.register(NAME, _attend)
     AttentionMaskInterface.register(NAME, _no_mask)
     try:
@@ -145,6 +148,20 @@ def _attend(
     key_1KSD: Tensor,
     value_1KSD: Tensor,
     attention_mask: Tensor | None,
+    **others: Any,
+) -> Any:
+    """The attention interface of transformers: over a whole pack, also where ranks divide its tokens."""
+    if ranks.sequence_count() == 1 or others.get("segment_bounds") is None:
+        return _attend_whole(module, query_1HSD, key_1KSD, value_1KSD, attention_mask, **others)
+    return sequence.attend(_attend_whole, module, query_1HSD, key_1KSD, value_1KSD, **others)
+
+
+def _attend_whole(
+    module: nn.Module,
+    query_1HSD: Tensor,
+    key_1KSD: Tensor,
+    value_1KSD: Tensor,
+    attention_mask: Tensor | None,
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -153,7 +170,7 @@ def _attend(
     segment_bounds_on_device: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """The attention interface of transformers. Without bounds, every row of the batch is one segment."""
+    """Without bounds, every row of the batch is one segment."""
     if attention_mask is not None or dropout or any(others.get(name) is not None for name in _UNKNOWN):
         raise ConfigError(f"{type(module).__name__} needs an attention feature that packed attention does not support")
     if segment_bounds_on_device is not None and segment_bounds is not None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.gradient import attention
+from trainer.gradient import attention, sequence
 from trainer.gradient.norms import row_squared_norms, row_sums
 from trainer.gradient.recorded_modules import forwards
 from trainer.gradient.recorder import Recorder
@@ -45,6 +45,9 @@ class TokenScores:
 def score(model: Any, pack: Pack, recorder: Recorder | None = None, *, chunk_tokens: int | None = None) -> TokenScores:
     """Score a pack in one forward.
 
+    Under sequence parallelism every rank of a sequence group calls it with the same pack and gets the scores of all its
+    actions; a backward with the same seeds on each of them leaves the gradient's parts by rank.
+
     Without a recorder there is no graph. With one, call this inside `recorded_modules.recording` with the same
     recorder: `torch.autograd.backward(logprob_N, seed_N)` then passes it every weight's pieces, including the head's.
     `chunk_tokens` limits the rows of a chunk.
@@ -53,22 +56,24 @@ def score(model: Any, pack: Pack, recorder: Recorder | None = None, *, chunk_tok
     device = pack.input_ids_S.device
     rows = chunk_tokens or max(1, CHUNK_ELEMENTS[device.type] // head.out_features)
     found: list[Tensor] = []
+    part = sequence.part_of(pack)
 
     def scored(hidden_1ND: Tensor) -> Tensor:
         logprob_N: Tensor
-        logprob_N, *found[:] = _Head.apply(hidden_1ND[0], head, pack, rows, recorder)  # type: ignore[no-untyped-call]
+        logprob_N, *found[:] = _Head.apply(hidden_1ND[0], head, part.pack, rows, recorder)  # type: ignore[no-untyped-call]
         return logprob_N
 
     # Through the calls of the model and of its head: ZeRO-3 and PEFT hook into both.
     with torch.set_grad_enabled(recorder is not None), forwards([(head, scored)]):
         logprob_N = model(
-            input_ids=pack.input_ids_S[None],
-            position_ids=pack.position_ids_S[None],
+            input_ids=part.pack.input_ids_S[None],
+            position_ids=part.pack.position_ids_S[None],
             use_cache=False,  # with a cache object transformers would ignore the bounds of segments
-            logits_to_keep=pack.predictor_N,
-            **attention.segment_arguments(pack.bounds, device),
+            logits_to_keep=part.pack.predictor_N,
+            **attention.segment_arguments(part.bounds, device),
         ).logits
-    return TokenScores(logprob_N=logprob_N, entropy_N=found[0], sum_pi2_N=found[1])
+        logprob_N, entropy_N, sum_pi2_N = (sequence.whole(one_N, part) for one_N in (logprob_N, *found))
+    return TokenScores(logprob_N=logprob_N, entropy_N=entropy_N, sum_pi2_N=sum_pi2_N)
 
 
 class _Head(torch.autograd.Function):

@@ -64,7 +64,9 @@ class Learner:
 
     def __init__(self, config: Config, *, policy_version: int = 0) -> None:
         torch.manual_seed(config.seed)
-        self.device = ranks.join(timeout_s=config.learner.step_timeout_s)
+        self.device = ranks.join(
+            timeout_s=config.learner.step_timeout_s, sequence_parallel=config.learner.sequence_parallel
+        )
         self.policy_version = policy_version
         self.config = config
         self.model = load_model(config).to(self.device)
@@ -79,7 +81,7 @@ class Learner:
             config.algorithm,
             pack_tokens=config.learner.pack_tokens,
             share=_own_share,
-            gather=ranks.gather,
+            gather=ranks.gather_data,
             reduce=ranks.add_up,
         )
         self._rho_base = vcpo.RhoBase(config.algorithm.rho_base)
@@ -193,7 +195,7 @@ class Learner:
 
     def _estimate(self, batch: Batch) -> list[GroupStats]:
         """Leave this rank's share of the gradient in the road. Statistics of all ranks' groups."""
-        return ranks.gather(
+        return ranks.gather_data(
             self._road.estimate(
                 _own_share(batch.groups),
                 policy_version=self.policy_version,
@@ -273,7 +275,7 @@ def _probe(token_ids: Sequence[int], device: torch.device) -> ActionTensors:
 
 
 def _own_share(groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
-    return share_of_rank(groups, rank=ranks.index(), num_ranks=ranks.count())
+    return share_of_rank(groups, rank=ranks.data_index(), num_ranks=ranks.data_count())
 
 
 def _refusals(groups: Sequence[GroupStats]) -> list[str]:

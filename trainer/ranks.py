@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterable, MutableMapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -137,12 +137,22 @@ def sequence_count() -> int:
 
 def sequence_index() -> int:
     """This rank's place in its sequence group: 0 has the first tokens of every pack."""
-    return index() % sequence_count()
+    return index() % sequence_count() if sequence_count() > 1 else 0
 
 
 def sequence_group() -> Any:
     """torch's process group of this rank's sequence group. Only where `sequence_count()` is above 1."""
     return _joined[0].group
+
+
+@contextmanager
+def without_sequence_groups() -> Iterator[None]:
+    """Inside, every rank computes whole packs by itself."""
+    before, _joined[0] = _joined[0], _ALONE
+    try:
+        yield
+    finally:
+        _joined[0] = before
 
 
 def data_index() -> int:
@@ -203,6 +213,7 @@ def add_up_parts(whole: Tensor) -> Tensor:
     part = whole.new_empty(len(whole) // count())
     distributed.reduce_scatter_tensor(part, whole)
     return part
+
 
 def add_up_sequence(tensor: Tensor) -> None:
     """The same over the ranks of this sequence group."""

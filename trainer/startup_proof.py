@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from agentrl.errors import ConfigError
-from trainer import lora, packing
+from trainer import lora, packing, ranks
 from trainer.gradient import attention
 from trainer.gradient.logprobs import score
 from trainer.gradient.norms import squared_norm, total_norm
@@ -47,7 +47,10 @@ def prepare(model: Any) -> None:
         own_N, own_norms = _by_autograd(model, members, sums)
         own_norm = total_norm(sums.total)
         attention.install(model)
-        packed_N, norms = _by_one_pass(model, members, sums)
+        with ranks.without_sequence_groups():
+            packed_N, norms = _by_one_pass(model, members, sums)
+        if ranks.sequence_count() > 1:
+            packed_N = score(model, packing.join(members)).logprob_N
     difference = total_norm(sums.total) / own_norm
     del sums
     if model.device.type == "cuda":

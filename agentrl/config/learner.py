@@ -51,6 +51,9 @@ class LearnerConfig(Section):
     """Tokens of one micro-batch, into which trajectories are packed. A longer trajectory has one to itself."""
     num_ranks: PositiveInt = 1
     """Processes that share each step: one for each GPU."""
+    sequence_parallel: PositiveInt = 1
+    """Ranks that divide the tokens of each pack among them (DeepSpeed-Ulysses), so that trajectories fit which are too
+    long for one GPU. It divides num_ranks and the model's attention heads. 1: every rank has whole trajectories."""
     hostfile: str | None = None
     """File of lines `name slots=8`: the machines on which DeepSpeed's launcher starts the ranks, this one first, with
     num_ranks slots in all. null: all on this machine. See docs/cluster.md."""
@@ -77,5 +80,14 @@ class LearnerConfig(Section):
         if self.offload_optimizer and self.zero_stage == 0:
             raise ValueError(
                 "offload_optimizer needs zero_stage 1, 2 or 3: in stage 0 the optimizer stays where the model is"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _can_divide_packs(self) -> LearnerConfig:
+        if self.num_ranks % self.sequence_parallel:
+            raise ValueError(
+                f"sequence_parallel={self.sequence_parallel} must divide num_ranks={self.num_ranks}: every pack is "
+                "divided among so many ranks, and the batch among the groups of them"
             )
         return self

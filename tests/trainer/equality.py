@@ -58,6 +58,7 @@ class Setting:
     pack_tokens: int = 8192
     algorithm: dict[str, Any] = field(default_factory=lambda: {"preset": "vcpo"})
     split: str = "own"  # which rank gets which groups: see SHARES
+    sequence_parallel: int = 1
     num_groups: int = 3
     is_poisoned: bool = False  # the second step's batch holds a NaN, in a group of one rank
 
@@ -127,6 +128,8 @@ def outcome(model_dir: Path, setting: Setting) -> Outcome:
         "offload_optimizer": setting.offload,
         "gradient_checkpointing": setting.checkpointing,
         "pack_tokens": setting.pack_tokens,
+        "sequence_parallel": setting.sequence_parallel,
+        "num_ranks": setting.sequence_parallel,  # more only matters to who starts them
     }
     algorithm = {"rho_base": 1.0, **setting.algorithm}
     learner = with_steady_updates(

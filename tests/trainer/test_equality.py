@@ -85,6 +85,15 @@ TWO_RANKS = {
     "bapo": Setting(zero_stage=1, algorithm={"preset": "bapo"}),
     "otb": Setting(zero_stage=1, algorithm={"preset": "otb"}),
     "proxy norms, stage 3": Setting(zero_stage=3, algorithm={"preset": "vcpo", "baseline_norms": "proxy"}),
+    "packs divided, stage 0": Setting(sequence_parallel=2, algorithm={"preset": "tis"}),
+    "packs divided, stage 2": Setting(zero_stage=2, sequence_parallel=2, algorithm={"preset": "m2po"}),
+    "packs divided, stage 3, layers computed again, proxy norms": Setting(
+        zero_stage=3,
+        checkpointing=True,
+        sequence_parallel=2,
+        pack_tokens=30,
+        algorithm={"preset": "vcpo", "baseline_norms": "proxy"},
+    ),
     "bfloat16, stage 0": Setting(dtype="bfloat16"),
     "bfloat16, stage 3, offloaded": Setting(dtype="bfloat16", zero_stage=3, offload=True),
 }
@@ -107,7 +116,13 @@ def reference(tiny_model_dir: Path) -> Callable[[Setting], Outcome]:
 
     def made(setting: Setting) -> Outcome:
         plain = replace(
-            setting, zero_stage=0, offload=False, checkpointing=False, split="own", pack_tokens=Setting.pack_tokens
+            setting,
+            zero_stage=0,
+            offload=False,
+            checkpointing=False,
+            split="own",
+            pack_tokens=Setting.pack_tokens,
+            sequence_parallel=1,
         )
         if str(plain) not in found:
             found[str(plain)] = outcome(tiny_model_dir, plain)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from trainer import packing
+from trainer.gradient import sequence
 from trainer.gradient.logprobs import score
 from trainer.gradient.recorded_modules import recording, tied_weight
 from trainer.gradient.recorder import Recorder
@@ -98,6 +99,7 @@ class Passes:
         )
 
     def _recorder(self, pack: Pack, *, is_split: bool, sums: GradientSums | None) -> Recorder:
+        pack = sequence.part_of(pack).pack
         return Recorder(
             sums,
             bounds=pack.bounds if is_split else (0, pack.bounds[-1]),

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from trainer import ranks
 from trainer.gradient.norms import inner_product, squared_norm
 from trainer.gradient.sums import GradientSums, product
 
@@ -116,7 +117,9 @@ class Recorder:
         lengths = [(end - start) * per_token for start, end in itertools.pairwise(self.bounds)]
         piece_nD = torch.stack([part.sum(dim=0, dtype=torch.float32) for part in torch.split(grad_RD, lengths)])
         if self.has_norms:
-            self._vector_norm2.append(piece_nD.double().square().sum(dim=1))
+            whole_nD = piece_nD.clone()
+            ranks.add_up_sequence(whole_nD)
+            self._vector_norm2.append(whole_nD.double().square().sum(dim=1))
         if index is not None and self._sums is not None:
             self._sums.add_weighted(index, piece_nD, coefficient_n=self.coefficient_n, score_n=self.score_n)
             self._sums.finish(index)

@@ -14,6 +14,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from agentrl.config import Config
+from agentrl.config.presets import OPTIMAL
+from agentrl.errors import ConfigError
 from agentrl.types import TrajectoryGroup
 from trainer import ranks
 from trainer.gradient import handoff
@@ -73,9 +75,10 @@ class OnePass:
     """
 
     def __init__(self, model: Any, engine: Any, config: Config) -> None:
+        _check_parallelism(config)
         self._engine = engine
         self._estimator = Estimator(
-            model, config.algorithm, pack_tokens=config.learner.pack_tokens, gather=ranks.gather
+            model, config.algorithm, pack_tokens=config.learner.pack_tokens, gather=ranks.gather_data
         )
         self._log_cost_of_exact_norms(config)
 
@@ -113,3 +116,13 @@ class OnePass:
                 "algorithm.baseline_norms=proxy it is one",
                 sum_bytes / 1e9,
             )
+
+
+def _check_parallelism(config: Config) -> None:
+    """Raise ConfigError where one trajectory's gradient would be on several ranks when its norm is measured."""
+    algorithm = config.algorithm
+    if ranks.sequence_count() > 1 and algorithm.baseline in OPTIMAL and algorithm.baseline_norms == "exact":
+        raise ConfigError(
+            f"learner.sequence_parallel={config.learner.sequence_parallel} divides a trajectory among ranks, and "
+            f"baseline {algorithm.baseline} needs its exact norm, which no rank has: set algorithm.baseline_norms=proxy"
+        )

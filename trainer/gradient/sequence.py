@@ -40,18 +40,22 @@ class Part:
 
 
 def part_of(pack: Pack) -> Part:
-    """This rank's part of a pack; all of it without sequence parallelism.
+    """This rank's part of a pack; all of it without sequence parallelism."""
+    return cut(pack, index=ranks.sequence_index(), size=ranks.sequence_count())
+
+
+def cut(pack: Pack, *, index: int, size: int) -> Part:
+    """The part of rank `index` of `size`.
 
     The parts have equal lengths: the last segment is prolonged by tokens behind its last action, which change nothing.
     """
-    size, own = ranks.sequence_count(), ranks.sequence_index()
     if size == 1:
         return Part(pack=pack, bounds=pack.bounds, action_cuts=(0, len(pack.predictor_N)))
     length = -(-pack.bounds[-1] // size)
     missing = length * size - pack.bounds[-1]
     starts = torch.arange(size + 1, device=pack.predictor_N.device) * length
     cuts: list[int] = torch.searchsorted(pack.predictor_N, starts).tolist()
-    tokens, actions = slice(own * length, (own + 1) * length), slice(*cuts[own : own + 2])
+    tokens, actions = slice(index * length, (index + 1) * length), slice(*cuts[index : index + 2])
     bounds = (*pack.bounds[:-1], length * size)
     mine = Pack(
         input_ids_S=F.pad(pack.input_ids_S, (0, missing))[tokens],

@@ -17,15 +17,15 @@ import torch
 
 from agentrl.config import Config
 from agentrl.errors import LearnerError, StaleTrajectoryError
-from agentrl.types import Batch, StepOutput, TrajectoryGroup
+from agentrl.types import Batch, StepOutput
 from trainer import diagnostics, packing, ranks, startup_proof
 from trainer.deepspeed_settings import set_rates, start_engine
 from trainer.gradient.logprobs import score
 from trainer.gradient.norms import total_norm
-from trainer.gradient.roads import OnePass, Road
+from trainer.gradient.roads import OnePass, Road, own_share
 from trainer.model import checkpoint_layers, load_model
 from trainer.objective import vcpo
-from trainer.packing import ActionTensors, share_of_rank
+from trainer.packing import ActionTensors
 from trainer.schedules import rate_factor
 from trainer.split_variance import SplitVariance
 from trainer.step_stats import GroupStats
@@ -80,7 +80,7 @@ class Learner:
             self.model,
             config.algorithm,
             pack_tokens=config.learner.pack_tokens,
-            share=_own_share,
+            share=own_share,
             gather=ranks.gather_data,
             reduce=ranks.add_up,
         )
@@ -194,15 +194,8 @@ class Learner:
                 raise LearnerError(f"trajectory {trajectory.id} has tokens of the future version {newest}")
 
     def _estimate(self, batch: Batch) -> list[GroupStats]:
-        """Leave this rank's share of the gradient in the road. Statistics of all ranks' groups."""
-        return ranks.gather_data(
-            self._road.estimate(
-                _own_share(batch.groups),
-                policy_version=self.policy_version,
-                num_episodes=batch.num_episodes,
-            ),
-            GroupStats,
-        )
+        """Leave the gradient in the road. Statistics of all ranks' groups."""
+        return self._road.estimate(batch.groups, policy_version=self.policy_version, num_episodes=batch.num_episodes)
 
     def _weight_metrics(self, groups: list[GroupStats]) -> dict[str, float]:
         algorithm = self.config.algorithm
@@ -272,10 +265,6 @@ def _probe(token_ids: Sequence[int], device: torch.device) -> ActionTensors:
         behavior_logprob_N=torch.zeros(num_actions, dtype=torch.float64),
         policy_version_N=torch.zeros(num_actions, dtype=torch.int64),
     )
-
-
-def _own_share(groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
-    return share_of_rank(groups, rank=ranks.data_index(), num_ranks=ranks.data_count())
 
 
 def _refusals(groups: Sequence[GroupStats]) -> list[str]:

@@ -211,7 +211,7 @@ def add_up_parts(whole: Tensor) -> Tensor:
     if count() == 1:
         return whole
     part = whole.new_empty(len(whole) // count())
-    distributed.reduce_scatter_tensor(part, whole)
+    distributed.reduce_scatter_single(part, whole)
     return part
 
 

@@ -31,6 +31,7 @@ GRADIENT_ORDER = (
         "logprobs",
         "scored",
         "passes",
+        "step_members",
         "step_gradient",
     ),
     *("handoff", "roads"),

@@ -21,9 +21,15 @@ from trainer import ranks
 from trainer.gradient import handoff
 from trainer.gradient.norms import total_norm
 from trainer.gradient.step_gradient import Estimator
+from trainer.packing import share_of_rank
 from trainer.step_stats import GroupStats
 
 log = logging.getLogger(__name__)
+
+
+def own_share(groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
+    """The groups of this rank, where whole groups are dealt out."""
+    return share_of_rank(groups, rank=ranks.data_index(), num_ranks=ranks.data_count())
 
 
 class Road(Protocol):
@@ -47,9 +53,9 @@ class Road(Protocol):
     def estimate(
         self, groups: Sequence[TrajectoryGroup], *, policy_version: int, num_episodes: int
     ) -> list[GroupStats]:
-        """Make this rank's share of the gradient, with B = `num_episodes` over all ranks. One record per group.
+        """Make this rank's share of the gradient of the batch's groups, with B = `num_episodes`. One record per group.
 
-        NaN and infinities raise nothing here.
+        Every rank is given all groups and gets all records, in the same order. NaN and infinities raise nothing here.
         """
         ...
 
@@ -90,8 +96,10 @@ class OnePass:
     def estimate(
         self, groups: Sequence[TrajectoryGroup], *, policy_version: int, num_episodes: int
     ) -> list[GroupStats]:
-        """Leave this rank's share of the gradient in the estimator's sums."""
-        return self._estimator.estimate(groups, policy_version=policy_version, num_episodes=num_episodes)
+        """Leave the gradient of this rank's groups in the estimator's sums."""
+        mine = own_share(groups)
+        stats = self._estimator.estimate(mine, policy_version=policy_version, num_episodes=num_episodes)
+        return ranks.gather_data(stats, GroupStats)
 
     def non_finite(self) -> list[str]:
         """Whether this rank's sum overflows."""

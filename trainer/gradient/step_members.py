@@ -1,0 +1,185 @@
+"""What every way to a step's gradient shares: groups as scored records, their packs, their weights, their exchange.
+
+Advantages, standard deviations and baselines belong to episodes, weights and norms to trajectories. A trajectory of
+weight c = 0 is scored and has no gradient. Independent of passes, sums and DeepSpeed, except that under ZeRO-3 every
+rank must make the same number of passes.
+Shapes: _E episodes of a group, _G its trajectories, _N action tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from agentrl.config.algorithm import AlgorithmConfig
+from agentrl.types import Trajectory, TrajectoryGroup
+from trainer import packing
+from trainer.gradient.scored import ScoredGroup, ScoredTrajectory
+from trainer.objective.policy_gradient import Member, MemberWeights, Objective
+from trainer.packing import action_tensors
+from trainer.ranks import is_divided
+from trainer.step_stats import GroupStats
+
+_WITHOUT_ACTIONS = MemberWeights(
+    weight_N=torch.zeros(0, dtype=torch.float64), log_weight=0.0, log_used=0.0, num_clipped=0, num_weights=0
+)
+
+Gather = Callable[[list[Any], Any], list[Any]]
+"""Collects a list over ranks, in the order of ranks: (records, their type) -> everyone's records."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What one rank's passes found out about one trajectory.
+
+    Example: `members.exchange(trained, mine)` sends one for each trajectory in `mine` to the other ranks.
+    """
+
+    group: int
+    index: int
+    log_ratio_N: Tensor
+    logit_norm2_N: Tensor
+    entropy_N: Tensor
+    score_norm: float
+
+
+class StepMembers:
+    """The trajectories of steps under one algorithm.
+
+    Example::
+
+        members = StepMembers(model, AlgorithmConfig(preset="grpo"), pack_tokens=8192)
+        scored = members.scored(groups)
+        members.each(members.packed(scored[0].trained), make_pass)
+
+    Args:
+        pack_tokens: budget of a pack; a longer trajectory has a pack of its own.
+        gather: the identity for a single rank.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        algorithm: AlgorithmConfig,
+        *,
+        pack_tokens: int,
+        gather: Gather = lambda records, kind: records,
+    ) -> None:
+        self.objective = Objective(algorithm)
+        self.parameters: list[Tensor] = [one for one in model.parameters() if one.requires_grad]
+        """The trained parameters."""
+        self._device: torch.device = model.device
+        self._pack_tokens = pack_tokens
+        self._gather = gather
+
+    def scored(self, groups: Sequence[TrajectoryGroup]) -> list[ScoredGroup]:
+        """The groups with their advantages, lengths and input tensors; nothing is scored yet."""
+        return [self._scored(group) for group in groups]
+
+    def stats(self, groups: Sequence[ScoredGroup], policy_version: int) -> list[GroupStats]:
+        """Statistics of groups whose trajectories all have weights, once their baselines are final."""
+        return [group.stats(policy_version, self.objective) for group in groups]
+
+    def packed(self, members: Sequence[ScoredTrajectory]) -> list[list[ScoredTrajectory]]:
+        """The trajectories in as few packs as the budget of tokens allows."""
+        plan = packing.plan([member.tensors.num_read for member in members], self._pack_tokens)
+        return [[members[index] for index in indices] for indices in plan]
+
+    def each(
+        self,
+        packs: Sequence[list[ScoredTrajectory]],
+        make_pass: Callable[[list[ScoredTrajectory]], None],
+        *,
+        is_joint: bool = False,
+    ) -> None:
+        """One pass per pack. Where ranks wait for each other inside a pass, as many as the rank with the most packs
+        makes, the missing ones over no trajectory: where ZeRO-3 divides weights, or where `is_joint`.
+        """
+        if is_joint or any(is_divided(parameter) for parameter in self.parameters):
+            num_passes = max(self._gather([len(packs)], int))
+        else:
+            num_passes = len(packs)
+        for pack in packs:
+            make_pass(pack)
+        for _ in range(num_passes - len(packs)):
+            make_pass([])
+
+    def weigh(self, member: ScoredTrajectory) -> None:
+        """Set the weights of a trajectory that was scored, unless it has them."""
+        if member.weights is None:
+            member.weights = self.objective.weights(member.log_ratio_N, member.advantage or 0.0)
+
+    def weigh_all(self, members: Sequence[ScoredTrajectory]) -> None:
+        """Set the weights of all the step's trajectories on this rank, also where they depend on the whole batch.
+
+        Every rank must call it, once everything is scored.
+        """
+        if self.objective.needs_batch:
+            self._weigh_batch(members)
+        for member in members:
+            self.weigh(member)
+
+    def exchange(self, members: Sequence[ScoredTrajectory], mine: Sequence[ScoredTrajectory]) -> None:
+        """Send what was measured of `mine` to all ranks, and fill in `members` from what they send.
+
+        Every rank must call it with the same `members`.
+        """
+        sent = [
+            Measured(
+                group=one.group_id,
+                index=one.index,
+                log_ratio_N=one.log_ratio_N,
+                logit_norm2_N=one.logit_norm2_N,
+                entropy_N=one.entropy_N,
+                score_norm=one.score_norm,
+            )
+            for one in mine
+        ]
+        found = {(one.group, one.index): one for one in self._gather(sent, Measured)}
+        for member in members:
+            one = found[member.group_id, member.index]
+            member.log_ratio_N, member.logit_norm2_N = one.log_ratio_N, one.logit_norm2_N
+            member.entropy_N, member.score_norm = one.entropy_N, one.score_norm
+
+    def _scored(self, group: TrajectoryGroup) -> ScoredGroup:
+        episodes = [episode.segments for episode in group.episodes]
+        reward_E = torch.tensor(group.episode_rewards, dtype=torch.float64)
+        advantage_E = self.objective.advantages(reward_E, torch.tensor([_num_actions(one) for one in episodes]))
+        scale = self.objective.score_scale(reward_E)
+        trajectories = [(episode, one) for episode, segments in enumerate(episodes) for one in segments]
+        length_G = self.objective.lengths(
+            torch.tensor([one.num_action_tokens for _, one in trajectories]),
+            share_G=torch.tensor([one.weight for _, one in trajectories], dtype=torch.float64),
+            num_episodes=len(episodes),
+        )
+        members: list[list[ScoredTrajectory]] = [[] for _ in episodes]
+        for index, (episode, trajectory) in enumerate(trajectories):
+            member = ScoredTrajectory(
+                trajectory=trajectory,
+                tensors=action_tensors(trajectory, self._device),
+                group_id=group.group_id,
+                index=index,
+                advantage=None if advantage_E is None else float(advantage_E[episode]),
+                score_scale=scale,
+                length=float(length_G[index]),
+                weights=None if trajectory.num_action_tokens else _WITHOUT_ACTIONS,
+            )
+            members[episode].append(member)
+        return ScoredGroup(episodes=members, reward_E=reward_E, has_advantages=advantage_E is not None)
+
+    def _weigh_batch(self, members: Sequence[ScoredTrajectory]) -> None:
+        """Weights that depend on every trajectory of the step, on all ranks: each rank computes all of them alike."""
+        mine = [((member.group_id, member.index), member.member()) for member in members]
+        everyone = sorted(self._gather(mine, tuple[tuple[int, int], Member]), key=lambda pair: pair[0])
+        weights = self.objective.batch_weights([member for _, member in everyone])
+        found = {key: one for (key, _), one in zip(everyone, weights, strict=True)}
+        for member in members:
+            member.weights = found[member.group_id, member.index]
+
+
+def _num_actions(segments: Sequence[Trajectory]) -> int:
+    return sum(segment.num_action_tokens for segment in segments)

@@ -317,7 +317,7 @@ class Batch:
     """
 
     policy_version: int
-    max_lag: int
+    max_lag: int | None  # None: any lag is allowed
     groups: tuple[TrajectoryGroup, ...]
 
     def trajectories(self) -> Sequence[Trajectory]:

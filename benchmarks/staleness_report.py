@@ -27,7 +27,7 @@ def cells(row: Row) -> list[object]:
     """One line of the table."""
     return [
         row.rule,
-        row.max_lag,
+        f"{row.max_lag:g}",
         f"{row.steps_per_hour:.1f}",
         f"{100 * row.learner_idle:.0f} %",
         f"{100 * row.engines_busy:.0f} %",
@@ -53,7 +53,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     for plot, title in zip(plots, ("steps an hour", "largest lag trained", "length of the trained"), strict=True):
         plot.set_title(title)
         plot.set_xlabel("k")
-        plot.set_xticks(range(len(lags)), [str(lag) for lag in lags])
+        plot.set_xticks(range(len(lags)), [f"{lag:g}" for lag in lags])
     for rule in RULES:
         found = sorted((row for row in rows if row.rule == rule), key=lambda row: row.max_lag)
         at = [lags.index(row.max_lag) for row in found]

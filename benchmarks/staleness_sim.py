@@ -31,13 +31,15 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from agentrl.buffer.journal import GroupState, Journal
-from agentrl.buffer.trajectory_buffer import OnStale, TrajectoryBuffer
+from agentrl.buffer.staleness import StalenessRule
+from agentrl.buffer.trajectory_buffer import TrajectoryBuffer
+from agentrl.config.rollout import OnStale
 from agentrl.testing import one_token_group
 from agentrl.types import Task
 from benchmarks import reporting, virtual_time
 
-Rule = Literal["drop", "requeue", "wait", "capacity"]
-RULES: tuple[Rule, ...] = ("drop", "requeue", "wait", "capacity")
+Rule = Literal["drop", "requeue", "wait", "finish", "capacity"]
+RULES: tuple[Rule, ...] = ("drop", "requeue", "wait", "finish", "capacity")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +85,7 @@ class Row:
     """One line of the report. Shares are of 1; a group's length is that of its longest episode."""
 
     rule: Rule
-    max_lag: int
+    max_lag: float
     steps_per_hour: float
     learner_idle: float
     engines_busy: float
@@ -148,14 +150,12 @@ class _Tasks:
 class OurStore:
     """agentrl/buffer/trajectory_buffer.py with its journal in memory."""
 
-    def __init__(self, world: World, *, max_lag: int, on_stale: OnStale) -> None:
+    def __init__(self, world: World, *, max_lag: float, on_stale: OnStale) -> None:
         self._journal = _Fates()
         self._tasks = _Tasks()
         self._buffer = TrajectoryBuffer(
-            groups_per_step=world.groups_per_step,
-            max_lag=max_lag,
+            StalenessRule(groups_per_step=world.groups_per_step, max_lag=max_lag, on_stale=on_stale),
             journal=self._journal,
-            on_stale=on_stale,
             requeue=self._tasks.returned.append,
         )
 
@@ -191,7 +191,7 @@ class OurStore:
 class CapacityStore:
     """The capacity formula, finished first trained first."""
 
-    def __init__(self, world: World, *, max_lag: int) -> None:
+    def __init__(self, world: World, *, max_lag: float) -> None:
         self.version = 0
         self._batch = world.groups_per_step
         self._max_lag = max_lag
@@ -237,7 +237,7 @@ class CapacityStore:
 class Simulation:
     """One store in one world, for as many steps as it takes."""
 
-    def __init__(self, world: World, *, max_lag: int, rule: Rule, seed: int) -> None:
+    def __init__(self, world: World, *, max_lag: float, rule: Rule, seed: int) -> None:
         self._world = world
         self._seed = seed
         self._sequences = asyncio.Semaphore(world.num_engines * world.sequences_per_engine)
@@ -247,7 +247,7 @@ class Simulation:
             else OurStore(world, max_lag=max_lag, on_stale=rule)
         )
         self._longest_s: dict[int, float] = {}
-        self._warm_up = max(world.warm_up, max_lag + 2)
+        self._warm_up = max(world.warm_up, math.ceil(max_lag) + 2)
         self._outcome = Outcome()
         self._is_counting = False
 
@@ -302,12 +302,12 @@ class Simulation:
             return version
 
 
-def simulate(world: World, *, max_lag: int, rule: Rule, seed: int = 0) -> Outcome:
+def simulate(world: World, *, max_lag: float, rule: Rule, seed: int = 0) -> Outcome:
     """One run in simulated time."""
     return virtual_time.run(Simulation(world, max_lag=max_lag, rule=rule, seed=seed).run())
 
 
-def row(world: World, outcome: Outcome, *, max_lag: int, rule: Rule) -> Row:
+def row(world: World, outcome: Outcome, *, max_lag: float, rule: Rule) -> Row:
     """The report's line for one run."""
     seconds = outcome.hours * 3600
     capacity_s = seconds * world.num_engines * world.sequences_per_engine
@@ -320,7 +320,7 @@ def row(world: World, outcome: Outcome, *, max_lag: int, rule: Rule) -> Row:
         engines_busy=min(1.0, outcome.engine_busy_s / capacity_s),
         mean_lag=statistics.mean(outcome.lags),
         largest_lag=max(outcome.lags),
-        too_old=sum(lag > max_lag for lag in outcome.lags) / len(outcome.lags),
+        too_old=sum(lag > math.ceil(max_lag) for lag in outcome.lags) / len(outcome.lags),
         dropped=len(outcome.dropped_s) / len(finished_s),
         dropped_length=statistics.mean(outcome.dropped_s) / statistics.mean(finished_s) if outcome.dropped_s else None,
         trained_length=statistics.mean(outcome.trained_s) / statistics.mean(finished_s),
@@ -330,7 +330,7 @@ def row(world: World, outcome: Outcome, *, max_lag: int, rule: Rule) -> Row:
 def main(argv: Sequence[str] | None = None) -> None:
     """Simulate; print each row, and keep it in a file where asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lags", type=int, nargs="+", default=[0, 1, 2, 4, 8, 16])
+    parser.add_argument("--lags", type=float, nargs="+", default=[0, 1, 2, 4, 8, 16])
     parser.add_argument("--rules", nargs="+", choices=RULES, default=list(RULES))
     parser.add_argument("--steps", type=int, default=World.steps)
     parser.add_argument("--engines", type=int, default=World.num_engines)

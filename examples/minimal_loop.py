@@ -136,7 +136,7 @@ async def train(folder: Path, *, steps: int = STEPS) -> list[float]:
             for index, task in enumerate(islice(tasks, config.rollout.groups_per_step))
         ]
         # 4. A batch is for one version of the policy, and bounds the age of what is in it.
-        batch = Batch(policy_version=learner.policy_version, max_lag=config.rollout.max_lag, groups=tuple(groups))
+        batch = Batch(policy_version=learner.policy_version, max_lag=config.rollout.lag_bound, groups=tuple(groups))
         # 5. The learner checks the batch, weighs each trajectory by pi/mu, subtracts a baseline, and steps.
         output = learner.step(batch)
         # 6. The engine gets the new weights: what it samples from now on has the next version.

@@ -187,7 +187,7 @@ class Learner:
             if trajectory.num_action_tokens == 0:
                 continue
             lag = self.policy_version - trajectory.policy_version
-            if lag > batch.max_lag:
+            if batch.max_lag is not None and lag > batch.max_lag:
                 raise StaleTrajectoryError(f"trajectory {trajectory.id} has lag {lag}, allowed is {batch.max_lag}")
             newest = max(trajectory.policy_versions())
             if newest > self.policy_version:

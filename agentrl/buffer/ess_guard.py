@@ -15,7 +15,7 @@ class EssGuard:
     """Lowers the lag by one after `num_steps` steps in a row below `floor`, raises it after ten times as many above it.
 
     Args:
-        max_lag: the lag at the start, and the largest.
+        max_lag: the lag at the start, and the largest; may be a fraction.
         floor: ESS ratio; None: the lag never changes.
         num_steps: steps in a row that change the lag.
 
@@ -24,7 +24,7 @@ class EssGuard:
     (2, 1)
     """
 
-    def __init__(self, *, max_lag: int, floor: float | None, num_steps: int) -> None:
+    def __init__(self, *, max_lag: float, floor: float | None, num_steps: int) -> None:
         self.lag = max_lag
         self._max_lag = max_lag
         self._floor = floor
@@ -32,7 +32,7 @@ class EssGuard:
         self._num_below = 0
         self._num_above = 0
 
-    def observe(self, ess_ratio: float | None) -> int:
+    def observe(self, ess_ratio: float | None) -> float:
         """The lag from now on. A step whose ratio could not be measured counts as below the floor."""
         if self._floor is None:
             return self.lag
@@ -46,16 +46,16 @@ class EssGuard:
             self._move(+1)
         return self.lag
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, float]:
         """The state for a checkpoint."""
         return {"lag": self.lag, "num_below": self._num_below, "num_above": self._num_above}
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Continue from a `state_dict`. A smaller `max_lag`, or no floor, in the config takes precedence."""
         if self._floor is not None:
             self.lag = min(state["lag"], self._max_lag)
-            self._num_below, self._num_above = state["num_below"], state["num_above"]
+            self._num_below, self._num_above = int(state["num_below"]), int(state["num_above"])
 
-    def _move(self, by: int) -> None:
-        self.lag = min(max(self.lag + by, 0), self._max_lag)
+    def _move(self, by: float) -> None:
+        self.lag = min(max(self.lag + by, 0.0), self._max_lag)
         self._num_below = self._num_above = 0

@@ -52,7 +52,7 @@ class GroupState(StrEnum):
 class StepState:
     """The orchestrator's own state after a step. Example: `StepState(ess_guard=guard.state_dict(), train_s=60.0)`."""
 
-    ess_guard: dict[str, int]  # EssGuard.state_dict
+    ess_guard: dict[str, float]  # EssGuard.state_dict
     train_s: float  # seconds spent training by then
 
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 from agentrl.buffer.journal import GroupState, Journal, Resumption
 from agentrl.buffer.staleness import StalenessRule
-from agentrl.config.rollout import OnStale
 from agentrl.errors import NoLearningSignal
 from agentrl.report.learning_signal import LearningSignal, signal_of
 from agentrl.types import Batch, Task, TrajectoryGroup
@@ -62,13 +61,11 @@ class TrajectoryBuffer:
     """Admits groups on one side and gives batches on the other.
 
     Args:
-        groups_per_step: groups an optimizer step consumes.
-        max_lag: largest allowed lag, in policy versions.
-        on_stale: what happens to a group that got too old (see the config).
+        rule: how many groups a step consumes, how old they may be, and what happens to those that get too old.
         journal: durable record of the groups' states.
         drop_zero_variance: drop groups of equal rewards (up to rounding) at once: a baseline leaves them no gradient.
-        requeue: called with the task of a stale group when on_stale is "requeue".
-        lag: the lag of `set_lag` from the beginning; None: max_lag.
+        requeue: called with the task of a stale group when the rule says "requeue".
+        lag: the lag of `set_lag` from the beginning; None: that of the rule.
         resumed: the work left in a run that resumes: `take` returns its batches first, unchanged.
 
     Example:
@@ -81,21 +78,18 @@ class TrajectoryBuffer:
 
     def __init__(
         self,
+        rule: StalenessRule,
         *,
-        groups_per_step: int,
-        max_lag: int,
         journal: Journal,
-        on_stale: OnStale = "drop",
         drop_zero_variance: bool = True,
         requeue: Callable[[Task], None] = lambda task: None,
-        lag: int | None = None,
+        lag: float | None = None,
         resumed: Resumption | None = None,
     ) -> None:
         resumed = resumed or Resumption()
-        self._rule = StalenessRule(groups_per_step=groups_per_step, max_lag=max_lag)
-        self.num_slots = self._rule.num_slots(lag)
+        self._rule = rule
+        self.num_slots = rule.num_slots(lag)
         """The largest number of outstanding groups."""
-        self._on_stale = on_stale
         self._drop_zero_variance = drop_zero_variance
         self._requeue = requeue
         self._journal = journal
@@ -162,7 +156,8 @@ class TrajectoryBuffer:
                 self._num_useless = 0
                 self._journal.ready(group)
                 self._offer(group)
-                self._drop_if_stale(group.group_id)
+                if self._learner_version - group.policy_version >= self._rule.bound:
+                    self._drop_stale()
             self._changed.notify_all()
 
     async def fail(self, group_id: int, reason: str, *, state: GroupState = GroupState.FAILED) -> None:
@@ -186,7 +181,7 @@ class TrajectoryBuffer:
             step = self._learner_version + 1
             self._training[step] = tuple(group.group_id for group in chosen)
             self._journal.taken(self._training[step], step=step)
-            return Batch(policy_version=self._learner_version, max_lag=self._rule.max_lag, groups=chosen)
+            return Batch(policy_version=self._learner_version, max_lag=self._rule.largest_lag, groups=chosen)
 
     async def stepped(self, policy_version: int) -> None:
         """The learner made `policy_version`, which the engines do not hold yet: `take` gives its batch.
@@ -212,7 +207,7 @@ class TrajectoryBuffer:
             self._drop_stale()
             self._changed.notify_all()
 
-    async def set_lag(self, lag: int) -> None:
+    async def set_lag(self, lag: float) -> None:
         """From now on admit groups as if max_lag were `lag`. Raises ValueError outside [0, max_lag]."""
         num_slots = self._rule.num_slots(lag)
         async with self._changed:
@@ -275,7 +270,7 @@ class TrajectoryBuffer:
 
     def _batch_is_ready(self) -> bool:
         if len(self._ready) >= self._rule.groups_per_step:
-            return self._on_stale != "wait" or not self._would_strand()
+            return self._rule.on_stale != "wait" or not self._would_strand()
         # A run in which no group carries signal would otherwise wait forever (or spin) silently.
         if self._num_useless >= (self._recent.maxlen or 0):
             raise NoLearningSignal(
@@ -294,14 +289,20 @@ class TrajectoryBuffer:
         return self._rule.would_strand(self._num_flying, left, version=self._learner_version)
 
     def _drop_stale(self) -> None:
-        for group_id in list(self._ready):
-            self._drop_if_stale(group_id)
+        """Drop what no batch can have any more: too old now, or beyond the places that its age has in this batch."""
+        num_oldest = 0
+        for group_id in list(self._ready_ids):
+            version = self._ready[group_id].version
+            num_oldest += self._rule.is_oldest(version, version=self._learner_version)
+            if self._rule.is_stale(version, version=self._learner_version):
+                self._drop(group_id)
+            elif num_oldest > self._rule.num_oldest:
+                self._drop(group_id)
+                num_oldest -= 1
 
-    def _drop_if_stale(self, group_id: int) -> None:
-        if not self._rule.is_stale(self._ready[group_id].version, version=self._learner_version):
-            return
+    def _drop(self, group_id: int) -> None:
         group = self._withdraw(group_id).group
-        again = group.task if self._on_stale == "requeue" else None
+        again = group.task if self._rule.on_stale == "requeue" else None
         self._close(group_id, GroupState.DROPPED_STALE, again=again)
         self._dropped_lengths.extend(trajectory.num_action_tokens for trajectory in group.trajectories)
         if again is not None:

@@ -116,7 +116,7 @@ def _rows(found: RunStatus, *, is_over: bool) -> list[tuple[str, str]]:
         rows += [
             ("step", _step(found)),
             ("version", f"{at.version} in the engines, {at.learner_version} at the learner"),
-            ("lag", f"{at.lag} in the last batch, at most {at.max_lag}"),
+            ("lag", f"{at.lag} in the last batch, " + ("no bound" if at.max_lag is None else f"at most {at.max_lag}")),
         ]
     rows += [("useful groups" if number == 0 else "", text) for number, text in enumerate(at.learning)]
     if found.tokens_per_s is not None and at.num_tokens and not is_over:

@@ -38,7 +38,7 @@ class Key:
     Example:
         >>> key, _ = find("rollout.max_lag")
         >>> key.name, key.kind, key.default
-        ('max_lag', 'integer >= 0', '2')
+        ('max_lag', 'number >= 0', '2')
     """
 
     path: str

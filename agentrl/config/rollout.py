@@ -5,9 +5,10 @@ Does not depend on any other section.
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from agentrl.config.section import Choices, Section
 from agentrl.types import StopReason
@@ -15,12 +16,13 @@ from agentrl.types import StopReason
 MIN_TURN_TOKENS = 16
 
 OnStale = Annotated[
-    Literal["drop", "requeue", "wait"],
+    Literal["drop", "requeue", "wait", "finish"],
     Choices(
         {
             "drop": "drop the group",
             "requeue": "drop the group and issue its task again",
             "wait": "keep the learner waiting for the oldest group, so that nothing becomes too old",
+            "finish": "train it all the same: max_lag then bounds how many groups are played, not their age",
         }
     ),
 ]
@@ -83,8 +85,9 @@ class RolloutConfig(Section):
     """Groups in one batch of the learner."""
     group_size: Annotated[int, Field(ge=1)] = 8
     """Episodes of one task, which share a baseline."""
-    max_lag: Annotated[int, Field(ge=0)] = 2
-    """Largest allowed learner version - oldest version of a trajectory. 0 is synchronous."""
+    max_lag: Annotated[float, Field(ge=0)] = 2
+    """Largest allowed learner version - oldest version of a trajectory. 0 is synchronous. 1.5 allows 2 in half of a
+    batch (docs/staleness.md)."""
     on_stale: OnStale = "drop"
     """What happens to data that is too old."""
     task_choice: TaskChoice = "shuffled"
@@ -124,6 +127,26 @@ class RolloutConfig(Section):
     infrastructure reasons."""
     canary_every: Annotated[int, Field(ge=0)] = 20
     """Steps between checks that the sandbox and the grader still give known outcomes. 0: only at the start."""
+
+    @model_validator(mode="after")
+    def _lag_has_an_effect(self) -> RolloutConfig:
+        fraction = self.max_lag % 1
+        if fraction and math.floor(round(fraction * self.groups_per_step, 6)) == 0:
+            raise ValueError(
+                f"max_lag={self.max_lag:g} with groups_per_step={self.groups_per_step}: its fraction is less than one "
+                f"group of a batch, so it changes nothing. Set max_lag={math.floor(self.max_lag)}, or at least "
+                f"{math.floor(self.max_lag) + 1 / self.groups_per_step:.3g}"
+            )
+        return self
+
+    @property
+    def lag_bound(self) -> int:
+        """The largest lag, in whole policy versions.
+
+        >>> RolloutConfig(max_lag=0.5).lag_bound
+        1
+        """
+        return math.ceil(self.max_lag)
 
     @property
     def min_turn_tokens(self) -> int:

@@ -310,7 +310,7 @@ class Config(Section):
             )
         if self.engine.sleep_while_training and self.rollout.max_lag:
             raise ValueError(
-                f"engine.sleep_while_training with rollout.max_lag={self.rollout.max_lag}: rollouts go on while the "
+                f"engine.sleep_while_training with rollout.max_lag={self.rollout.max_lag:g}: rollouts go on while the "
                 "learner steps, and an engine that sleeps generates nothing. Set rollout.max_lag=0, or "
                 "engine.sleep_while_training=false"
             )

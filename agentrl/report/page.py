@@ -93,7 +93,7 @@ def _subtitle(config: dict[str, Any]) -> str:
     rollout, algorithm = config["rollout"], config["algorithm"]
     return (
         f"{config['env']['target']} · {config['model']['path']} · {rollout['groups_per_step']} groups of "
-        f"{rollout['group_size']} per step, max lag {rollout['max_lag']} · baseline {algorithm['baseline']}, step "
+        f"{rollout['group_size']} per step, max lag {rollout['max_lag']:g} · baseline {algorithm['baseline']}, step "
         f"scale {algorithm['step_scale']} · lr {config['learner']['lr']:g} · seed {config['seed']}"
     )
 

@@ -26,7 +26,7 @@ class Gauges:
     version: int = 0  # in the engines
     learner_version: int = 0
     lag: int = 0  # largest in the last batch, in steps
-    max_lag: int = 0
+    max_lag: int | None = 0  # None: without a bound
     num_tokens: int = 0  # generated since the start
     ledger: Mapping[str, int] = field(default_factory=dict)  # groups
     queues: Mapping[str, int] = field(default_factory=dict)  # entries

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 
 from agentrl.buffer.ess_guard import EssGuard
 from agentrl.buffer.journal import Journal, Resumption, StepState
+from agentrl.buffer.staleness import StalenessRule
 from agentrl.buffer.trajectory_buffer import TrajectoryBuffer
 from agentrl.config import Config
 from agentrl.data.source import TaskSource
@@ -178,7 +179,7 @@ class Orchestrator:
             num_steps=self._config.train.steps,
             version=version,
             learner_version=version,
-            max_lag=self._config.rollout.max_lag,
+            max_lag=StalenessRule.of(self._config.rollout).largest_lag,
             num_tokens=self._engine.num_tokens,
         )
 
@@ -199,9 +200,7 @@ class Orchestrator:
         if resumed.state is not None:
             guard.load_state_dict(resumed.state.ess_guard)
         buffer = TrajectoryBuffer(
-            groups_per_step=config.rollout.groups_per_step,
-            max_lag=config.rollout.max_lag,
-            on_stale=config.rollout.on_stale,
+            StalenessRule.of(config.rollout),
             journal=self._journal,
             drop_zero_variance=config.algorithm.needs_spread,
             requeue=self._tasks.source.give_back,

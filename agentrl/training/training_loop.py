@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from agentrl.buffer.ess_guard import EssGuard
 from agentrl.buffer.journal import Journal, StepState
+from agentrl.buffer.staleness import StalenessRule
 from agentrl.buffer.trajectory_buffer import TrajectoryBuffer
 from agentrl.config import Config
 from agentrl.engine.metered import MeteredEngine
@@ -110,7 +111,7 @@ class TrainingLoop:
             version=parts.buffer.version,
             learner_version=max(parts.session.made_version, parts.buffer.version),
             lag=self._lag,
-            max_lag=self._config.rollout.max_lag,
+            max_lag=StalenessRule.of(self._config.rollout).largest_lag,
             num_tokens=parts.engine.num_tokens,
             ledger={name: getattr(ledger, name) for name in ledger.__slots__},
             queues={

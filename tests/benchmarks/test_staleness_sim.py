@@ -37,6 +37,17 @@ def test_the_buffer_trains_on_nothing_older_than_k(rule: str, max_lag: int) -> N
     assert max(outcome.lags) <= max_lag
 
 
+def test_half_a_version_of_lag_is_at_most_half_of_each_batch() -> None:
+    lags = simulate(SMALL, max_lag=0.5, rule="drop").lags
+    batches = [lags[at : at + SMALL.groups_per_step] for at in range(0, len(lags), SMALL.groups_per_step)]
+    assert max(lags) == 1 and max(batch.count(1) for batch in batches) <= SMALL.groups_per_step // 2
+
+
+def test_whole_lags_are_those_of_whole_numbers() -> None:
+    fraction, whole = (simulate(SMALL, max_lag=lag, rule="drop") for lag in (2.0, 2))
+    assert (fraction.hours, fraction.lags, fraction.dropped_s) == (whole.hours, whole.lags, whole.dropped_s)
+
+
 def test_waiting_drops_nothing() -> None:
     assert simulate(SMALL, max_lag=2, rule="wait").dropped_s == []
 

@@ -119,7 +119,7 @@ def check_trajectories(folder: RunFolder, found: Sequence[Fate], *, num_steps: i
             if len(group.trajectories) != config.rollout.group_size:
                 yield f"group {group.group_id} has {len(group.trajectories)} trajectories"
             lags = {step - 1 - trajectory.policy_version for trajectory in group.trajectories}
-            if not lags <= set(range(config.rollout.max_lag + 1)):
+            if not lags <= set(range(config.rollout.lag_bound + 1)):
                 yield f"group {group.group_id} of step {step} has lags {sorted(lags)}"
 
 

@@ -7,6 +7,7 @@ and the journal on disk must tell the same story; at the end whatever is left mu
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import shutil
 import sqlite3
@@ -30,7 +31,9 @@ from hypothesis.stateful import (
 )
 
 from agentrl.buffer.journal import GroupState, StepState
-from agentrl.buffer.trajectory_buffer import OnStale, TrajectoryBuffer
+from agentrl.buffer.staleness import StalenessRule
+from agentrl.buffer.trajectory_buffer import TrajectoryBuffer
+from agentrl.config.rollout import OnStale
 from agentrl.errors import NoLearningSignal
 from agentrl.types import Batch, Task, TrajectoryGroup
 from tests.agentrl.buffer.buffer_model import USEFUL, USELESS, Crash, FusedJournal, Model, Rewards, make_group
@@ -50,9 +53,10 @@ class BufferMachine(RuleBasedStateMachine):
         in_memory = Path("/dev/shm")  # a database that is closed hundreds of times waits for a disk each time
         self.folder = Path(tempfile.mkdtemp(prefix="buffer-machine-", dir=in_memory if in_memory.is_dir() else None))
 
-    @initialize(max_lag=st.sampled_from([0, 1, 1, 2, 3, 5, 16, 128]), groups_per_step=st.integers(1, 3))
-    def begin(self, max_lag: int, groups_per_step: int) -> None:
+    @initialize(max_lag=st.sampled_from([0, 0.5, 1, 1, 1.4, 2, 2.5, 3, 5, 16, 128]), groups_per_step=st.integers(1, 3))
+    def begin(self, max_lag: float, groups_per_step: int) -> None:
         self.max_lag, self.n = max_lag, groups_per_step
+        self.rule = StalenessRule(groups_per_step=self.n, max_lag=max_lag, on_stale=self.on_stale)
         self.kept = self.version = self.goes_on_at = self.num_fresh = self.num_useless = 0
         self.model = Model()
         self.batches: dict[int, tuple[TrajectoryGroup, ...]] = {}  # by step, as they were first taken
@@ -64,9 +68,7 @@ class BufferMachine(RuleBasedStateMachine):
         """A new process on the same file."""
         self.journal = FusedJournal(self.folder / "journal.sqlite")
         self.buffer = TrajectoryBuffer(
-            groups_per_step=self.n,
-            max_lag=self.max_lag,
-            on_stale=self.on_stale,
+            self.rule,
             journal=self.journal,
             requeue=lambda task: self.returned.append(task),
             resumed=None if resume_at is None else self.journal.resume_at(resume_at),
@@ -125,7 +127,7 @@ class BufferMachine(RuleBasedStateMachine):
     def live(self, count: int, seed: int, tail: float) -> None:
         """A while of everyday life. `tail`: how likely the group that ends is one of the youngest."""
         rng = random.Random(seed)
-        for _ in range(count * (1 + self.max_lag // 8)):
+        for _ in range(count * (1 + int(self.max_lag) // 8)):
             draw = rng.random()
             if self.training is not None and draw < 0.3:
                 self.commit(False)
@@ -164,7 +166,7 @@ class BufferMachine(RuleBasedStateMachine):
         if gives_up and self.taking:
             self.taking.cancel()
             self.taking = None
-        self.lag = round(share * self.max_lag)
+        self.lag = share * self.max_lag
         self.do(self.buffer.set_lag(self.lag))
 
     @rule(behind=st.integers(0, 3), how=st.sampled_from(["killed", "killed after a checkpoint", "stopped"]))
@@ -214,14 +216,14 @@ class BufferMachine(RuleBasedStateMachine):
         self.check_ledger()
         self.check_tasks()
         if self.is_caught_up:
-            assert self.model.num_outstanding() <= (self.max_lag + 1) * self.n
+            assert self.model.num_outstanding() <= int((self.max_lag + 1) * self.n)
         if self.asking:
-            assert self.model.num_outstanding() >= (self.lag + 1) * self.n, "a slot is free and a task waits"
+            assert self.model.num_outstanding() >= int((self.lag + 1) * self.n), "a slot is free and a task waits"
         if self.taking and self.has_batch:
             assert self.on_stale == "wait" and self.in_flight, "a batch is ready and the learner waits"
         elif self.taking:
             assert self.num_useless < self.patience, "nothing can be learned and the learner waits"
-        assert self.on_stale != "wait" or not self.model.members[GroupState.DROPPED_STALE]
+        assert self.on_stale not in ("wait", "finish") or not self.model.members[GroupState.DROPPED_STALE]
 
     def check_ledger(self) -> None:
         ledger, counts = self.buffer.ledger(), self.model.counts()
@@ -269,7 +271,7 @@ class BufferMachine(RuleBasedStateMachine):
     @property
     def patience(self) -> int:
         """Groups without signal in a row after which a run ends."""
-        return 8 * (self.max_lag + 1) * self.n
+        return 8 * int((self.max_lag + 1) * self.n)
 
     def draw(self) -> tuple[Task, int]:
         if self.returned:
@@ -314,7 +316,11 @@ class BufferMachine(RuleBasedStateMachine):
         """A batch came: full, in time, oldest first, never trained before; after a crash the same as before it."""
         self.training = self.version + 1
         assert batch.policy_version == self.version and len(batch.groups) == self.n
-        assert all(self.version - group.policy_version <= self.max_lag for group in batch.groups)
+        lags = [self.version - group.policy_version for group in batch.groups]
+        bound = math.ceil(self.max_lag)
+        assert self.on_stale == "finish" or max(lags) <= bound
+        if self.on_stale != "finish" and bound > self.max_lag:  # ROLL's share of the oldest: int(n * (alpha mod 1))
+            assert lags.count(bound) <= int(self.n * (self.max_lag - bound + 1))
         if self.training <= self.goes_on_at:
             assert batch.groups == self.batches[self.training]
         else:
@@ -332,8 +338,13 @@ class BufferMachine(RuleBasedStateMachine):
         self.expect_drops()
 
     def expect_drops(self) -> None:
-        for group_id in list(self.model.members[GroupState.READY]):
-            if self.version - self.model.since[group_id] > self.max_lag:
+        bound, num_oldest = math.ceil(self.max_lag), 0
+        places = self.n if bound == self.max_lag else int(self.n * (self.max_lag - bound + 1))
+        for group_id in sorted(self.model.members[GroupState.READY]):
+            lag = self.version - self.model.since[group_id]
+            is_surplus = places < self.n and lag == bound and num_oldest == places
+            num_oldest += lag == bound and not is_surplus
+            if self.on_stale != "finish" and (lag > bound or is_surplus):
                 self.model.move(group_id, GroupState.DROPPED_STALE)
 
     def adopt(self, before: dict[int, GroupState]) -> None:
@@ -374,7 +385,7 @@ class BufferMachine(RuleBasedStateMachine):
     def one_step(self, slow: set[int]) -> None:
         """Everybody does what they can until the next version is there; the slow ones end when all wait for them."""
         goal = self.version + 1
-        for _ in range(8 * (self.max_lag + 1) * self.n + 8):
+        for _ in range(self.patience + 8):
             if self.version >= goal:
                 return
             if self.training is not None:
@@ -390,7 +401,7 @@ class BufferMachine(RuleBasedStateMachine):
         raise AssertionError("no step came")
 
 
-@pytest.mark.parametrize("on_stale", ["drop", "requeue", "wait"])
+@pytest.mark.parametrize("on_stale", ["drop", "requeue", "wait", "finish"])
 def test_lag_ledger_journal_and_progress_hold_under_any_interleaving(on_stale: OnStale) -> None:
     machine = type(f"{on_stale.title()}Machine", (BufferMachine,), {"on_stale": on_stale})
     run_state_machine_as_test(

@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.buffer.journal import Journal
-from agentrl.buffer.trajectory_buffer import OnStale, TrajectoryBuffer
+from agentrl.buffer.staleness import StalenessRule
+from agentrl.buffer.trajectory_buffer import TrajectoryBuffer
+from agentrl.config.rollout import OnStale
 from agentrl.types import Task
 from tests.agentrl.buffer.buffer_model import USEFUL, USELESS, make_group
 
@@ -60,7 +62,7 @@ def test_without_lag_it_is_the_synchronous_loop(
 
     async def run() -> list[list[int]]:
         buffer = TrajectoryBuffer(
-            groups_per_step=groups_per_step, max_lag=0, on_stale=on_stale, journal=Journal(":memory:")
+            StalenessRule(groups_per_step=groups_per_step, max_lag=0, on_stale=on_stale), journal=Journal(":memory:")
         )
         rolling, batches = asyncio.create_task(roll(buffer)), []
         for version in range(1, steps + 1):

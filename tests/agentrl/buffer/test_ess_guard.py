@@ -29,6 +29,12 @@ def test_a_good_step_between_starts_the_count_again() -> None:
     assert [one.observe(ratio) for ratio in (0.1, 0.9, 0.1, 0.9, 0.1, 0.1)] == [2, 2, 2, 2, 2, 1]
 
 
+def test_a_fraction_of_lag_is_given_up_last_and_comes_back() -> None:
+    one = EssGuard(max_lag=1.5, floor=0.3, num_steps=1)
+    assert [one.observe(0.1) for _ in range(3)] == [0.5, 0, 0]
+    assert [one.observe(0.9) for _ in range(2 * RECOVERY)][RECOVERY - 1 :: RECOVERY] == [1, 1.5]
+
+
 def test_lag_comes_back_slowly() -> None:
     one = guard()
     for _ in range(4):

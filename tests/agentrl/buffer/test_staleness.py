@@ -17,6 +17,33 @@ def test_there_are_slots_for_every_version_that_may_be_outstanding(lag: int | No
     assert RULE.num_slots(lag) == slots
 
 
+@pytest.mark.parametrize(
+    ("groups_per_step", "max_lag", "slots", "bound", "oldest"),
+    [(8, 0.5, 12, 1, 4), (8, 2, 24, 2, 8), (10, 0.3, 13, 1, 3), (8, 1.3, 18, 2, 2), (8, 0, 8, 0, 8)],
+)
+def test_a_fraction_of_lag_is_a_share_of_the_batch(
+    groups_per_step: int, max_lag: float, slots: int, bound: int, oldest: int
+) -> None:
+    rule = StalenessRule(groups_per_step=groups_per_step, max_lag=max_lag)
+    assert (rule.num_slots(), rule.bound, rule.num_oldest) == (slots, bound, oldest)
+    assert rule.num_slots() - groups_per_step == groups_per_step * int(max_lag) + oldest % groups_per_step
+
+
+def test_of_a_fraction_the_last_batch_has_few_places_for_the_oldest() -> None:
+    rule = StalenessRule(groups_per_step=4, max_lag=1.5)  # two batches after this one; two places in the second
+    assert not rule.would_strand(Counter({5: 6}), Counter(), version=5)
+    assert rule.would_strand(Counter({5: 7}), Counter(), version=5)
+    assert rule.would_strand(Counter({5: 1}), Counter({4: 2, 5: 4}), version=5)
+    assert not rule.would_strand(Counter({4: 2}), Counter({5: 4}), version=5)
+    assert rule.would_strand(Counter({4: 1}), Counter({4: 2}), version=5)
+
+
+def test_what_is_finished_whatever_its_age_is_never_stale() -> None:
+    rule = StalenessRule(groups_per_step=2, max_lag=0, on_stale="finish")
+    rule.check(7, 0, version=500)
+    assert rule.largest_lag is None and rule.num_slots() == 2
+
+
 @pytest.mark.parametrize("lag", [-1, 2])
 def test_a_lag_outside_the_bound_is_refused(lag: int) -> None:
     with pytest.raises(ValueError, match=rf"lag {lag} is outside \[0, 1\]"):

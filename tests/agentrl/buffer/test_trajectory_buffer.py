@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.buffer.journal import Journal
-from agentrl.buffer.trajectory_buffer import OnStale, TrajectoryBuffer
+from agentrl.buffer.staleness import StalenessRule
+from agentrl.buffer.trajectory_buffer import TrajectoryBuffer
+from agentrl.config.rollout import OnStale
 from agentrl.errors import NoLearningSignal
 from agentrl.testing import one_token_group
 from agentrl.types import (
@@ -27,13 +29,11 @@ def make_group(group_id: int, *, version: int, rewards: Sequence[float] = (0.0, 
 
 
 def make_buffer(
-    *, groups_per_step: int = 1, max_lag: int = 1, on_stale: OnStale = "drop", requeued: list[Task] | None = None
+    *, groups_per_step: int = 1, max_lag: float = 1, on_stale: OnStale = "drop", requeued: list[Task] | None = None
 ) -> TrajectoryBuffer:
     sink = requeued if requeued is not None else []
     return TrajectoryBuffer(
-        groups_per_step=groups_per_step,
-        max_lag=max_lag,
-        on_stale=on_stale,
+        StalenessRule(groups_per_step=groups_per_step, max_lag=max_lag, on_stale=on_stale),
         journal=Journal(":memory:"),
         requeue=sink.append,
     )
@@ -166,6 +166,42 @@ def test_finished_groups_survive_without_a_clean_close(tmp_path: Path) -> None:
     assert Journal(path).resume_at(0).ready == (group,)
 
 
+async def test_half_a_version_of_lag_is_half_a_batch() -> None:
+    """ROLL Flash with alpha 0.5 and 8 groups a step: 12 slots, lag 1 at most, and in 4 groups of a batch at most."""
+    buffer = make_buffer(groups_per_step=8, max_lag=0.5)
+    for version in range(4):
+        while buffer.num_slots > buffer.ledger().ready:
+            await buffer.finish(make_group(await admit(buffer), version=version))
+        assert buffer.ledger().ready == 12
+        batch = await buffer.take()
+        lags = [version - group.policy_version for group in batch.groups]
+        assert batch.max_lag == 1 and lags == ([1] * 4 + [0] * 4 if version else [0] * 8)
+        await buffer.commit(version + 1)
+    assert buffer.ledger().dropped_stale == 0
+
+
+async def test_what_exceeds_the_places_of_the_largest_lag_is_dropped_at_once() -> None:
+    buffer = make_buffer(groups_per_step=2, max_lag=1.5)  # five slots; one place a batch for lag 2
+    slow = [await admit(buffer) for _ in range(3)]
+    for version in (1, 2):
+        for _ in range(2):
+            await buffer.finish(make_group(await admit(buffer), version=version - 1))
+        await buffer.take()
+        await buffer.commit(version)
+    for group_id in slow:
+        await buffer.finish(make_group(group_id, version=0))
+    assert (buffer.ledger().ready, buffer.ledger().dropped_stale) == (1, 2)
+    await buffer.finish(make_group(await admit(buffer), version=2))
+    assert [group.group_id for group in (await buffer.take()).groups] == [slow[0], 7]
+
+
+async def test_groups_are_finished_and_trained_however_old_they_are() -> None:
+    buffer = await overtaken("finish")
+    batch = await buffer.take()
+    assert [group.group_id for group in batch.groups] == [0] and batch.max_lag is None
+    assert batch.policy_version - batch.groups[0].policy_version == 2 and buffer.ledger().dropped_stale == 0
+
+
 async def test_less_lag_stops_admission_and_more_lets_it_go_on() -> None:
     buffer = make_buffer(groups_per_step=2, max_lag=1)
     await buffer.set_lag(0)
@@ -260,7 +296,7 @@ async def test_without_lag_there_is_no_batch_before_the_engines_hold_the_weights
 
 async def test_two_steps_that_no_engine_has_yet_are_made_again_after_a_crash(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "journal.sqlite")
-    buffer = TrajectoryBuffer(groups_per_step=1, max_lag=1, journal=journal)
+    buffer = TrajectoryBuffer(StalenessRule(groups_per_step=1, max_lag=1), journal=journal)
     for _ in range(2):
         await buffer.finish(make_group(await admit(buffer), version=0))
     await buffer.take()

@@ -30,6 +30,12 @@ def test_compaction_without_room_is_refused(rollout: dict[str, Any]) -> None:
         parse(tree(compaction="summarize", **rollout), source="x")
 
 
+def test_a_fraction_of_lag_that_is_no_group_is_refused() -> None:
+    assert parse(tree(max_lag=1.25), source="x").rollout.lag_bound == 2
+    with pytest.raises(ConfigError, match=r"max_lag=0.1 with groups_per_step=8: .* Set max_lag=0, or at least 0.125"):
+        parse(tree(max_lag=0.1), source="x")
+
+
 def test_an_unknown_format_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="one of auto, hermes, fences, retool"):
         parse(tree(tool_format="xml"), source="x")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from agentrl.buffer.staleness import StalenessRule
 from agentrl.cli.doctor.plan.cards import Card
 from agentrl.cli.doctor.plan.records import ModelShape
 from agentrl.config import Config
@@ -66,5 +67,5 @@ def engine_needs(config: Config, shape: ModelShape, card: Card, *, is_shared: bo
 def running(config: Config) -> int:
     """Sequences that one engine would run at once: its limit, or its part of all episodes under way."""
     rollout = config.rollout
-    episodes = (rollout.max_lag + 1) * rollout.groups_per_step * rollout.group_size
+    episodes = StalenessRule.of(rollout).num_slots() * rollout.group_size
     return min(config.engine.max_num_seqs, -(-episodes // config.engine.num_engines))

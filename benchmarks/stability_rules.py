@@ -63,6 +63,14 @@ def without_weights(log_used_G: Tensor, log_weight_G: Tensor, norm_G: Tensor, re
 
 
 _OPOB = AlgorithmConfig(baseline="opob", rho_base=1.0)
+_BAPO = AlgorithmConfig(
+    preset="bapo",
+    adaptive_low=(0.6, 0.9),
+    adaptive_high=(1.2, 3.0),
+    adaptive_step=(0.05, 0.05),
+    positive_share=0.5,
+    dual_clip=None,
+)
 
 RULES: dict[str, Rule] = {
     "opob": Rule(algorithm=_OPOB, optimum=in_use, about="VCPO, b* from the weights in use"),
@@ -90,6 +98,8 @@ RULES: dict[str, Rule] = {
         algorithm=AlgorithmConfig(preset="gspo", clip_low=0.05, clip_high=0.05),
         about="geometric mean, clip 0.05: the published 3e-4 is made for thousands of tokens",
     ),
-    "m2po": Rule(algorithm=AlgorithmConfig(preset="m2po"), about="second moment, 0.04"),
-    "bapo": Rule(algorithm=AlgorithmConfig(preset="bapo"), about="adaptive clip"),
+    "m2po": Rule(
+        algorithm=AlgorithmConfig(preset="m2po", treatment="second_moment_mask"), about="second moment 0.04, masked"
+    ),
+    "bapo": Rule(algorithm=_BAPO, about="adaptive clip with the ranges of its README, no dual clip"),
 }

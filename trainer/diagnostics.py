@@ -268,6 +268,7 @@ def _square_sum(
     sizes = [math.hypot(*(segment.weight * segment.score_norm for segment in segments)) for segments in episodes]
     size_E = torch.tensor(sizes, dtype=torch.float64)
     baseline = rule(size_E, reward_E, length_E)
-    std = float(baselines.reward_std(reward_E)) if algorithm.normalize_by_std else 1.0
+    kind = algorithm.normalize_by_std
+    std = float(baselines.reward_std(reward_E, kind)) if kind else 1.0
     centered_E = reward_E if baseline is None else reward_E - baseline
     return float((size_E * centered_E / std).square().sum())

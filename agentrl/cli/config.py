@@ -97,7 +97,8 @@ def _lines(key: Key, keys: list[Key]) -> Iterator[str]:
 def _entry(key: Key, *, with_choices: bool = True) -> Iterator[str]:
     """Path, type and default on a line, then the documentation, then the choices."""
     default = f"default {key.default}" if key.default is not None else "" if key.section else "required"
-    yield f"{key.path}: " + ", ".join(filter(None, (key.kind, default)))
+    head = f"{key.path}: " + ", ".join(filter(None, (key.kind, default)))
+    yield from textwrap.wrap(head, WIDTH, subsequent_indent="    ", break_on_hyphens=False, break_long_words=False)
     yield from textwrap.indent(textwrap.fill(key.doc, WIDTH - 6), "    ").splitlines()
     width = max(map(len, key.choices), default=0)
     for name, line in key.choices.items() if with_choices else ():

@@ -16,6 +16,7 @@ from agentrl.config.presets import (
     LengthNorm,
     Preset,
     Ratio,
+    StdNorm,
     StepScale,
     Treatment,
     refusal,
@@ -25,8 +26,23 @@ from agentrl.config.presets import (
 from agentrl.config.section import Choices, Section
 
 BaselineWeights = Annotated[
-    Literal["treated", "untreated"],
-    Choices({"treated": "the weights of the gradient, such as min(w, c)", "untreated": "w as it is: the paper's form"}),
+    Literal["treated", "untreated", "product"],
+    Choices(
+        {
+            "treated": "the weights of the gradient, such as min(w, c)",
+            "untreated": "w as it is: the paper's formula",
+            "product": "both, multiplied: what VCPO's released code computes",
+        }
+    ),
+]
+NormOf = Annotated[
+    Literal["mean", "sum"],
+    Choices(
+        {
+            "mean": "of its score as it is in the loss, divided by its length if the loss is",
+            "sum": "of its summed score, whatever the loss divides by: VCPO's published scripts",
+        }
+    ),
 ]
 BaselineNorms = Annotated[
     Literal["exact", "proxy"],
@@ -60,20 +76,24 @@ class AlgorithmConfig(Section):
     """clip and clip_weight: ratios below 1 - clip_low are cut; 1 is no lower bound."""
     clip_high: Annotated[float, Field(ge=0)] = 0.2
     """clip and clip_weight: ratios above 1 + clip_high are cut."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """clip and adaptive_clip: where the advantage is negative, ratios above this are cut too (arXiv 1912.09729)."""
     second_moment_bound: PositiveFloat = 0.04
-    """second_moment: largest mean of (log ratio)^2 over the tokens that stay."""
+    """second_moment, second_moment_mask: bound of the mean (log ratio)^2 over tokens that PPO's clip can act on."""
     adaptive_low: tuple[PositiveFloat, PositiveFloat] = (0.6, 0.9)
     """adaptive_clip: range in which the lower bound of the ratio moves."""
     adaptive_high: tuple[PositiveFloat, PositiveFloat] = (1.2, 3.0)
     """adaptive_clip: range in which the upper bound of the ratio moves."""
-    adaptive_step: PositiveFloat = 0.05
-    """adaptive_clip: distance by which a bound moves at a time."""
+    adaptive_step: tuple[PositiveFloat, PositiveFloat] = (0.05, 0.05)
+    """adaptive_clip: distance by which the lower and the upper bound move at a time."""
     positive_share: Annotated[float, Field(gt=0, lt=1)] = 0.5
     """adaptive_clip: share of the loss that tokens of positive advantage should have."""
     baseline: Baseline = "opob_safe"
     """What is subtracted from each reward."""
     baseline_weights: BaselineWeights = "treated"
-    """opob and opob_safe: which weights are in b*. The two differ only where a weight is cut."""
+    """opob and opob_safe: which weights are in b*."""
+    norm_of: NormOf = "mean"
+    """opob and opob_safe: what of a trajectory the norm in b* is taken of."""
     baseline_norms: BaselineNorms = "exact"
     """opob and opob_safe: which gradient norms are in b*."""
     step_scale: StepScale = "ess_sqrt"
@@ -83,8 +103,11 @@ class AlgorithmConfig(Section):
     normalize_by_length: LengthNorm = True
     """Divide each trajectory's summed log-probability gradient by its number of action tokens. group: by its group's
     tokens over the group's episodes, so that every token of a group counts alike (DAPO, CISPO)."""
-    normalize_by_std: bool = False
-    """Divide a group's advantages by the standard deviation of its rewards."""
+    normalize_by_std: StdNorm = False
+    """Divide a group's advantages by the standard deviation of its rewards (n - 1 in its denominator). population:
+    by the one with n (VCPO's published scripts)."""
+    keep_equal_rewards: bool = False
+    """Keep groups of equal rewards in the batch. They have no gradient, and count in B and rho."""
     ess_floor: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Below this ESS ratio for `ess_floor_steps` steps in a row, admission allows one version of lag less, down to 0.
     It allows one more after ten times as many steps above."""
@@ -111,6 +134,10 @@ class AlgorithmConfig(Section):
             raise ValueError(f"baseline={self.baseline} uses no norms; leave baseline_norms out")
         if "baseline_weights" in self._changed() and self.baseline not in OPTIMAL:
             raise ValueError(f"baseline={self.baseline} uses no weights; leave baseline_weights out")
+        if "norm_of" in self._changed() and self.baseline not in OPTIMAL:
+            raise ValueError(f"baseline={self.baseline} uses no norms; leave norm_of out")
+        if self.keep_equal_rewards and not self.needs_spread:
+            raise ValueError(f"baseline={self.baseline} drops no group; leave keep_equal_rewards out")
         if self.treatment == "mask" and self.min_weight >= self.max_weight:
             raise ValueError(f"min_weight={self.min_weight:g} must be below max_weight={self.max_weight:g}")
         for name in ("adaptive_low", "adaptive_high"):
@@ -129,4 +156,9 @@ class AlgorithmConfig(Section):
     @property
     def needs_spread(self) -> bool:
         """Whether a group of equal rewards has no gradient."""
-        return self.baseline != "none" or self.normalize_by_std
+        return self.baseline != "none" or bool(self.normalize_by_std)
+
+    @property
+    def drops_equal_rewards(self) -> bool:
+        """Whether a group of equal rewards is dropped before it is in a batch."""
+        return self.needs_spread and not self.keep_equal_rewards

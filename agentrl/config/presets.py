@@ -15,6 +15,7 @@ Preset = Annotated[
     Literal[
         "vcpo_safe",
         "vcpo",
+        "vcpo_published",
         "grpo",
         "dapo",
         "gspo",
@@ -31,7 +32,8 @@ Preset = Annotated[
     Choices(
         {
             "vcpo_safe": "as vcpo, with a baseline that never exceeds the group's mean",
-            "vcpo": "VCPO: truncated sequence weights, optimal baseline, ESS-scaled step (arXiv 2602.17616)",
+            "vcpo": "VCPO's formulas: truncated sequence weights, optimal baseline, ESS-scaled step (arXiv 2602.17616)",
+            "vcpo_published": "as vcpo, with the settings of its four published scripts",
             "grpo": "token ratios, PPO's clip, advantages divided by their deviation; no KL term (arXiv 2402.03300)",
             "dapo": "GRPO with a higher upper clip, every token of a group weighted alike (arXiv 2503.14476)",
             "gspo": "geometric-mean ratios with tight clips (arXiv 2507.18071)",
@@ -41,7 +43,7 @@ Preset = Annotated[
             "rloo": "on-policy, leave-one-out baseline (arXiv 2402.14740)",
             "opo": "on-policy, length-weighted baseline (arXiv 2505.23585)",
             "otb": "on-policy, optimal baseline for each token (arXiv 2602.07078)",
-            "m2po": "masks tokens until the ratios' second moment is small (arXiv 2510.01161)",
+            "m2po": "a clip that moves until the ratios' second moment is small (arXiv 2510.01161)",
             "bapo": "clip bounds that move until positive advantages have their share (arXiv 2510.18927)",
             "reinforce": "on-policy, no baseline (Williams 1992)",
         }
@@ -59,7 +61,7 @@ Ratio = Annotated[
     ),
 ]
 Treatment = Annotated[
-    Literal["none", "truncate", "mask", "clip", "clip_weight", "second_moment", "adaptive_clip"],
+    Literal["none", "truncate", "mask", "clip", "clip_weight", "second_moment", "second_moment_mask", "adaptive_clip"],
     Choices(
         {
             "none": "used as they are",
@@ -67,7 +69,8 @@ Treatment = Annotated[
             "mask": "0 outside [min_weight, max_weight] (MIS)",
             "clip": "0 where PPO's clipped objective is flat: bounds 1 - clip_low, 1 + clip_high",
             "clip_weight": "clamped to [1 - clip_low, 1 + clip_high], the gradient kept (CISPO)",
-            "second_moment": "tokens are masked until the mean squared log ratio is at most second_moment_bound (M2PO)",
+            "second_moment": "0 where |log ratio| is above a cap: its capped mean square is second_moment_bound (M2PO)",
+            "second_moment_mask": "0 for the largest ratios, until the mean square of the others' log is within it",
             "adaptive_clip": "PPO's clip, with bounds that move within adaptive_low and adaptive_high (BAPO)",
         }
     ),
@@ -97,15 +100,19 @@ StepScale = Annotated[
     ),
 ]
 LengthNorm = bool | Literal["group"]
+StdNorm = bool | Literal["population"]
 
 OPTIMAL: frozenset[str] = frozenset({"opob", "opob_safe"})
+WHOLE_BATCH: frozenset[str] = frozenset({"second_moment", "second_moment_mask", "adaptive_clip"})
+"""Treatments that look at all tokens of the step and at the signs of their advantages."""
 
 READ_BY: Mapping[str, tuple[Treatment, ...]] = {
     "max_weight": ("truncate", "mask"),
     "min_weight": ("mask",),
     "clip_low": ("clip", "clip_weight"),
     "clip_high": ("clip", "clip_weight"),
-    "second_moment_bound": ("second_moment",),
+    "dual_clip": ("clip", "adaptive_clip"),
+    "second_moment_bound": ("second_moment", "second_moment_mask"),
     "adaptive_low": ("adaptive_clip",),
     "adaptive_high": ("adaptive_clip",),
     "adaptive_step": ("adaptive_clip",),
@@ -118,7 +125,15 @@ _PLAIN = {"ratio": "none", "treatment": "none", "normalize_by_length": False, "s
 
 PRESETS: Mapping[Preset, Mapping[str, Any]] = {
     "vcpo_safe": {},  # the defaults of AlgorithmConfig
-    "vcpo": {"baseline": "opob", "baseline_weights": "untreated"},  # as published
+    "vcpo": {"baseline": "opob", "baseline_weights": "untreated"},
+    "vcpo_published": {
+        "baseline": "opob",
+        "baseline_weights": "untreated",
+        "norm_of": "sum",
+        "normalize_by_std": "population",
+        "rho_base": 1.0,
+        "keep_equal_rewards": True,
+    },
     "grpo": {**_DEEPSEEK, "ratio": "token", "treatment": "clip", "clip_low": 0.2, "clip_high": 0.2},
     "dapo": {**_DEEPSEEK, "ratio": "token", "treatment": "clip", "clip_high": 0.28, "normalize_by_length": "group"},
     "gspo": {**_DEEPSEEK, "ratio": "geometric_mean", "treatment": "clip", "clip_low": 3e-4, "clip_high": 4e-4},
@@ -136,7 +151,17 @@ PRESETS: Mapping[Preset, Mapping[str, Any]] = {
     "opo": {**_PLAIN, "baseline": "length_weighted"},
     "otb": {**_PLAIN, "baseline": "otb"},
     "m2po": {**_DEEPSEEK, "ratio": "token", "treatment": "second_moment", "normalize_by_length": "group"},
-    "bapo": {**_DEEPSEEK, "ratio": "token", "treatment": "adaptive_clip", "normalize_by_length": "group"},
+    "bapo": {
+        **_DEEPSEEK,
+        "ratio": "token",
+        "treatment": "adaptive_clip",
+        "adaptive_low": (0.8, 0.95),
+        "adaptive_high": (1.2, 2.0),
+        "adaptive_step": (0.05, 0.1),
+        "positive_share": 1 / 3,
+        "dual_clip": 3.0,
+        "normalize_by_length": "group",
+    },
     "reinforce": {**_PLAIN, "baseline": "none"},
 }
 
@@ -161,14 +186,14 @@ def refusal(*, ratio: Ratio, treatment: Treatment, baseline: Baseline) -> str | 
     """Why a combination makes no sense, and how to fix it; None where it makes sense."""
     if ratio == "none" and treatment != "none":
         return f"treatment={treatment} has no weights to treat under ratio=none; set treatment: none, or another ratio"
-    if treatment in ("second_moment", "adaptive_clip") and ratio != "token":
+    if treatment in WHOLE_BATCH and ratio != "token":
         return f"treatment={treatment} is defined over the tokens of the batch; set ratio: token"
     if baseline in OPTIMAL and ratio == "token":
         return (
             f"baseline={baseline} needs one weight for each trajectory, ratio=token has one for each token; "
             "set ratio: sequence or geometric_mean, or baseline: mean or otb"
         )
-    if baseline in OPTIMAL | {"otb"} and treatment in ("clip", "adaptive_clip"):
+    if baseline in OPTIMAL | {"otb"} and treatment in {"clip", *WHOLE_BATCH}:
         return (
             f"treatment={treatment} depends on the sign of the advantage, which baseline={baseline} derives from the "
             "weights; set treatment: truncate, mask or clip_weight, or baseline: mean"

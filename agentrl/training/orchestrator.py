@@ -202,7 +202,7 @@ class Orchestrator:
         buffer = TrajectoryBuffer(
             StalenessRule.of(config.rollout),
             journal=self._journal,
-            drop_zero_variance=config.algorithm.needs_spread,
+            drop_zero_variance=config.algorithm.drops_equal_rewards,
             requeue=self._tasks.source.give_back,
             resumed=resumed,
             lag=guard.lag,

@@ -77,8 +77,8 @@ def objective_gradient(theta: Tensor, batch: Groups, algorithm: AlgorithmConfig)
             weighted = score(theta, (member.weight_N * logprobs(theta, episode)).sum() / length[i])
             total += weighted * advantage[i] / size
             scores += weighted * objective.score_scale(reward) / size
-            used.append(member.log_used)
-            norms.append(float(plain.norm()))
+            used.append(objective.log_in_baseline(member))
+            norms.append(objective.norm_in_baseline(float(plain.norm()), float(length[i])))
         if objective.needs_norms:
             optimum = objective.baseline(float64(used), float64(norms), reward)
             total -= (optimum - reward.mean()) * scores if optimum is not None else 0.0

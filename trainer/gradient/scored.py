@@ -7,7 +7,6 @@ Shapes: _E episodes of a group, _N action tokens of a trajectory.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -137,7 +136,7 @@ class ScoredGroup:
         numbers = [x for one in self.trained for x in (one.used.log_weight, one.score_norm, one.weight)]
         if not all(map(math.isfinite, numbers)) or not bool(self.reward_E.isfinite().all()):
             return 0.0
-        sizes = [_episode_size(episode, objective.log_in_baseline) for episode in self.episodes]
+        sizes = [_episode_size(episode, objective) for episode in self.episodes]
         log_weight_E, norm_E = torch.tensor(sizes, dtype=torch.float64).unbind(dim=1)
         optimum = objective.baseline(log_weight_E, norm_E, self.reward_E)
         shift = 0.0 if optimum is None else float(optimum - self.reward_E.mean())
@@ -172,9 +171,13 @@ def _block_sums(log_ratio_N: Tensor) -> tuple[float, ...]:
     return tuple(log_ratio_N[: num_whole * PARITY_BLOCK].view(num_whole, PARITY_BLOCK).sum(dim=1).tolist())
 
 
-def _episode_size(segments: list[ScoredTrajectory], log_of: Callable[[MemberWeights], float]) -> tuple[float, float]:
+def _episode_size(segments: list[ScoredTrajectory], objective: Objective) -> tuple[float, float]:
     """log w and n of an episode: w^2 n^2 = sum of its segments' w_i^2 n_i^2, as if their scores were orthogonal."""
-    sizes = [(log_of(one.used), one.score_norm) for one in segments if one.is_trained]
+    sizes = [
+        (objective.log_in_baseline(one.used), objective.norm_in_baseline(one.score_norm, one.length))
+        for one in segments
+        if one.is_trained
+    ]
     largest = max((log_weight for log_weight, _ in sizes), default=-math.inf)
     if largest == -math.inf:  # no part of it is in the gradient
         return 0.0, 0.0

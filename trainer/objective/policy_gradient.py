@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from agentrl.config.algorithm import AlgorithmConfig
-from agentrl.config.presets import OPTIMAL
+from agentrl.config.presets import OPTIMAL, WHOLE_BATCH
 from agentrl.report.statistics import has_spread
 from trainer.objective import baselines, ratios, vcpo
 
@@ -71,7 +71,7 @@ class Objective:
         """Each trajectory's score norm must be measured, and `baseline` called with the norms of its group."""
         self.needs_logits = algorithm.baseline == "otb"
         """`Member.logit_norm2_N` must be given."""
-        self.needs_batch = self.needs_logits or algorithm.treatment in ("second_moment", "adaptive_clip")
+        self.needs_batch = self.needs_logits or algorithm.treatment in WHOLE_BATCH
         """Call `batch_weights` with every member of the step in place of `weights`."""
 
     def advantages(self, reward_G: Tensor, num_actions_G: Tensor) -> Tensor | None:
@@ -100,7 +100,7 @@ class Objective:
         """1/s, which multiplies a trajectory's weight in the score sum. 1.0 for a group without spread."""
         if not self._algorithm.normalize_by_std or not has_spread(reward_G.tolist()):
             return 1.0
-        return 1 / float(baselines.reward_std(reward_G.double()))
+        return 1 / float(baselines.reward_std(reward_G.double(), self._algorithm.normalize_by_std))
 
     def lengths(
         self, num_actions_G: Tensor, *, share_G: Tensor | None = None, num_episodes: int | None = None
@@ -130,7 +130,13 @@ class Objective:
         """log of one trajectory's weight in b*; -inf where the trajectory has no part in the gradient."""
         if self._algorithm.baseline_weights == "treated" or weights.log_used == -math.inf:
             return weights.log_used
+        if self._algorithm.baseline_weights == "product":
+            return weights.log_used + weights.log_weight
         return weights.log_weight
+
+    def norm_in_baseline(self, score_norm: float, length: float) -> float:
+        """One trajectory's norm in b*, from that of its score divided by `length`."""
+        return score_norm * length if self._algorithm.norm_of == "sum" else score_norm
 
     def baseline(self, log_weight_G: Tensor, score_norm_G: Tensor, reward_G: Tensor) -> Tensor | None:
         """b* of `opob` or `opob_safe` from `log_in_baseline` and the score norms. A scalar.
@@ -170,8 +176,9 @@ class Objective:
         log_ratio_M = torch.cat([member.log_ratio_N.double() for member in members])
         advantage_M = torch.cat([torch.full_like(m.log_ratio_N.double(), m.advantage) for m in members])
         match algorithm.treatment:
-            case "second_moment":
-                keep_M = ratios.second_moment_mask(log_ratio_M, advantage_M, algorithm.second_moment_bound)
+            case "second_moment" | "second_moment_mask" as kind:
+                rule = ratios.second_moment_clip if kind == "second_moment" else ratios.second_moment_mask
+                keep_M = rule(log_ratio_M, advantage_M, algorithm.second_moment_bound)
                 keeps = torch.split(keep_M, [len(member.log_ratio_N) for member in members])
                 return [w_N.masked_fill(~keep_N, -math.inf) for w_N, keep_N in zip(log_weights, keeps, strict=True)]
             case "adaptive_clip":
@@ -184,7 +191,7 @@ class Objective:
                     positive_share=algorithm.positive_share,
                 )
                 return [
-                    ratios.clipped_objective(log_weight_N, member.advantage, bounds)
+                    ratios.clipped_objective(log_weight_N, member.advantage, bounds, dual_clip=algorithm.dual_clip)
                     for member, log_weight_N in zip(members, log_weights, strict=True)
                 ]
             case _:
@@ -198,10 +205,10 @@ class Objective:
             case "mask":
                 return ratios.masked(log_weight_N, low=algorithm.min_weight, high=algorithm.max_weight)
             case "clip":
-                return ratios.clipped_objective(log_weight_N, advantage, self._bounds)
+                return ratios.clipped_objective(log_weight_N, advantage, self._bounds, dual_clip=algorithm.dual_clip)
             case "clip_weight":
                 return ratios.clipped_weight(log_weight_N, self._bounds)
-            case "none" | "second_moment" | "adaptive_clip":  # _treated_together does the last two
+            case "none" | "second_moment" | "second_moment_mask" | "adaptive_clip":  # _treated_together: the last three
                 return log_weight_N
             case _:
                 assert_never(algorithm.treatment)

@@ -29,6 +29,22 @@ def test_vcpo_with_the_safe_baseline_is_the_default_and_the_papers_form_is_one_w
     assert (settings().step_scale, settings().rho_base) == ("ess_sqrt", "auto")
 
 
+def test_vcpo_published_is_what_the_four_scripts_set() -> None:
+    """mit-han-lab/vcpo: grad_baselining_normalize_by_length=False, norm_by_std=True (torch.std(unbiased=False)),
+    base_ess_ratio=1.0 (0.55 in the multi-turn script), rollout_is_threshold=8, no filter of groups."""
+    scripts = settings(preset="vcpo_published")
+    changed = {name: value for name, value in scripts if value != getattr(settings(preset="vcpo"), name)}
+    assert changed == {
+        "preset": "vcpo_published",
+        "norm_of": "sum",
+        "normalize_by_std": "population",
+        "rho_base": 1.0,
+        "keep_equal_rewards": True,
+    }
+    assert settings().drops_equal_rewards and not scripts.drops_equal_rewards
+    assert settings(preset="vcpo_published", rho_base=0.55).rho_base == 0.55
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_is_its_line_and_nothing_else(preset: str) -> None:
     changed = {name for name, value in settings(preset=preset) if value != getattr(settings(), name)}
@@ -64,13 +80,18 @@ def test_what_is_written_out_wins_over_the_preset() -> None:
             "max_weight does nothing under .*clip; leave it out, or .*truncate or mask",
         ),
         ({"min_weight": 0.5}, "min_weight does nothing under treatment=truncate"),
-        ({"preset": "cispo", "second_moment_bound": 0.1}, "set treatment: second_moment"),
+        ({"preset": "cispo", "second_moment_bound": 0.1}, "set treatment: second_moment or second_moment_mask"),
         ({"preset": "m2po", "clip_high": 0.3}, "set treatment: clip or clip_weight"),
         ({"adaptive_low": [0.5, 0.9]}, "set treatment: adaptive_clip"),
         ({"preset": "bapo", "adaptive_low": [0.9, 0.6]}, "adaptive_low must rise"),
         ({"ess_floor": 0.2, "refuse_below": 0.3}, "must be below ess_floor"),
         ({"preset": "grpo", "baseline_norms": "proxy"}, "leave baseline_norms out"),
         ({"preset": "grpo", "baseline_weights": "untreated"}, "leave baseline_weights out"),
+        ({"preset": "grpo", "norm_of": "sum"}, "uses no norms; leave norm_of out"),
+        ({"preset": "reinforce", "keep_equal_rewards": True}, "drops no group; leave keep_equal_rewards out"),
+        ({"preset": "tis", "dual_clip": 3.0}, "dual_clip does nothing under treatment=truncate"),
+        ({"preset": "grpo", "dual_clip": 1.0}, "algorithm.dual_clip"),
+        ({"preset": "otb", "ratio": "token", "treatment": "second_moment"}, "or baseline: mean"),
         ({"preset": "vcpoo"}, "algorithm.preset"),
         ({"clip_lo": 0.1}, "did you mean algorithm.clip_low"),
     ],

@@ -100,7 +100,7 @@ def test_the_table_of_adapters_has_every_scheme() -> None:
     [
         ("", "algorithm: section"),
         ("engine", "engine.max_num_seqs: integer > 0, default 64"),
-        ("algorithm.treatment", "clip_weight    clamped to [1 - clip_low, 1 + clip_high]"),
+        ("algorithm.treatment", "clip_weight         clamped to [1 - clip_low, 1 + clip_high]"),
         ("algorithm.rho_base", "number > 0 | auto, default auto"),
         ("env.target", "ModMath-v0"),
         ("env.target", "gymnasium:"),

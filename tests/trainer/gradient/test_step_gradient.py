@@ -38,7 +38,7 @@ def reference(model: Any, groups: list[TrajectoryGroup], algorithm: AlgorithmCon
     size = sum(len(group.trajectories) for group in groups)
     total = torch.zeros(sum(p.numel() for p in parameters), dtype=torch.float64)
     for one in groups:
-        scores, weights = [], []
+        scores, weights, ratios, lengths = [], [], [], []
         rewards = torch.tensor(one.rewards_G, dtype=torch.float64)
         for member in one.trajectories:
             mask = torch.tensor(member.action_mask()[1:], dtype=torch.float64)
@@ -47,11 +47,15 @@ def reference(model: Any, groups: list[TrajectoryGroup], algorithm: AlgorithmCon
             loss = (logprobs * mask).sum() / (mask.sum() if algorithm.normalize_by_length else 1)
             scores.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)]))
             ratio = ((logprobs.detach() - behavior) * mask).sum().exp()
+            ratios.append(ratio)
+            lengths.append(mask.sum())
             weights.append(ratio.clamp(max=algorithm.max_weight) if algorithm.treatment == "truncate" else ratio)
         score, weight = torch.stack(scores), torch.stack(weights)
         if len(set(one.rewards_G)) == 1 and algorithm.baseline != "none":
             continue
-        importance = weight.square() * score.square().sum(1)
+        in_baseline = torch.stack(ratios) if algorithm.baseline_weights == "untreated" else weight
+        norm = score.norm(dim=1) * (torch.stack(lengths) if algorithm.norm_of == "sum" else 1)
+        importance = in_baseline.square() * norm.square()
         optimum = (importance * rewards).sum() / importance.sum()
         baseline = {
             "opob": optimum,
@@ -60,7 +64,7 @@ def reference(model: Any, groups: list[TrajectoryGroup], algorithm: AlgorithmCon
             "leave_one_out": (rewards.sum() - rewards) / (len(rewards) - 1),
             "none": torch.zeros(()),
         }[algorithm.baseline]
-        std = rewards.std() if algorithm.normalize_by_std else 1.0
+        std = rewards.std(unbiased=algorithm.normalize_by_std != "population") if algorithm.normalize_by_std else 1.0
         total += ((weight * (rewards - baseline) / std)[:, None] * score).sum(0)
     return total / size
 
@@ -73,7 +77,8 @@ def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     "algorithm",
     [
         AlgorithmConfig(),
-        AlgorithmConfig(preset="vcpo", baseline="opob"),
+        AlgorithmConfig(preset="vcpo"),
+        AlgorithmConfig(preset="vcpo_published", max_weight=1.5),
         AlgorithmConfig(normalize_by_length=False, normalize_by_std=True),
         AlgorithmConfig(treatment="none"),
         AlgorithmConfig(max_weight=0.9),

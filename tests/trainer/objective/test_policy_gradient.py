@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -138,9 +139,13 @@ def otb(theta: Tensor, batch: Groups) -> Tensor:
         for episode in group:
             residual = torch.eye(4, dtype=torch.float64)[episode.actions] - theta.detach().softmax(-1)[episode.states]
             energies.append(residual.square().sum(-1).cumsum(0).tolist())
+        second_longest = sorted(map(len, energies))[-2]
         for episode in group:
             logprob = logprobs(theta, episode)
             for t in range(len(logprob)):
+                if t >= second_longest:  # only the longest has such tokens: no baseline in its tail
+                    total = total + episode.reward * logprob[t]
+                    continue
                 alive = [(w[t], e.reward) for w, e in zip(energies, group, strict=True) if len(w) > t]
                 baseline = sum(w * r for w, r in alive) / sum(w for w, _ in alive)
                 total = total + (episode.reward - baseline) * logprob[t]
@@ -150,9 +155,10 @@ def otb(theta: Tensor, batch: Groups) -> Tensor:
 
 
 def m2po(theta: Tensor, batch: Groups) -> Tensor:
-    """J = 1/sum|o_i| sum_i sum_t M r A    arXiv 2510.01161
+    """PPO between exp(-tau) and exp(tau)    arXiv 2510.01161, as Infini-AI-Lab/M2PO computes it
 
-    M drops, of the tokens with A > 0 and r > 1 or A < 0 and r < 1, the largest (log r)^2 until their mean is <= 0.04.
+    tau^2 is the largest (log r)^2, of the tokens with A > 0 and r > 1 or A < 0 and r < 1, at which the mean of theirs,
+    capped at tau^2, is <= 0.04.
     """
 
     def is_bound(r: Tensor, advantage: Tensor) -> Tensor:
@@ -163,24 +169,23 @@ def m2po(theta: Tensor, batch: Groups) -> Tensor:
         for episode, advantage in zip(group, group_relative(group), strict=True):
             r = ratio(theta, episode).detach()
             moments += r[is_bound(r, advantage)].log().square().tolist()
-    moments.sort()
-    while moments and sum(moments) / len(moments) > 0.04:
-        moments.pop()
-    largest = moments[-1] if moments else -1.0
+    caps = [cap for cap in moments if sum(min(moment, cap) for moment in moments) / len(moments) <= 0.04]
+    tau = math.sqrt(max(caps)) + 1e-12 if caps else 0.0
 
     def of_group(group: list[Episode]) -> Tensor:
         stats = []
         for episode, advantage in zip(group, group_relative(group), strict=True):
-            r = ratio(theta, episode)
-            goes = is_bound(r, advantage) & (r.log().square() > largest + 1e-15)
-            stats.append((~goes) * r * advantage)
+            stats.append(pessimistic(ratio(theta, episode), advantage, math.exp(-tau), math.exp(tau)))
         return torch.cat(stats).mean()
 
     return gradient_of_mean(theta, batch, of_group)
 
 
 def bapo(theta: Tensor, batch: Groups) -> Tensor:
-    """PPO between bounds that move until sum_{A>0} min(r, high) A is half of the loss    arXiv 2510.18927"""
+    """Dual-clip PPO between bounds that move until P = sum_{A>0} min(r, high) A is half of its counterpart Q
+
+    arXiv 2510.18927, with the numbers of WooooDyy/BAPO, recipe/bapo/run_bapo_example.sh
+    """
     tokens = [
         (float(r), float(a))
         for group in batch
@@ -190,31 +195,59 @@ def bapo(theta: Tensor, batch: Groups) -> Tensor:
 
     def half(low: float, high: float) -> bool:
         positive = sum(min(r, high) * a for r, a in tokens if a > 0)
-        return positive >= sum(max(r, low) * -a for r, a in tokens if a < 0)
+        return positive >= 0.5 * sum(max(r, low) * -a for r, a in tokens if a < 0)
 
-    low, high = 0.6, 1.2
-    while not half(low, high) and low < 0.9:
-        low = min(low + 0.05, 0.9)
-    while not half(low, high) and high < 3.0:
-        high = min(high + 0.05, 3.0)
+    low, high = 0.8, 1.2
+    while not half(low, high) and low < 0.95:
+        low = min(low + 0.05, 0.95)
+    while not half(low, high) and high < 2.0:
+        high = min(high + 0.1, 2.0)
+
+    def dual(weight: Tensor, advantage: Tensor) -> Tensor:
+        """max(3 A, min(w A, clip(w) A)) where A < 0"""
+        stat = pessimistic(weight, advantage, low, high)
+        return torch.maximum(stat, 3 * advantage.expand_as(stat)) if advantage < 0 else stat
 
     def of_group(group: list[Episode]) -> Tensor:
         advantage = group_relative(group)
-        stats = [pessimistic(ratio(theta, e), a, low, high) for e, a in zip(group, advantage, strict=True)]
-        return torch.cat(stats).mean()
+        return torch.cat([dual(ratio(theta, e), a) for e, a in zip(group, advantage, strict=True)]).mean()
 
     return gradient_of_mean(theta, batch, of_group)
 
 
+def vcpo_published(theta: Tensor, batch: Groups) -> Tensor:
+    """g = 1/B sum wbar (R - b*) / s * 1/L grad, b* = sum w^2 N^2 R / sum w^2 N^2, N the norm of the *summed* score
+
+    The settings of mit-han-lab/vcpo's scripts; s has n in its denominator there.
+    """
+    total = torch.zeros_like(theta)
+    for group in batch:
+        reward = rewards(group)
+        if reward.std() == 0:
+            continue
+        weights = [float(ratio(theta, e).detach().prod()) for e in group]
+        sums = [score(theta, logprobs(theta, e).sum()) for e in group]
+        shares = float64([w**2 * float(s.square().sum()) for w, s in zip(weights, sums, strict=True)])
+        baseline = (shares * reward).sum() / shares.sum()
+        for weight, one, episode in zip(weights, sums, group, strict=True):
+            advantage = (episode.reward - baseline) / reward.std(unbiased=False)
+            total += min(weight, 8.0) * advantage * one / len(episode.actions)
+    return total / sum(map(len, batch))
+
+
 def vcpo(theta: Tensor, batch: Groups, *, is_safe: bool = False) -> Tensor:
-    """g = 1/B sum wbar (R - b*) grad, b* = sum wbar^2 n^2 R / sum wbar^2 n^2    VCPO, arXiv 2602.17616, sec. 4"""
+    """g = 1/B sum wbar (R - b*) grad, b* = sum w^2 n^2 R / sum w^2 n^2    VCPO, arXiv 2602.17616, sec. 4
+
+    vcpo_safe has wbar in b* too, and never more than the mean.
+    """
     total = torch.zeros_like(theta)
     for group in batch:
         if rewards(group).std() == 0:
             continue
         weights = [float(ratio(theta, e).detach().prod().clamp(max=8.0)) for e in group]
         scores = [score(theta, logprobs(theta, e).mean()) for e in group]
-        shares = [w**2 * float(s.square().sum()) for w, s in zip(weights, scores, strict=True)]
+        whole = weights if is_safe else [float(ratio(theta, e).detach().prod()) for e in group]
+        shares = [w**2 * float(s.square().sum()) for w, s in zip(whole, scores, strict=True)]
         baseline = sum(share * e.reward for share, e in zip(shares, group, strict=True)) / sum(shares)
         if is_safe:
             baseline = min(baseline, float(rewards(group).mean()))
@@ -225,6 +258,7 @@ def vcpo(theta: Tensor, batch: Groups, *, is_safe: bool = False) -> Tensor:
 
 REFERENCES: References = {
     "vcpo": vcpo,
+    "vcpo_published": vcpo_published,
     "vcpo_safe": lambda theta, batch: vcpo(theta, batch, is_safe=True),
     "grpo": grpo,
     "dapo": dapo,

@@ -105,6 +105,12 @@ def test_ppo_cuts_only_what_has_gone_far_enough_in_the_direction_of_the_advantag
     torch.testing.assert_close(found.weight_N, f64(*expected))
 
 
+def test_a_dual_clip_cuts_large_ratios_of_negative_advantages_too() -> None:
+    algorithm, log_ratio = objective(preset="grpo", dual_clip=3.0), f64(0.5, 1.5, 2.9, 3.1, 1e9).log()
+    torch.testing.assert_close(algorithm.weights(log_ratio, -1.0).weight_N, f64(0.0, 1.5, 2.9, 0.0, 0.0))
+    torch.testing.assert_close(algorithm.weights(log_ratio, 1.0).weight_N, f64(0.5, 0.0, 0.0, 0.0, 0.0))
+
+
 def test_cispo_keeps_every_token() -> None:
     found = objective(preset="cispo", clip_low=0.5, clip_high=1.0).weights(f64(0.1, 1.5, 9.0).log(), 1.0)
     torch.testing.assert_close(found.weight_N, f64(0.5, 1.5, 2.0))
@@ -123,10 +129,36 @@ def test_the_second_moment_is_taken_among_tokens_that_ppos_clip_can_act_on() -> 
     assert ratios.second_moment_mask(log_ratio, advantage, 0.04).tolist() == [True] * 5 + [False]
 
 
+def test_m2pos_cap_by_hand() -> None:
+    """Squares .01 .04 .09 .25 of tokens that the clip can act on. Capped at .09 their mean is .0575, at .04 it is
+    .0325: those above .04 are cut, where the mask leaves out .25 alone (the mean of the others is .0467) and .09."""
+    log_ratio, advantage = f64(0.1, -0.2, 0.3, -0.5, 0.6), f64(1.0, -1.0, 2.0, -0.5, -1.0)
+    assert ratios.second_moment_clip(log_ratio, advantage, 0.04).tolist() == [True, True, False, False, True]
+    assert ratios.second_moment_mask(log_ratio, advantage, 0.05).tolist() == [True, True, True, False, True]
+    assert ratios.second_moment_clip(log_ratio, advantage, 0.05).tolist() == [True, True, False, False, True]
+    assert ratios.second_moment_clip(log_ratio, advantage, 0.1).tolist() == [True] * 5
+    assert ratios.second_moment_clip(log_ratio, advantage, 0.001).tolist() == [False] * 4 + [True]
+
+
+def test_m2pos_cap_cuts_nearly_twice_as_many_tokens_as_the_mask() -> None:
+    generator = torch.Generator().manual_seed(0)
+    log_ratio = 0.3 * torch.randn(100_000, dtype=torch.float64, generator=generator)
+    advantage = torch.randn(100_000, dtype=torch.float64, generator=generator)
+    cut = [
+        1 - float(rule(log_ratio, advantage, 0.04).double().mean())
+        for rule in (ratios.second_moment_clip, ratios.second_moment_mask)
+    ]
+    assert cut == pytest.approx([0.188, 0.101], abs=2e-3)
+
+
 @given(st.lists(st.tuples(st.floats(-5, 5), st.sampled_from([-1.0, 0.0, 1.0])), max_size=12), st.randoms())
-def test_the_second_moment_mask_does_not_depend_on_the_order(tokens: list[tuple[float, float]], random: Any) -> None:
+@pytest.mark.parametrize("rule", [ratios.second_moment_mask, ratios.second_moment_clip])
+def test_the_second_moment_does_not_depend_on_the_order(
+    rule: Any, tokens: list[tuple[float, float]], random: Any
+) -> None:
     def mask(of: list[tuple[float, float]]) -> list[bool]:
-        return ratios.second_moment_mask(f64(*(x for x, _ in of)), f64(*(a for _, a in of)), 0.04).tolist()
+        found: list[bool] = rule(f64(*(x for x, _ in of)), f64(*(a for _, a in of)), 0.04).tolist()
+        return found
 
     keep = mask(tokens)
     kept = [x for (x, advantage), stays in zip(tokens, keep, strict=True) if stays and x * advantage > 0]
@@ -137,11 +169,11 @@ def test_the_second_moment_mask_does_not_depend_on_the_order(tokens: list[tuple[
 
 
 def test_adaptive_bounds_stand_where_they_start_when_the_loss_is_balanced() -> None:
-    settings = {"low": (0.6, 0.9), "high": (1.2, 3.0), "step": 0.05, "positive_share": 0.5}
+    settings = {"low": (0.6, 0.9), "high": (1.2, 3.0), "step": (0.05, 0.1), "positive_share": 0.5}
     assert ratios.adaptive_bounds(f64(0.0, 0.0), f64(1.0, -1.0), **settings) == ratios.Bounds(low=0.6, high=1.2)
     # 1.5 is cut to 1.2 against a loss of 1.3: only a higher upper bound helps, and it is raised after the lower one.
     found = ratios.adaptive_bounds(f64(math.log(1.5), 0.0), f64(1.0, -1.3), **settings)
-    assert (found.low, found.high) == (0.9, pytest.approx(1.3))
+    assert (found.low, found.high) == (0.9, pytest.approx(1.3))  # one step of 0.1
     assert ratios.adaptive_bounds(f64(0.0), f64(-1.0), **settings) == ratios.Bounds(low=0.9, high=3.0)
 
 
@@ -160,14 +192,14 @@ def test_an_untreated_weight_that_leaves_float32_is_infinite_so_that_the_step_is
     assert objective(treatment="none").weights(f64(79.0), 1.0).weight_N.isfinite().all()
 
 
-@pytest.mark.parametrize("preset", ["grpo", "dapo", "gspo", "bapo", "m2po"])
+@pytest.mark.parametrize("preset", ["grpo", "dapo", "gspo", "m2po"])
 def test_a_huge_ratio_is_cut_where_it_is_rewarded_and_refuses_the_step_where_it_is_not(preset: Any) -> None:
     """A gap in PPO's clip: with A < 0 a large weight is not cut, and this one is infinite."""
     rewarded, punished = weigh(objective(preset=preset), [member(1e4, advantage=1.0), member(1e4, advantage=-1.0)])
     assert (rewarded.weight_N.item(), punished.weight_N.item()) == (0.0, math.inf)
 
 
-BOUNDED = ["vcpo_safe", "vcpo", "tis", "mis", "cispo", "m2po", "rloo", "opo", "otb", "reinforce"]
+BOUNDED = ["vcpo_safe", "vcpo", "vcpo_published", "tis", "mis", "cispo", "m2po", "rloo", "opo", "otb", "reinforce"]
 
 
 @given(st.lists(LOG_RATIOS, min_size=1, max_size=4), st.sampled_from(BOUNDED))
@@ -212,10 +244,23 @@ def test_length_weighted_by_hand() -> None:
 
 
 def test_the_token_baseline_by_hand() -> None:
-    # Energies W: (1, 2) and (3,): b = (1*1 + 3*0)/4 at t = 0; the second has ended at t = 1, so b = 1 there.
-    first, second = baselines.optimal_token(f64(1.0, 0.0), [f64(1.0, 1.0), f64(1.0)], [f64(1.0, 1.0), f64(3.0)])
-    torch.testing.assert_close(first, f64(0.25, 1.0))
+    # Energies W: (1, 2), (3, 4), (4,): b = (1 + 0 + 4*.5)/8 at t = 0; the third has ended at t = 1: (2 + 0)/6.
+    weights, norms = [f64(1.0, 1.0), f64(1.0, 1.0), f64(1.0)], [f64(1.0, 1.0), f64(3.0, 1.0), f64(4.0)]
+    first, second, third = baselines.optimal_token(f64(1.0, 0.0, 0.5), weights, norms)
+    torch.testing.assert_close(first, f64(0.375, 1 / 3))
+    torch.testing.assert_close(second, f64(0.375, 1 / 3))
+    torch.testing.assert_close(third, f64(0.375))
+
+
+def test_the_tail_of_the_one_longest_member_has_no_token_baseline() -> None:
+    """Its own reward would be its baseline there, and the tail would have no gradient."""
+    first, second = baselines.optimal_token(
+        f64(1.0, 0.0), [f64(1.0, 1.0, 1.0), f64(1.0)], [f64(1.0, 1.0, 1.0), f64(3.0)]
+    )
+    torch.testing.assert_close(first, f64(0.25, 0.0, 0.0))
     torch.testing.assert_close(second, f64(0.25))
+    (alone,) = baselines.optimal_token(f64(1.0), [f64(1.0, 1.0)], [f64(1.0, 1.0)])
+    torch.testing.assert_close(alone, f64(1.0, 1.0))
 
 
 def test_the_token_baseline_of_certain_tokens_is_the_mean() -> None:
@@ -254,6 +299,8 @@ def test_advantages_over_the_standard_deviation() -> None:
     assert advantage_G is not None
     torch.testing.assert_close(advantage_G, f64(1.0, -1.0, 0.0))
     assert objective(preset="grpo").score_scale(f64(1.0, 0.0, 0.5)) == pytest.approx(2.0)
+    published = objective(preset="grpo", normalize_by_std="population")
+    assert published.score_scale(f64(1.0, 0.0, 0.0, 1.0)) == pytest.approx(2.0)
 
 
 def test_rewards_that_only_round_differently_are_equal() -> None:
@@ -266,7 +313,13 @@ def test_rewards_that_only_round_differently_are_equal() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "largest"), [({"baseline": "opob"}, 64), ({"preset": "vcpo"}, 1600)], ids=["treated", "as published"]
+    ("settings", "largest"),
+    [
+        ({"baseline": "opob"}, 8**2),
+        ({"preset": "vcpo"}, 40**2),
+        ({"preset": "vcpo", "baseline_weights": "product"}, (8 * 40) ** 2),
+    ],
+    ids=["treated", "the paper", "its code"],
 )
 def test_the_optimal_baseline_takes_the_weights_of_the_gradient_or_as_the_paper_writes_it_whole_ones(
     settings: Any, largest: float
@@ -275,6 +328,16 @@ def test_the_optimal_baseline_takes_the_weights_of_the_gradient_or_as_the_paper_
     found = [algorithm.weights(f64(math.log(weight)), 1.0) for weight in (40.0, 1.0, 1.0, 1.0)]
     optimum = algorithm.baseline(f64(*map(algorithm.log_in_baseline, found)), norm, reward)
     assert optimum is not None and optimum.item() == pytest.approx(largest * 0.09 / (largest * 0.09 + 3))
+
+
+@pytest.mark.parametrize(("norm_of", "expected"), [("sum", 1 / 16), ("mean", 0.625)])
+def test_the_norm_of_the_sum_follows_length_and_that_of_the_mean_its_inverse(norm_of: Any, expected: float) -> None:
+    """Equal weights, squared norms of sums proportional to length, one success of 200 tokens, failures of 1,000."""
+    algorithm, reward = objective(preset="vcpo", norm_of=norm_of), f64(1.0, 0.0, 0.0, 0.0)
+    lengths = (200, 1000, 1000, 1000)
+    norms = [algorithm.norm_in_baseline(math.sqrt(length) / length, length) for length in lengths]
+    optimum = algorithm.baseline(f64(0.0, 0.0, 0.0, 0.0), f64(*norms), reward)
+    assert optimum is not None and optimum.item() == pytest.approx(expected)
 
 
 def test_what_is_masked_has_no_part_in_the_optimal_baseline_under_whole_weights() -> None:
@@ -300,7 +363,7 @@ def test_lengths_of_an_episode_in_two_segments_and_of_a_masked_one(by_length: An
 
 
 def test_norms_are_asked_for_only_where_a_baseline_uses_them() -> None:
-    assert [name for name in PRESETS if objective(preset=name).needs_norms] == ["vcpo_safe", "vcpo"]
+    assert [name for name in PRESETS if objective(preset=name).needs_norms] == ["vcpo_safe", "vcpo", "vcpo_published"]
     with pytest.raises(ValueError, match="does not depend"):
         objective(preset="grpo").baseline(f64(0.0), f64(1.0), f64(1.0))
 

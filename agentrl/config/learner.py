@@ -47,6 +47,11 @@ class LearnerConfig(Section):
     step there. Stages 1 to 3."""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass instead of keeping them: less memory, a third more time."""
+    offload_activations: bool = False
+    """Keep what gradient_checkpointing keeps, the layers' inputs, in host memory."""
+    mlp_tiles: PositiveInt = 1
+    """Parts in which each MLP goes through a pack, one after the other and computed again in the backward: their wide
+    hidden layer takes the memory of one part. Passes that measure exact norms compute whole MLPs."""
     pack_tokens: PositiveInt = 8192
     """Tokens of one micro-batch, into which trajectories are packed. A longer trajectory has one to itself."""
     num_ranks: PositiveInt = 1
@@ -80,6 +85,14 @@ class LearnerConfig(Section):
         if self.offload_optimizer and self.zero_stage == 0:
             raise ValueError(
                 "offload_optimizer needs zero_stage 1, 2 or 3: in stage 0 the optimizer stays where the model is"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _can_offload_activations(self) -> LearnerConfig:
+        if self.offload_activations and not self.gradient_checkpointing:
+            raise ValueError(
+                "offload_activations keeps the inputs of checkpointed layers: set gradient_checkpointing=true"
             )
         return self
 

@@ -16,7 +16,17 @@ ORDER = (
         "split_variance",
         "diagnostics",
     ),
-    *("lora", "model", "startup_proof", "weights", "deepspeed_settings", "schedules", "learner", "checkpoint"),
+    *(
+        "activations",
+        "lora",
+        "model",
+        "startup_proof",
+        "weights",
+        "deepspeed_settings",
+        "schedules",
+        "learner",
+        "checkpoint",
+    ),
     *("orchestrator_client", "loop", "warmstart", "plan", "gpu_report", "__main__"),
 )
 GRADIENT_ORDER = (
@@ -25,6 +35,7 @@ GRADIENT_ORDER = (
         "sums",
         "sharded_sums",
         "recorder",
+        "tiles",
         "recorded_modules",
         "sequence",
         "attention",

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from agentrl.errors import ConfigError
 from trainer.gradient.recorder import Recorder
+from trainer.gradient.tiles import Tiled
 
 # These multiply x / rms(x) by the scale after converting it to the input's type. Gemma's 1 + w is none of them.
 RMS_NORMS = frozenset({"Qwen2RMSNorm", "Qwen3RMSNorm", "LlamaRMSNorm", "MistralRMSNorm", "Phi3RMSNorm"})
@@ -76,7 +77,9 @@ def recording(model: Any, recorder: Recorder) -> Iterator[None]:
     anchor = torch.zeros((), requires_grad=True, device=recorder.device)
     head = model.get_output_embeddings()
     wanted = [module for module in model.modules() if module is not head and _is_wanted(module, recorder)]
-    with forwards((module, _recorded_forward(module, recorder, anchor)) for module in wanted):
+    recorded = [(module, _recorded_forward(module, recorder, anchor)) for module in wanted]
+    untiled = [(module, one.whole) for module in model.modules() if isinstance(one := module.forward, Tiled)]
+    with forwards([*recorded, *untiled]):
         yield
 
 

@@ -18,12 +18,12 @@ import torch
 from agentrl.config import Config
 from agentrl.errors import LearnerError, StaleTrajectoryError
 from agentrl.types import Batch, StepOutput
-from trainer import activations, diagnostics, packing, ranks, startup_proof
+from trainer import diagnostics, packing, ranks, startup_proof
 from trainer.deepspeed_settings import set_rates, start_engine
 from trainer.gradient.logprobs import score
 from trainer.gradient.norms import total_norm
 from trainer.gradient.roads import OnePass, Road, own_share
-from trainer.model import load_model
+from trainer.model import keep_activations, load_model
 from trainer.objective import vcpo
 from trainer.packing import ActionTensors
 from trainer.schedules import rate_factor
@@ -70,7 +70,7 @@ class Learner:
         self.policy_version = policy_version
         self.config = config
         self.model = load_model(config).to(self.device)
-        activations.prepare(self.model, config.learner)
+        keep_activations(self.model, config.learner)
         startup_proof.prepare(self.model)
         self.engine = start_engine(self.model, config)
         """DeepSpeed's engine, which holds the weights and the optimizer."""

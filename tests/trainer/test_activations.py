@@ -13,8 +13,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from agentrl.config import LearnerConfig
 from agentrl.errors import ConfigError
 from tests.trainer.trainer_builders import architecture, config
-from trainer import activations
+from trainer import model as model_module
 from trainer.gradient.tiles import tile_mlps
+from trainer.model import keep_activations
 from trainer.plan.counting import Counter
 
 IDS = torch.arange(7)[None] * 11 % 300
@@ -36,12 +37,12 @@ def test_mlps_in_tiles_are_whole_mlps(num_tiles: int, is_checkpointed: bool) -> 
     whole = logits_and_gradients(architecture("Qwen3"))
     model = architecture("Qwen3")
     settings = LearnerConfig(mlp_tiles=num_tiles, gradient_checkpointing=is_checkpointed)
-    activations.prepare(model, settings)
+    keep_activations(model, settings)
     assert largest_difference(logits_and_gradients(model), whole) < 1e-5
 
 
 def test_tiles_keep_the_wide_layer_of_one_tile() -> None:
-    """Whole, an MLP keeps about five of its wide layers for the backward; in eight tiles, of an eighth of the tokens."""
+    """Whole, an MLP keeps about five of its wide layers for the backward; in eight tiles, those of an eighth."""
     from transformers import Qwen3Config
     from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
@@ -80,10 +81,10 @@ def test_only_the_layers_inputs_are_moved_to_the_host(monkeypatch: pytest.Monkey
             moved.append(one.shape)
             return one.clone()
 
-    monkeypatch.setattr(activations, "save_on_cpu", Moved)
+    monkeypatch.setattr(model_module, "save_on_cpu", Moved)
     model = architecture("Qwen3")
     whole = logits_and_gradients(architecture("Qwen3"))
-    activations.prepare(model, LearnerConfig(gradient_checkpointing=True, offload_activations=True))
+    keep_activations(model, LearnerConfig(gradient_checkpointing=True, offload_activations=True))
     assert largest_difference(logits_and_gradients(model), whole) < 1e-5
     assert moved == [torch.Size([1, 7, 32])] * 2  # one for each layer
 
@@ -92,7 +93,7 @@ def test_a_planned_pass_counts_no_gpu_memory_for_what_is_on_the_host() -> None:
     def kept_bytes(**settings: bool) -> int:
         with torch.device("meta"):
             model = architecture("Qwen3")
-        activations.prepare(model, LearnerConfig(gradient_checkpointing=True, **settings))
+        keep_activations(model, LearnerConfig(gradient_checkpointing=True, **settings))
         with Counter("meta", known=model.parameters()) as counter:
             hidden = model.model(input_ids=torch.zeros(1, 64, dtype=torch.int64, device="meta"), use_cache=False)[0]
             kept = counter.now_bytes

@@ -17,7 +17,6 @@ ORDER = (
         "diagnostics",
     ),
     *(
-        "activations",
         "lora",
         "model",
         "startup_proof",

@@ -34,9 +34,8 @@ from tests.trainer.trainer_builders import (
     with_steady_updates,
 )
 from trainer import deepspeed_settings, lora
-from trainer.activations import checkpoint_layers
 from trainer.learner import Learner
-from trainer.model import load_model
+from trainer.model import checkpoint_layers, load_model
 from trainer.weights import folder as weights
 from trainer.weights.source import WeightSource
 

@@ -11,9 +11,9 @@ import torch
 from agentrl.config import LoraConfig
 from tests.trainer.trainer_builders import VOCAB, config, episode
 from trainer import lora, startup_proof
-from trainer.activations import checkpoint_layers
 from trainer.gradient.logprobs import score
 from trainer.learner import Learner
+from trainer.model import checkpoint_layers
 from trainer.packing import action_tensors, join
 
 

@@ -23,7 +23,10 @@ from agentrl.errors import ConfigError
 
 @dataclass(frozen=True)
 class Tiled:
-    """A forward in parts: what `tile_mlps` sets as a module's forward. Shapes: [1, S, D] -> [1, S, D]."""
+    """A forward in parts: what `tile_mlps` sets as a module's forward. Shapes: [1, S, D] -> [1, S, D].
+
+    Example: `Tiled(torch.relu, 4)(hidden)` equals `torch.relu(hidden)`.
+    """
 
     whole: Callable[[Tensor], Tensor]
     num_tiles: int

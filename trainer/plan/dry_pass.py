@@ -15,12 +15,13 @@ import torch
 from agentrl.cli.doctor.plan.records import PassCost
 from agentrl.config import Config
 from agentrl.errors import ConfigError
-from trainer import activations, lora
+from trainer import lora
 from trainer.gradient import attention
 from trainer.gradient.logprobs import score
 from trainer.gradient.recorded_modules import check_modules, recording, tied_weight
 from trainer.gradient.recorder import Recorder
 from trainer.gradient.sums import GradientSums
+from trainer.model import keep_activations
 from trainer.packing import Pack
 from trainer.plan.counting import Counter
 
@@ -61,7 +62,7 @@ def planned_model(config: Config, settings: Any) -> Any:
     except ValueError as error:
         raise ConfigError(f"{config.model.path}: not a causal language model: {error}") from error
     model = model.eval()
-    activations.prepare(model, config.learner)
+    keep_activations(model, config.learner)
     check_modules(model)
     attention.install(model)
     return model

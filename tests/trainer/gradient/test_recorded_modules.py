@@ -124,7 +124,7 @@ def test_layer_norms_with_biases_are_exact() -> None:
 
 
 def test_checkpointed_layers_are_exact() -> None:
-    from trainer.activations import checkpoint_layers
+    from trainer.model import checkpoint_layers
 
     model = architecture("Qwen3-tied")
     theirs = single_backwards(model, torch.float64)

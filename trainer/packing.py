@@ -142,6 +142,16 @@ def _balanced(order: Sequence[int], num_read: Sequence[int], num_packs: int) -> 
     return packs
 
 
+def spread(num_read: Sequence[int], num_ranks: int) -> list[list[int]]:
+    """Which rank computes which trajectories, balanced by tokens: indices of `num_read`, one list for each rank.
+
+    >>> spread([10, 60, 30, 30], num_ranks=2)
+    [[0, 1], [2, 3]]
+    """
+    order = sorted(range(len(num_read)), key=lambda index: (-num_read[index], index))
+    return [sorted(share) for share in _balanced(order, num_read, num_ranks)]
+
+
 def num_tokens(group: TrajectoryGroup) -> int:
     """Number of tokens of a group, observations included."""
     return sum(len(trajectory.token_ids()) for trajectory in group.trajectories)

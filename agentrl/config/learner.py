@@ -19,6 +19,18 @@ Schedule = Annotated[
     ),
 ]
 
+GradientMethod = Annotated[
+    Literal["auto", "one_pass", "one_pass_sharded", "two_pass"],
+    Choices(
+        {
+            "auto": "the first that the objective allows and that fits",
+            "one_pass": "one backward, into float32 sums on every rank: with exact norms two, 8 bytes a parameter",
+            "one_pass_sharded": "the same, each sum divided among the ranks: 8 bytes a parameter over the ranks",
+            "two_pass": "a backward for the norms, which keeps nothing, then one for the gradient",
+        }
+    ),
+]
+
 
 class LearnerConfig(Section):
     """DeepSpeed: optimizer, memory, ranks, checkpoints.
@@ -40,6 +52,8 @@ class LearnerConfig(Section):
     """Decay of AdamW's first and second moment."""
     grad_clip: PositiveFloat = 1.0
     """Largest norm of the gradient; a longer one is scaled down to it."""
+    gradient: GradientMethod = "auto"
+    """How a step's gradient is made. All ways give the same gradient; they differ in memory and time."""
     zero_stage: Literal[0, 1, 2, 3] = 1
     """What DeepSpeed splits over the ranks. 0: nothing; 1: optimizer states; 2: gradients too; 3: parameters too."""
     offload_optimizer: bool = False

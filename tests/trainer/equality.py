@@ -37,7 +37,7 @@ from tests.trainer.trainer_builders import (
     with_steady_updates,
 )
 from trainer import packing, ranks
-from trainer.gradient import methods
+from trainer.gradient import roads
 from trainer.learner import Learner
 from trainer.step_stats import GroupStats
 
@@ -55,6 +55,7 @@ class Setting:
     zero_stage: int = 0
     offload: bool = False
     checkpointing: bool = False
+    road: str = "auto"
     pack_tokens: int = 8192
     algorithm: dict[str, Any] = field(default_factory=lambda: {"preset": "vcpo"})
     split: str = "own"  # which rank gets which groups: see SHARES
@@ -119,7 +120,7 @@ class Watched(Learner):
 
 def outcome(model_dir: Path, setting: Setting) -> Outcome:
     """The outcome of a setting. Every rank must call it."""
-    methods.share_of_rank = SHARES[setting.split]
+    roads.share_of_rank = SHARES[setting.split]
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype="float32").eval()
     groups = mixed_groups(model)[: setting.num_groups]
     settings = {
@@ -127,6 +128,7 @@ def outcome(model_dir: Path, setting: Setting) -> Outcome:
         "zero_stage": setting.zero_stage,
         "offload_optimizer": setting.offload,
         "gradient_checkpointing": setting.checkpointing,
+        "gradient": setting.road,
         "pack_tokens": setting.pack_tokens,
         "sequence_parallel": setting.sequence_parallel,
         "num_ranks": setting.sequence_parallel,  # more only matters to who starts them

@@ -38,14 +38,13 @@ GRADIENT_ORDER = (
         "recorded_modules",
         "sequence",
         "attention",
-        "logit_rule",
         "logprobs",
         "scored",
         "passes",
         "step_members",
         "step_gradient",
     ),
-    *("handoff", "methods"),
+    *("handoff", "roads", "spread_methods", "method_choice"),
 )
 
 

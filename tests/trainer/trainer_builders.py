@@ -145,8 +145,9 @@ def with_steady_updates(learner: Any) -> Any:
 
 
 def divide_small_weights() -> None:
-    """Make ZeRO-3 divide every weight: by default it keeps weights below 100,000 elements whole."""
+    """Make ZeRO-3 and the sharded sums divide every weight: by default they keep small ones whole."""
     from trainer import deepspeed_settings
+    from trainer.gradient import sharded_sums
 
     own = deepspeed_settings.deepspeed_config
 
@@ -156,6 +157,7 @@ def divide_small_weights() -> None:
         return settings
 
     deepspeed_settings.deepspeed_config = changed
+    sharded_sums.SMALL = 0
 
 
 def config(model_path: Path, *, dtype: str = "float32", **sections: Any) -> Config:

@@ -20,7 +20,7 @@ from trainer.gradient.logprobs import score
 from trainer.gradient.recorded_modules import recording, tied_weight
 from trainer.gradient.recorder import Recorder
 from trainer.gradient.scored import ScoredTrajectory
-from trainer.gradient.sums import GradientSums
+from trainer.gradient.sums import GradientSums, NoSums
 from trainer.objective import baselines
 from trainer.packing import ActionTensors, Pack
 
@@ -64,7 +64,9 @@ class Passes:
         # Equal rewards next to each other: see GradientSums.
         members = sorted(members, key=lambda one: one.advantage or 0.0)
         pack = self._join(members)
-        recorder = self._recorder(pack, is_split=True, sums=self._sums if members else None)
+        recorder = self._recorder(pack, is_split=True, sums=self._sums)
+        if not members:  # every rank makes the same calls: see ShardedSums
+            recorder.coefficient_n = [0.0]
         with recording(self._model, recorder):
             logprob_N = self._score(members, pack, recorder)
             for segment, one in enumerate(members):
@@ -76,10 +78,17 @@ class Passes:
             _backward(logprob_N, _unit_seeds(members))
         _keep_norms(members, recorder)
 
+    def exact_norms(self, members: Sequence[ScoredTrajectory]) -> None:
+        """Score, and a backward that measures the score norms and keeps no gradient."""
+        self._norms(members, NoSums(self._sums.parameters))
+
     def proxy_norms(self, members: Sequence[ScoredTrajectory]) -> None:
         """Score, and a backward that measures the score norms of the normalization scales only."""
+        self._norms(members, None)
+
+    def _norms(self, members: Sequence[ScoredTrajectory], sums: GradientSums | None) -> None:
         pack = self._join(members)
-        recorder = self._recorder(pack, is_split=True, sums=None)
+        recorder = self._recorder(pack, is_split=True, sums=sums)
         with recording(self._model, recorder):
             logprob_N = self._score(members, pack, recorder)
             _backward(logprob_N, _unit_seeds(members))

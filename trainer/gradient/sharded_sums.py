@@ -27,6 +27,7 @@ class ShardedSums(GradientSums):
     own sum, as in `GradientSums`, which comes to the same.
 
     Args:
+        small: see `SMALL`.
         scatter: takes a vector of `num_ranks` equal parts from every rank; returns this rank's part of their sum.
 
     >>> sums = ShardedSums([torch.zeros(3, 2)], rank=0, num_ranks=2, scatter=lambda whole: whole[:3], small=0)
@@ -47,11 +48,12 @@ class ShardedSums(GradientSums):
         rank: int,
         num_ranks: int,
         scatter: Callable[[Tensor], Tensor],
-        small: int = SMALL,
+        small: int | None = None,
     ) -> None:
         super().__init__(parameters, has_scores=True)
         self._rank, self._num_ranks, self._scatter = rank, num_ranks, scatter
-        self._is_small = [whole_shape(parameter).numel() < small for parameter in parameters]
+        limit = SMALL if small is None else small
+        self._is_small = [whole_shape(parameter).numel() < limit for parameter in parameters]
         self._open: dict[int, tuple[Tensor, Tensor]] = {}
 
     def reset(self) -> None:

@@ -108,18 +108,23 @@ class StepMembers:
         for _ in range(num_passes - len(packs)):
             make_pass([])
 
+    def spread(self, members: Sequence[ScoredTrajectory], *, rank: int, num_ranks: int) -> list[ScoredTrajectory]:
+        """Those of `members` that one rank computes: single trajectories are dealt out, balanced by tokens."""
+        shares = packing.spread([member.tensors.num_read for member in members], num_ranks)
+        return [members[index] for index in shares[rank]]
+
     def weigh(self, member: ScoredTrajectory) -> None:
         """Set the weights of a trajectory that was scored, unless it has them."""
         if member.weights is None:
             member.weights = self.objective.weights(member.log_ratio_N, member.advantage or 0.0)
 
-    def weigh_all(self, members: Sequence[ScoredTrajectory]) -> None:
+    def weigh_all(self, members: Sequence[ScoredTrajectory], *, is_everyone: bool = False) -> None:
         """Set the weights of all the step's trajectories on this rank, also where they depend on the whole batch.
 
-        Every rank must call it, once everything is scored.
+        Every rank must call it, once everything is scored. `is_everyone`: `members` are those of all ranks.
         """
         if self.objective.needs_batch:
-            self._weigh_batch(members)
+            self._weigh_batch(members, is_everyone=is_everyone)
         for member in members:
             self.weigh(member)
 
@@ -171,10 +176,11 @@ class StepMembers:
             members[episode].append(member)
         return ScoredGroup(episodes=members, reward_E=reward_E, has_advantages=advantage_E is not None)
 
-    def _weigh_batch(self, members: Sequence[ScoredTrajectory]) -> None:
+    def _weigh_batch(self, members: Sequence[ScoredTrajectory], *, is_everyone: bool) -> None:
         """Weights that depend on every trajectory of the step, on all ranks: each rank computes all of them alike."""
         mine = [((member.group_id, member.index), member.member()) for member in members]
-        everyone = sorted(self._gather(mine, tuple[tuple[int, int], Member]), key=lambda pair: pair[0])
+        gathered = mine if is_everyone else self._gather(mine, tuple[tuple[int, int], Member])
+        everyone = sorted(gathered, key=lambda pair: pair[0])
         weights = self.objective.batch_weights([member for _, member in everyone])
         found = {key: one for (key, _), one in zip(everyone, weights, strict=True)}
         for member in members:

@@ -1,6 +1,6 @@
-"""How a step's gradient is made and given to DeepSpeed: the protocol that `Learner` uses, and the method by sums.
+"""How a step's gradient is made and given to DeepSpeed: the protocol that `Learner` uses, and the road by sums.
 
-A method owns everything between the batch's groups and DeepSpeed's gradients. The learner decides only whether the step
+A road owns everything between the batch's groups and DeepSpeed's gradients. The learner decides only whether the step
 is made. Independent of learning rates, batches and metrics.
 """
 
@@ -14,8 +14,6 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from agentrl.config import Config
-from agentrl.config.presets import OPTIMAL
-from agentrl.errors import ConfigError
 from agentrl.types import TrajectoryGroup
 from trainer import ranks
 from trainer.gradient import handoff
@@ -32,17 +30,17 @@ def own_share(groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
     return share_of_rank(groups, rank=ranks.data_index(), num_ranks=ranks.data_count())
 
 
-class GradientMethod(Protocol):
+class Road(Protocol):
     """One way to a step's gradient. Every rank makes the same calls, in this order.
 
     Example::
 
-        stats = method.estimate(groups, policy_version=3, num_episodes=64)
-        if any rank's method.non_finite():
-            method.discard()
-        else:
-            method.hand_over()
-            engine.step()
+    stats = road.estimate(groups, policy_version=3, num_episodes=64)
+    if any rank's road.non_finite():
+        road.discard()
+    else:
+        road.hand_over()
+        engine.step()
     """
 
     @property
@@ -73,15 +71,14 @@ class GradientMethod(Protocol):
 
 
 class OnePass:
-    """The method by sums: one recorded backward per pack into one or two float32 sums of the model's size.
+    """The road by sums: one recorded backward per pack into one or two float32 sums of the model's size.
 
     Norms are exact. Recorded modules only (trainer/gradient/recorded_modules.py).
 
-    Example: see `GradientMethod`.
+    Example: see `Road`.
     """
 
     def __init__(self, model: Any, engine: Any, config: Config) -> None:
-        _check_parallelism(config)
         self._engine = engine
         self._estimator = Estimator(
             model, config.algorithm, pack_tokens=config.learner.pack_tokens, gather=ranks.gather_data
@@ -124,13 +121,3 @@ class OnePass:
                 "algorithm.baseline_norms=proxy it is one",
                 sum_bytes / 1e9,
             )
-
-
-def _check_parallelism(config: Config) -> None:
-    """Raise ConfigError where one trajectory's gradient would be on several ranks when its norm is measured."""
-    algorithm = config.algorithm
-    if ranks.sequence_count() > 1 and algorithm.baseline in OPTIMAL and algorithm.baseline_norms == "exact":
-        raise ConfigError(
-            f"learner.sequence_parallel={config.learner.sequence_parallel} divides a trajectory among ranks, and "
-            f"baseline {algorithm.baseline} needs its exact norm, which no rank has: set algorithm.baseline_norms=proxy"
-        )

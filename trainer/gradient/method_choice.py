@@ -1,0 +1,68 @@
+"""By which method a learner makes its gradient: `learner.gradient`, or what the objective needs where it is `auto`.
+
+Independent of how the methods work.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from agentrl.config import Config
+from agentrl.config.learner import GradientMethod
+from agentrl.config.presets import OPTIMAL
+from agentrl.errors import ConfigError
+from trainer import ranks
+from trainer.gradient.roads import OnePass, Road
+from trainer.gradient.spread_methods import OnePassSharded, TwoPass
+from trainer.objective.policy_gradient import Objective
+
+log = logging.getLogger(__name__)
+
+
+def make_method(model: Any, engine: Any, config: Config) -> Road:
+    """The method of `config`. Raises ConfigError where it cannot make the objective's gradient.
+
+    Example: `make_method(model, start_engine(model, config), config).estimate(groups, ...)`.
+    """
+    _check_parallelism(config)
+    method = chosen(config)
+    log.info("learner.gradient: %s%s", method, " (auto)" if config.learner.gradient == "auto" else "")
+    match method:
+        case "one_pass_sharded":
+            return OnePassSharded(model, engine, config)
+        case "two_pass":
+            return TwoPass(model, engine, config)
+        case _:
+            return OnePass(model, engine, config)
+
+
+def chosen(config: Config) -> GradientMethod:
+    """The method that `config` names, or the one that `auto` stands for."""
+    method = config.learner.gradient
+    has_norms = Objective(config.algorithm).needs_norms
+    is_exact = has_norms and config.algorithm.baseline_norms == "exact"
+    if method == "auto":
+        return "one_pass"
+    if method == "one_pass_sharded" and not is_exact:
+        raise ConfigError(
+            f"learner.gradient={method} divides the two sums of exact norms, and this algorithm measures none "
+            f"(algorithm.baseline={config.algorithm.baseline}, baseline_norms={config.algorithm.baseline_norms}): set "
+            "learner.gradient: auto"
+        )
+    if method == "two_pass" and not has_norms:
+        raise ConfigError(
+            f"learner.gradient=two_pass measures score norms in a first pass, and algorithm.baseline="
+            f"{config.algorithm.baseline} needs none: set learner.gradient: auto"
+        )
+    return method
+
+
+def _check_parallelism(config: Config) -> None:
+    """Raise ConfigError where one trajectory's gradient would be on several ranks when its norm is measured."""
+    algorithm = config.algorithm
+    if ranks.sequence_count() > 1 and algorithm.baseline in OPTIMAL and algorithm.baseline_norms == "exact":
+        raise ConfigError(
+            f"learner.sequence_parallel={config.learner.sequence_parallel} divides a trajectory among ranks, and "
+            f"baseline {algorithm.baseline} needs its exact norm, which no rank has: set algorithm.baseline_norms=proxy"
+        )

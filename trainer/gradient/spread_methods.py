@@ -1,0 +1,157 @@
+"""Two methods for gradients with exact norms that deal out trajectories over the ranks: sharded sums, two passes.
+
+Each rank makes records of the whole batch, computes its share of the trajectories, and is sent what the others measured
+of theirs. So a group may span packs and ranks, and every rank knows every group's baseline.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from agentrl.config import Config
+from agentrl.types import TrajectoryGroup
+from trainer import ranks
+from trainer.gradient import handoff
+from trainer.gradient.norms import total_norm
+from trainer.gradient.passes import Passes
+from trainer.gradient.scored import ScoredGroup, ScoredTrajectory
+from trainer.gradient.sharded_sums import ShardedSums
+from trainer.gradient.step_members import StepMembers
+from trainer.gradient.sums import GradientSums
+from trainer.step_stats import GroupStats
+
+
+class OnePassSharded:
+    """One recorded backward per pack into two sums of which every rank holds a part: see `ShardedSums`.
+
+    A group at a time is computed by all ranks together, since the sums of its scores become part of the gradient only
+    when its baseline is known. So ranks wait for each other in every group: with fewer members than ranks some have
+    nothing to do. Recorded modules only.
+
+    Example: see `roads.Road`.
+    """
+
+    def __init__(self, model: Any, engine: Any, config: Config) -> None:
+        self._engine = engine
+        self._members = _members(model, config)
+        self._sums = ShardedSums(
+            self._members.parameters, rank=ranks.index(), num_ranks=ranks.count(), scatter=ranks.add_up_parts
+        )
+        self._passes = Passes(model, self._sums)
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The trained parameters."""
+        return self._members.parameters
+
+    def estimate(
+        self, groups: Sequence[TrajectoryGroup], *, policy_version: int, num_episodes: int
+    ) -> list[GroupStats]:
+        """Leave this rank's parts of the gradient's sums here."""
+        self._sums.reset()
+        scored = self._members.scored(groups)
+        for group in scored:
+            if group.trained:
+                self._train(group, num_episodes)
+        self._sums.drop_scores()
+        idle = [member for group in scored for member in group.idle]
+        mine = _mine(self._members, idle)
+        self._members.each(self._members.packed(mine), self._passes.forward_only)
+        self._members.exchange(idle, mine)
+        self._members.weigh_all(idle, is_everyone=True)
+        return self._members.stats(scored, policy_version)
+
+    def non_finite(self) -> list[str]:
+        """Whether this rank's part overflows."""
+        return _overflow(self._sums)
+
+    def hand_over(self) -> None:
+        """Each rank gives its part of every sum, and zeros for the others'."""
+        handoff.hand_over(self._engine, self._sums, factor=-float(ranks.count()))
+
+    def discard(self) -> None:
+        """The next step's sums start with zeros."""
+        handoff.discard(self._engine)
+
+    def _train(self, group: ScoredGroup, num_episodes: int) -> None:
+        mine = _mine(self._members, group.trained)
+
+        def make_pass(pack: list[ScoredTrajectory]) -> None:
+            self._passes.with_norms(pack, self._members.weigh, num_episodes=num_episodes)
+
+        self._members.each(self._members.packed(mine), make_pass, is_joint=True)
+        self._members.exchange(group.trained, mine)
+        self._members.weigh_all(group.trained, is_everyone=True)
+        self._sums.close_group(group.move_baseline(self._members.objective))
+
+
+class TwoPass:
+    """A backward per pack for the norms, which keeps nothing, then one for the gradient.
+
+    Everything is known before the second: packs hold trajectories of any groups, and a baseline may differ from episode
+    to episode of a group.
+
+    Example: see `roads.Road`.
+    """
+
+    def __init__(self, model: Any, engine: Any, config: Config) -> None:
+        self._engine = engine
+        self._members = _members(model, config)
+        self._sums = GradientSums(self._members.parameters, has_scores=False)
+        self._passes = Passes(model, self._sums)
+        is_exact = config.algorithm.baseline_norms == "exact"
+        self._measure = self._passes.exact_norms if is_exact else self._passes.proxy_norms
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The trained parameters."""
+        return self._members.parameters
+
+    def estimate(
+        self, groups: Sequence[TrajectoryGroup], *, policy_version: int, num_episodes: int
+    ) -> list[GroupStats]:
+        """Leave the gradient of this rank's trajectories here."""
+        self._sums.reset()
+        scored = self._members.scored(groups)
+        trained = [member for group in scored for member in group.trained]
+        idle = [member for group in scored for member in group.idle]
+        mine, mine_idle = _mine(self._members, trained), _mine(self._members, idle)
+        packs = self._members.packed(mine)
+        self._members.each(packs, self._measure)
+        self._members.each(self._members.packed(mine_idle), self._passes.forward_only)
+        self._members.exchange([*trained, *idle], [*mine, *mine_idle])
+        self._members.weigh_all([*trained, *idle], is_everyone=True)
+        for group in scored:
+            if group.trained:
+                group.move_baseline(self._members.objective)
+        self._members.each(packs, lambda pack: self._passes.plain(pack, self._members.weigh, num_episodes=num_episodes))
+        return self._members.stats(scored, policy_version)
+
+    def non_finite(self) -> list[str]:
+        """Whether this rank's sum overflows."""
+        return _overflow(self._sums)
+
+    def hand_over(self) -> None:
+        """Give every parameter's sum away inside DeepSpeed's own backward."""
+        handoff.hand_over(self._engine, self._sums, factor=-float(ranks.count()))
+
+    def discard(self) -> None:
+        """The next step's sums start with zeros."""
+        handoff.discard(self._engine)
+
+
+def _members(model: Any, config: Config) -> StepMembers:
+    return StepMembers(model, config.algorithm, pack_tokens=config.learner.pack_tokens, gather=ranks.gather_data)
+
+
+def _mine(members: StepMembers, every: Sequence[ScoredTrajectory]) -> list[ScoredTrajectory]:
+    return members.spread(every, rank=ranks.data_index(), num_ranks=ranks.data_count())
+
+
+def _overflow(sums: GradientSums) -> list[str]:
+    is_finite = math.isfinite(float(total_norm(sums.total)))
+    return [] if is_finite else ["the summed gradient overflows"]

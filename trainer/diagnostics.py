@@ -16,6 +16,7 @@ from torch import Tensor
 
 from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.engine.base import Parity
+from agentrl.engine.parity import log_ratio_at
 from agentrl.types import SumSigma
 from trainer.objective import baselines, vcpo
 from trainer.objective.ratios import LARGEST_LOG_WEIGHT
@@ -70,6 +71,8 @@ def policy(groups: Sequence[GroupStats]) -> dict[str, float]:
         metrics["learner/parity_mean_abs"] = difference.mean_abs
         metrics["learner/parity_kl"] = difference.kl
         metrics["learner/parity_max_abs"] = difference.max_abs
+    if (on_policy := on_policy_ratio(groups)) is not None:
+        metrics["learner/ess_ratio_on_policy"] = on_policy
     metrics |= {f"learner/parity_sigma_{one.length}": one.sigma for one in parity_sigmas(groups)}
     return metrics
 
@@ -106,6 +109,25 @@ def parity_sigmas(groups: Sequence[GroupStats]) -> tuple[SumSigma, ...]:
         if len(sums) >= MIN_SUMS:
             found.append(SumSigma(length=width * PARITY_BLOCK, sigma=statistics.stdev(sums), num_sums=len(sums)))
     return tuple(found)
+
+
+def on_policy_ratio(groups: Sequence[GroupStats]) -> float | None:
+    """The ESS ratio that this step would have if the learner's own version had sampled all of it.
+
+    Measured where it did. Else from the log-ratios of the tokens that it sampled: normal log weights whose deviation
+    grows with length as theirs (`log_ratio_at`); 1/rho is then the mean of 1/rho_i over trajectories. None where it
+    sampled fewer than PARITY_BLOCK tokens.
+    """
+    acting = [trajectory for trajectory in _finite(groups) if trajectory.num_action_tokens]
+    if not acting:
+        return None
+    if all(one.num_parity_tokens == one.num_action_tokens for one in acting):
+        return float(vcpo.ess_ratio(_log_weights(acting)))
+    if sum(one.num_parity_tokens for one in acting) < PARITY_BLOCK:
+        return None
+    sums = parity_sigmas(groups)
+    found = [log_ratio_at(one.num_action_tokens, sums) for one in acting]
+    return max(1 / len(acting), statistics.harmonic_mean([one.rho for one in found if one]))
 
 
 def weights(groups: Sequence[GroupStats], *, max_weight: float | None) -> dict[str, float]:

@@ -115,7 +115,7 @@ class Learner:
             log.warning("step %d refused, weights kept: %s", self.policy_version + 1, "; ".join(reasons[:5]))
         else:
             metrics |= self._measured_variance(batch)  # under the weights with which the batch was scored
-            update = self._update(rho, max_lag=max(member.lag for member in diagnostics.members(groups)))
+            update = self._update(rho, on_policy=diagnostics.on_policy_ratio(groups))
             metrics |= update.metrics()
         grad_norm = None if update is None else update.grad_norm
         metrics |= diagnostics.breakdowns(groups, algorithm=self.config.algorithm, grad_norm=grad_norm)
@@ -209,9 +209,9 @@ class Learner:
             return {}
         return self._split_variance.measure(batch.groups, policy_version=self.policy_version)
 
-    def _update(self, rho: float, *, max_lag: int) -> _Update:
+    def _update(self, rho: float, *, on_policy: float | None) -> _Update:
         """Hand the gradient to DeepSpeed and make the step at its scaled learning rate."""
-        rho_base = self._rho_base.observe(rho, max_lag=max_lag)
+        rho_base = self._rho_base.observe(on_policy)
         scale = vcpo.step_scale(rho, rho_base, self.config.algorithm.step_scale)
         self._road.hand_over()
         own_norm = self._reduced_norm()

@@ -99,7 +99,8 @@ class AlgorithmConfig(Section):
     step_scale: StepScale = "ess_sqrt"
     """Factor on the learning rate, at most 1, from the batch's ESS ratio rho."""
     rho_base: PositiveFloat | Literal["auto"] = "auto"
-    """ESS ratio at which the full learning rate is used. auto: learned from the first near-on-policy steps."""
+    """ESS ratio at which the full learning rate is used. auto: that of data without lag, learned from tokens of the
+    learner's own version; 1 until there are any."""
     normalize_by_length: LengthNorm = True
     """Divide each trajectory's summed log-probability gradient by its number of action tokens. group: by its group's
     tokens over the group's episodes, so that every token of a group counts alike (DAPO, CISPO)."""

@@ -211,7 +211,7 @@ def test_where_there_is_none_is_said(learner: Learner, tmp_path: Path, name: str
 
 
 def test_what_the_config_sets_is_the_configs(tiny_model_dir: Path, folder: Path) -> None:
-    rewritten(learner={"rho_base": {"fixed": 0.6, "seen": [[0.6, 0]] * 5}})(folder)
+    rewritten(learner={"rho_base": {"fixed": 0.6, "on_policy": [0.6] * 5}})(folder)
     learner = Learner(config(tiny_model_dir, learner={"lr": 3e-4, "weight_decay": 0.2}, algorithm={"rho_base": 0.9}))
     checkpoint.load(learner, folder)
     group = learner.engine.optimizer.param_groups[0]
@@ -222,7 +222,7 @@ def test_what_the_config_sets_is_the_configs(tiny_model_dir: Path, folder: Path)
 def test_a_learned_rho_base_comes_back_and_is_told(
     learner: Learner, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    state = {"rho_base": {"fixed": 0.6, "seen": [[0.6, 0]] * 5}, "skipped_steps": 3, "policy_version": 12}
+    state = {"rho_base": {"fixed": 0.6, "on_policy": [0.6] * 5}, "skipped_steps": 3, "policy_version": 12}
     rewritten(learner=state)(folder)
     with caplog.at_level(logging.INFO):
         checkpoint.load(learner, folder)

@@ -215,3 +215,26 @@ def test_every_chart_of_vital_signs_has_a_metric_of_that_name() -> None:
     drawn = {metric for chart in CHARTS for metric in chart.curves.values() if metric.startswith("vitals/")}
     measured = {f"vitals/split_variance_{name}" for name in COMPARED}
     assert drawn <= set(breakdowns(batch, grad_norm=0.1)) | measured
+
+
+def test_the_ess_ratio_without_lag_is_measured_where_the_present_version_sampled_everything() -> None:
+    whole = [stats(log_weight=math.log(w), num_parity_tokens=10, parity_square_sum=1.0) for w in (1.0, 4.0)]
+    assert diagnostics.on_policy_ratio([group(*whole)]) == pytest.approx(25 / 34)
+    silent = stats(num_action_tokens=0)
+    assert diagnostics.on_policy_ratio([group(*whole, silent)]) == pytest.approx(25 / 34)
+    assert diagnostics.on_policy_ratio([group(silent)]) is None
+
+
+def test_under_lag_the_ess_ratio_without_lag_comes_from_the_tokens_of_the_present_version_alone() -> None:
+    """256 tokens with a mean square of 1e-4; the weights of lag, e^+-3, do not enter."""
+    fresh = {"num_parity_tokens": 128, "parity_square_sum": 0.0128}
+    lagged = [
+        stats(log_weight=3.0, lag=2, num_action_tokens=1000, **fresh),
+        stats(log_weight=-3.0, lag=2, num_action_tokens=4000, **fresh),
+    ]
+    # rho = 1 / mean(exp(sigma^2)) with sigma^2 = 1000 * 1e-4 and 4000 * 1e-4
+    expected = 2 / (math.exp(0.1) + math.exp(0.4))
+    assert diagnostics.on_policy_ratio([group(*lagged)]) == pytest.approx(expected)
+    assert diagnostics.on_policy_ratio([group(replace(lagged[0], num_parity_tokens=127), lagged[1])]) is None
+    noisy = [replace(one, parity_square_sum=12800.0) for one in lagged]
+    assert diagnostics.on_policy_ratio([group(*noisy)]) == 0.5  # 1/B

@@ -187,6 +187,7 @@ METRICS = [
     "parity_kl",
     "parity_max_abs",
     "parity_sigma_1",
+    "ess_ratio_on_policy",
 ]
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -23,7 +23,8 @@ log = logging.getLogger(__name__)
 _EXPONENT: dict[StepScale, float] = {"ess_sqrt": 0.5, "ess_linear": 1.0, "none": 0.0}
 
 NUM_ON_POLICY_STEPS = 5
-NUM_FIRST_STEPS = 10
+LOW_RHO_BASE = 0.5
+"""Below this a learned base is a warning."""
 
 
 def ess_ratio(log_weight_B: Tensor) -> Tensor:
@@ -91,44 +92,52 @@ def safe_baseline(log_weight_G: Tensor, score_norm_G: Tensor, reward_G: Tensor) 
 class RhoBase:
     """The ESS ratio at which the full learning rate is used: given, or (`auto`) learned from the first steps.
 
-    Learned, it is the median over the first 5 steps without lag, or over the first 10 steps if these come first. Until
-    then it is the median over all steps so far; afterwards it does not change.
+    What is learned is the ESS ratio of data *without* lag, which rounding alone leaves below 1: the median over the
+    first 5 steps in which it could be measured. Until then it is the median so far, and 1 before the first. Steps whose
+    data is older teach nothing: their own ratio would make lag the normal case and give it the full rate.
 
     >>> base = RhoBase("auto")
-    >>> [base.observe(rho, max_lag=0) for rho in (0.9, 0.7, 0.8, 0.8, 0.8, 0.1)]
-    [0.9, 0.8, 0.8, 0.8, 0.8, 0.8]
+    >>> [base.observe(rho) for rho in (None, 0.9, 0.7, None, 0.8)]
+    [1.0, 0.9, 0.8, 0.8, 0.8]
     """
 
     def __init__(self, setting: float | Literal["auto"]) -> None:
         self._fixed = None if setting == "auto" else float(setting)
-        self._seen: list[tuple[float, int]] = []
+        self._on_policy: list[float] = []
 
-    def observe(self, rho: float, *, max_lag: int) -> float:
-        """The base for a step whose ESS ratio is `rho` and whose oldest trajectory has lag `max_lag`."""
+    def observe(self, on_policy: float | None) -> float:
+        """The base for a step whose data would have this ESS ratio if it had no lag (`diagnostics.on_policy_ratio`).
+
+        None: it could not be measured.
+        """
         if self._fixed is not None:
             return self._fixed
-        self._seen.append((rho, max_lag))
-        on_policy = [rho for rho, lag in self._seen if lag == 0]
-        if len(on_policy) >= NUM_ON_POLICY_STEPS:
-            self._settle(on_policy, "steps without lag")
-        elif len(self._seen) >= NUM_FIRST_STEPS:
-            self._settle([rho for rho, _ in self._seen], "first steps")
-        return self._fixed or statistics.median(rho for rho, _ in self._seen)
+        if on_policy is not None:
+            self._on_policy.append(on_policy)
+        if not self._on_policy:
+            return 1.0
+        base = statistics.median(self._on_policy)
+        if len(self._on_policy) == NUM_ON_POLICY_STEPS:
+            self._fixed = base
+            log.info("rho_base is settled at %.3f, the median of %d steps", base, NUM_ON_POLICY_STEPS)
+            if base < LOW_RHO_BASE:
+                log.warning(
+                    "rho_base is %.3g: engine and learner differ so much that data without any lag has this ESS ratio. "
+                    "Lag below it is not noticed; set model.dtype: float32, shorter answers, or algorithm.rho_base",
+                    base,
+                )
+        return base
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint stores, as plain numbers."""
-        return {"fixed": self._fixed, "seen": [list(entry) for entry in self._seen]}
+        return {"fixed": self._fixed, "on_policy": list(self._on_policy)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state_dict`. The config has precedence: a number that it gives is kept, and `auto` does not
         take over a number that another config gave.
         """
-        seen = [(float(rho), int(lag)) for rho, lag in state["seen"]]
+        seen = [float(rho) for rho in state.get("on_policy", ())]
         if self._fixed is None and seen:
-            self._fixed, self._seen = state["fixed"], seen
-        now = f"being learned, {len(self._seen)} steps seen" if self._fixed is None else f"{self._fixed:.3f}"
+            self._fixed, self._on_policy = state["fixed"], seen
+        now = f"being learned, {len(self._on_policy)} steps seen" if self._fixed is None else f"{self._fixed:.3f}"
         log.info("rho_base is %s", now)
-
-    def _settle(self, rhos: Sequence[float], what: str) -> None:
-        self._fixed = statistics.median(rhos)
-        log.info("rho_base is settled at %.3f, the median of %d %s", self._fixed, len(rhos), what)

@@ -48,14 +48,50 @@ def _whole_shapes(parameters: Sequence[Tensor]) -> Iterator[None]:
             parameter.data = data
 
 
-def discard(engine: Any) -> None:
-    """Call it in place of `hand_over` where the step is refused.
+def held_gradients(engine: Any) -> list[Tensor]:
+    """The gradients that a step would now use: this rank's part of them where the stage divides them.
 
-    ZeRO-3 keeps the weights it gathered for the estimator's passes, first of all the embedding's, until a backward of
-    its own follows. Without one they could not be gathered again.
+    They are complete after the last backward of a step. Follows DeepSpeed 0.19, whose optimizers keep them in four
+    different places.
     """
-    if engine.zero_optimization_stage() == 3:
+    optimizer = engine.optimizer
+    if hasattr(optimizer, "fp32_groups_gradients_flat"):  # bfloat16 in stages 0 and 1
+        return list(optimizer.fp32_groups_gradients_flat)
+    if hasattr(optimizer, "averaged_gradients"):
+        if engine.zero_offload_optimizer() is not None:
+            stage_3 = hasattr(optimizer, "fp32_partitioned_groups_flat")
+            masters = optimizer.fp32_partitioned_groups_flat if stage_3 else optimizer.single_partition_of_fp32_groups
+            return [one.grad for one in masters]
+        kept = optimizer.averaged_gradients.values()
+        return [gradient for group in kept if group for gradient in group if gradient is not None]
+    return [one.grad for one in engine.module.parameters() if one.grad is not None]
+
+
+def discard(engine: Any) -> None:
+    """Forget the gradients of this step: the next backward starts with none. Call it in place of `engine.step()`.
+
+    It resets what a step resets in DeepSpeed 0.19, which has no public call for it.
+    """
+    optimizer = engine.optimizer
+    engine.zero_grad()
+    optimizer.zero_grad()
+    if not hasattr(optimizer, "averaged_gradients"):
+        return
+    is_offloaded = engine.zero_offload_optimizer() is not None
+    if engine.zero_optimization_stage() == 3:  # its zero_grad has reset the count of backwards
+        optimizer.averaged_gradients = {}
+        # It keeps the weights it gathered for the passes, first of all the embedding's, until a backward of its own
+        # follows. Without one they could not be gathered again.
         engine.empty_partition_cache()
+    else:
+        optimizer.micro_step_id = -1
+        optimizer._release_preflattened_grad_buffers()
+        for kept in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
+            kept.update(dict.fromkeys(kept))
+        if is_offloaded:
+            optimizer._offload_accumulated_param_ids = set()
+    if is_offloaded:
+        optimizer.reset_cpu_buffers()
 
 
 def _scaled_sum(sums: GradientSums, index: int, factor: float, dtype: torch.dtype) -> Tensor:

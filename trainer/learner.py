@@ -22,8 +22,8 @@ from trainer import diagnostics, packing, ranks, startup_proof
 from trainer.deepspeed_settings import set_rates, start_engine
 from trainer.gradient.logprobs import score
 from trainer.gradient.method_choice import make_method
+from trainer.gradient.methods import own_share
 from trainer.gradient.norms import total_norm
-from trainer.gradient.roads import own_share
 from trainer.model import keep_activations, load_model
 from trainer.objective import vcpo
 from trainer.packing import ActionTensors
@@ -75,7 +75,7 @@ class Learner:
         startup_proof.prepare(self.model)
         self.engine = start_engine(self.model, config)
         """DeepSpeed's engine, which holds the weights and the optimizer."""
-        self._road = make_method(self.model, self.engine, config)
+        self._method = make_method(self.model, self.engine, config)
         self._split_variance = SplitVariance(
             self.model,
             config.algorithm,
@@ -106,12 +106,12 @@ class Learner:
         groups = self._estimate(batch)
         metrics = diagnostics.counts(groups) | diagnostics.policy(groups) | self._weight_metrics(groups)
         rho, update = _rho(groups), None
-        broken = _refusals(groups) or ranks.gather(self._road.non_finite(), str)
+        broken = _refusals(groups) or ranks.gather(self._method.non_finite(), str)
         self._end_if_broken_for_good(broken)
         reasons = broken or _too_few(rho, self.config.algorithm.refuse_below)
         if reasons or rho is None:
             self._skipped_steps += 1
-            self._road.discard()
+            self._method.discard()
             log.warning("step %d refused, weights kept: %s", self.policy_version + 1, "; ".join(reasons[:5]))
         else:
             metrics |= self._measured_variance(batch)  # under the weights with which the batch was scored
@@ -194,8 +194,8 @@ class Learner:
                 raise LearnerError(f"trajectory {trajectory.id} has tokens of the future version {newest}")
 
     def _estimate(self, batch: Batch) -> list[GroupStats]:
-        """Leave the gradient in the road. Statistics of all ranks' groups."""
-        return self._road.estimate(batch.groups, policy_version=self.policy_version, num_episodes=batch.num_episodes)
+        """Leave the gradient in the method. Statistics of all ranks' groups."""
+        return self._method.estimate(batch.groups, policy_version=self.policy_version, num_episodes=batch.num_episodes)
 
     def _weight_metrics(self, groups: list[GroupStats]) -> dict[str, float]:
         algorithm = self.config.algorithm
@@ -213,7 +213,7 @@ class Learner:
         """Hand the gradient to DeepSpeed and make the step at its scaled learning rate."""
         rho_base = self._rho_base.observe(on_policy)
         scale = vcpo.step_scale(rho, rho_base, self.config.algorithm.step_scale)
-        self._road.hand_over()
+        self._method.hand_over()
         own_norm = self._reduced_norm()
         rate = scale * rate_factor(self.policy_version, self.config.learner, num_steps=self.config.train.steps)
         with _scaled_rate(self.engine.optimizer.param_groups, rate):
@@ -237,7 +237,7 @@ class Learner:
 
     def _reduced_norm(self) -> float:
         """Norm of the parameters' own gradients, which DeepSpeed reduces in stage 0 with float32, reporting no norm."""
-        present = [parameter.grad for parameter in self._road.parameters if parameter.grad is not None]
+        present = [parameter.grad for parameter in self._method.parameters if parameter.grad is not None]
         return float(total_norm(present))
 
 

@@ -37,7 +37,7 @@ from tests.trainer.trainer_builders import (
     with_steady_updates,
 )
 from trainer import packing, ranks
-from trainer.gradient import roads
+from trainer.gradient import methods
 from trainer.learner import Learner
 from trainer.step_stats import GroupStats
 
@@ -120,7 +120,7 @@ class Watched(Learner):
 
 def outcome(model_dir: Path, setting: Setting) -> Outcome:
     """The outcome of a setting. Every rank must call it."""
-    roads.share_of_rank = SHARES[setting.split]
+    methods.share_of_rank = SHARES[setting.split]
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype="float32").eval()
     groups = mixed_groups(model)[: setting.num_groups]
     settings = {

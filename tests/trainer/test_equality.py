@@ -13,7 +13,7 @@ import pytest
 
 from tests.trainer.equality import Difference, Outcome, Setting, difference, on_two_ranks, outcome
 from trainer import deepspeed_settings
-from trainer.gradient import roads, sharded_sums
+from trainer.gradient import methods, sharded_sums
 
 EXACT = Difference(  # float32 against float32
     log_weight=3e-5,
@@ -115,7 +115,7 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> None:
     """In these tests only, ZeRO-3 divides every weight, and the split over ranks is a setting."""
     from tests.trainer.trainer_builders import divide_small_weights
 
-    monkeypatch.setattr(roads, "share_of_rank", roads.share_of_rank)
+    monkeypatch.setattr(methods, "share_of_rank", methods.share_of_rank)
     monkeypatch.setattr(sharded_sums, "SMALL", sharded_sums.SMALL)
     monkeypatch.setattr(deepspeed_settings, "deepspeed_config", deepspeed_settings.deepspeed_config)
     divide_small_weights()

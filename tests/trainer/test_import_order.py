@@ -38,13 +38,14 @@ GRADIENT_ORDER = (
         "recorded_modules",
         "sequence",
         "attention",
+        "logit_rule",
         "logprobs",
         "scored",
         "passes",
         "step_members",
         "step_gradient",
     ),
-    *("handoff", "roads", "spread_methods", "method_choice"),
+    *("handoff", "methods", "spread_methods", "method_choice"),
 )
 
 

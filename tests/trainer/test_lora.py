@@ -84,7 +84,7 @@ def test_a_step_moves_the_adapters_alone(tiny_model_dir: Path, tiny_model: Any, 
     learner.step(batch(mixed_groups(tiny_model)))
     assert all(torch.equal(p, weights_before[name]) for name, p in frozen(learner.model).items())
     assert not torch.equal(trained(learner.model), adapters_before)
-    assert [p.shape for p in learner._road.parameters] == [
+    assert [p.shape for p in learner._method.parameters] == [
         p.shape for name, p in learner.model.named_parameters() if "lora_" in name
     ]
 

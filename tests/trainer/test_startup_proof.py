@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,18 +26,28 @@ def test_known_architectures_pass_and_attend_within_segments_afterwards(name: st
     assert model.config._attn_implementation == NAME
 
 
-def test_logits_that_are_changed_after_the_head_are_refused_by_name() -> None:
+def changing_its_logits(change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     model = architecture("Qwen3")
     whole = model.forward
 
-    def softcapped(**inputs: Any) -> Any:
+    def changed(**inputs: Any) -> Any:
         output = whole(**inputs)
-        output.logits = 2 * torch.tanh(output.logits / 2)
+        output.logits = change(output.logits)
         return output
 
-    model.forward = softcapped
-    with pytest.raises(ConfigError, match="Qwen3ForCausalLM: log-probabilities"):
-        startup_proof.prepare(model)
+    model.forward = changed
+    return model
+
+
+@pytest.mark.parametrize("change", [lambda x: x / 7, lambda x: 2 * torch.tanh(x / 2)], ids=["factor", "soft cap"])
+def test_a_factor_and_a_soft_cap_of_the_logits_are_followed(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    startup_proof.prepare(changing_its_logits(change))
+
+
+@pytest.mark.parametrize("change", [torch.sinh, lambda x: x + 1], ids=["other curve", "constant"])
+def test_logits_that_are_otherwise_changed_are_refused_by_name(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    with pytest.raises(ConfigError, match="Qwen3ForCausalLM changes its logits after the output head"):
+        startup_proof.prepare(changing_its_logits(change))
 
 
 class TwiceUsed(nn.Module):

@@ -9,7 +9,7 @@ Shapes: _N action tokens, _C tokens of a chunk, _V vocabulary, _D hidden size, _
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.gradient import attention, sequence
+from trainer.gradient.logit_rule import LogitRule, logit_rule
 from trainer.gradient.norms import row_squared_norms, row_sums
 from trainer.gradient.recorded_modules import forwards
 from trainer.gradient.recorder import Recorder
@@ -37,19 +38,28 @@ class TokenScores:
     Example: `score(model, pack).logprob_N` holds log pi of each action token.
     """
 
-    logprob_N: Tensor  # with its graph if a recorder was given
-    entropy_N: Tensor
+    logprob_N: Tensor  # with its graph if a recorder or a call was given
+    entropy_N: Tensor  # likewise
     sum_pi2_N: Tensor  # sum over the vocabulary of pi^2
 
 
-def score(model: Any, pack: Pack, recorder: Recorder | None = None, *, chunk_tokens: int | None = None) -> TokenScores:
+def score(
+    model: Any,
+    pack: Pack,
+    recorder: Recorder | None = None,
+    *,
+    call: Callable[..., Any] | None = None,
+    chunk_tokens: int | None = None,
+) -> TokenScores:
     """Score a pack in one forward.
 
     Under sequence parallelism every rank of a sequence group calls it with the same pack and gets the scores of all its
     actions; a backward with the same seeds on each of them leaves the gradient's parts by rank.
 
-    Without a recorder there is no graph. With one, call this inside `recorded_modules.recording` with the same
-    recorder: `torch.autograd.backward(logprob_N, seed_N)` then passes it every weight's pieces, including the head's.
+    Without a recorder and a `call` there is no graph. With a recorder, call this inside `recorded_modules.recording`
+    with the same recorder: `torch.autograd.backward(logprob_N, seed_N)` then passes it every weight's pieces, including
+    the head's. With a `call` (the model, or DeepSpeed's engine around it) autograd makes the weights' gradients.
+    Seeds of the entropy go into the same backward: `backward([logprob_N, entropy_N], [seed_N, entropy_seed_N])`.
     `chunk_tokens` limits the rows of a chunk.
     """
     head = model.get_output_embeddings()
@@ -57,36 +67,51 @@ def score(model: Any, pack: Pack, recorder: Recorder | None = None, *, chunk_tok
     rows = chunk_tokens or max(1, CHUNK_ELEMENTS[device.type] // head.out_features)
     found: list[Tensor] = []
     part = sequence.part_of(pack)
+    rule = logit_rule(model)
 
     def scored(hidden_1ND: Tensor) -> Tensor:
-        logprob_N: Tensor
-        logprob_N, *found[:] = _Head.apply(hidden_1ND[0], head, part.pack, rows, recorder)  # type: ignore[no-untyped-call]
-        return logprob_N
+        own = (head.weight, head.bias) if recorder is None else (None, None)
+        found[:] = _Head.apply(hidden_1ND[0], *own, head, part.pack, rows, recorder, rule)  # type: ignore[no-untyped-call]
+        # Zeros on the same graph: the model changes its logits after the head, which _Head has done already.
+        return found[0].nan_to_num(0, 0, 0)[None, :, None] * 0
 
-    # Through the calls of the model and of its head: ZeRO-3 and PEFT hook into both.
-    with torch.set_grad_enabled(recorder is not None), forwards([(head, scored)]):
-        logprob_N = model(
+    # Through the calls of the model and of its head: ZeRO-3 and PEFT hook into both, and into their outputs' backward.
+    has_graph = recorder is not None or call is not None
+    with torch.set_grad_enabled(has_graph), forwards([(head, scored)]):
+        zero_1N1 = (call or model)(
             input_ids=part.pack.input_ids_S[None],
             position_ids=part.pack.position_ids_S[None],
             use_cache=False,  # with a cache object transformers would ignore the bounds of segments
             logits_to_keep=part.pack.predictor_N,
             **attention.segment_arguments(part.bounds, device),
         ).logits
-        logprob_N, entropy_N, sum_pi2_N = (sequence.whole(one_N, part) for one_N in (logprob_N, *found))
+        found[0] = found[0] + zero_1N1.flatten()
+        logprob_N, entropy_N, sum_pi2_N = (sequence.whole(one_N, part) for one_N in found)
     return TokenScores(logprob_N=logprob_N, entropy_N=entropy_N, sum_pi2_N=sum_pi2_N)
 
 
 class _Head(torch.autograd.Function):
-    """log softmax(h W^T) at the targets. Only the log-normalizer is kept; the backward recomputes the chunks."""
+    """log softmax of the head's logits at the targets. The backward recomputes the chunks.
+
+    `weight` and `bias` are the head's where autograd makes their gradients, and None where a recorder gets them.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_ND: Tensor, head: nn.Linear, pack: Pack, rows: int, recorder: Recorder | None
+        ctx: Any,
+        hidden_ND: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        head: nn.Linear,
+        pack: Pack,
+        rows: int,
+        recorder: Recorder | None,
+        rule: LogitRule,
     ) -> tuple[Tensor, Tensor, Tensor]:
         logprob_N, entropy_N, sum_pi2_N, log_sum_N = torch.empty(4, len(hidden_ND), device=hidden_ND.device)
         for start in range(0, len(hidden_ND), rows):
             at = slice(start, start + rows)
-            logits_CV = float32_logits(hidden_ND[at], head.weight)
+            logits_CV = rule.applied(_raw_logits(hidden_ND[at], head))
             log_sum_N[at] = logits_CV.logsumexp(dim=-1)
             log_pi_CV = logits_CV.sub_(log_sum_N[at, None])
             logprob_N[at] = log_pi_CV.gather(1, pack.target_N[at, None])[:, 0]
@@ -94,28 +119,56 @@ class _Head(torch.autograd.Function):
             sum_pi2_N[at] = row_squared_norms(pi_CV).float()
             entropy_N[at] = -row_sums(log_pi_CV.mul_(pi_CV)).float()
         # A single chunk is kept: it exists anyway, and the backward starts with the head.
-        ctx.pi_CV = pi_CV if 0 < len(hidden_ND) <= rows else None
-        ctx.save_for_backward(hidden_ND, log_sum_N)
-        ctx.head, ctx.pack, ctx.rows, ctx.recorder = head, pack, rows, recorder
-        ctx.mark_non_differentiable(entropy_N, sum_pi2_N)
+        ctx.pi_CV = pi_CV if rule.cap is None and 0 < len(hidden_ND) <= rows else None
+        ctx.save_for_backward(hidden_ND, log_sum_N, entropy_N)
+        ctx.head, ctx.pack, ctx.rows, ctx.recorder, ctx.rule = head, pack, rows, recorder, rule
+        ctx.mark_non_differentiable(sum_pi2_N)
+        ctx.set_materialize_grads(False)  # None in place of zeros: entropies have seeds in few objectives
         return logprob_N, entropy_N, sum_pi2_N
 
     @staticmethod
-    def backward(ctx: Any, seed_N: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None, None]:
-        hidden_ND, log_sum_N = ctx.saved_tensors
-        pieces = _HeadPieces(ctx.head.weight, ctx.pack, ctx.recorder)
+    def backward(ctx: Any, seed_N: Tensor, entropy_seed_N: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        hidden_ND, log_sum_N, entropy_N = ctx.saved_tensors
+        head, recorder, rule = ctx.head, ctx.recorder, ctx.rule
+        pieces = _HeadPieces(head.weight, ctx.pack, recorder) if recorder is not None else None
+        own = _OwnGradients(*ctx.needs_input_grad[1:3])
         grad_ND = torch.empty_like(hidden_ND)
-        for at in _chunks(ctx.recorder.action_bounds, ctx.rows):
+        bounds = (0, len(hidden_ND)) if recorder is None else recorder.action_bounds
+        for at in _chunks(bounds, ctx.rows):
             pi_CV, ctx.pi_CV = ctx.pi_CV, None
+            slope_CV = None
             if pi_CV is None:
-                pi_CV = float32_logits(hidden_ND[at], ctx.head.weight).sub_(log_sum_N[at, None]).exp_()
+                logits_CV = rule.applied(_raw_logits(hidden_ND[at], head))
+                slope_CV = rule.slope(logits_CV)
+                pi_CV = logits_CV.sub_(log_sum_N[at, None]).exp_()
+            entropy_CV = None if entropy_seed_N is None else _entropy_gradient(pi_CV, entropy_N[at], entropy_seed_N[at])
             grad_CV = pi_CV.mul_(-seed_N[at, None])
             grad_CV.scatter_add_(1, ctx.pack.target_N[at, None], seed_N[at, None])
+            if entropy_CV is not None:
+                grad_CV += entropy_CV
+            if slope_CV is not None:
+                grad_CV *= slope_CV
+            if rule.scale != 1.0:
+                grad_CV *= rule.scale
             grad_CV = grad_CV.to(hidden_ND.dtype)
-            grad_ND[at] = grad_CV @ ctx.head.weight
-            pieces.add(at, grad_CV, hidden_ND[at])
-        pieces.close()
-        return grad_ND, None, None, None, None
+            grad_ND[at] = grad_CV @ head.weight
+            own.add(grad_CV, hidden_ND[at])
+            if pieces is not None:
+                pieces.add(at, grad_CV, hidden_ND[at])
+        if pieces is not None:
+            pieces.close()
+        return (grad_ND, *own.of(head), None, None, None, None, None)
+
+
+def _entropy_gradient(pi_CV: Tensor, entropy_C: Tensor, seed_C: Tensor) -> Tensor:
+    """seed * d H / d logits = -seed * pi (log pi + H). [C, V]"""
+    return torch.xlogy(pi_CV, pi_CV).addcmul_(pi_CV, entropy_C[:, None]).mul_(-seed_C[:, None])
+
+
+def _raw_logits(hidden_CD: Tensor, head: nn.Linear) -> Tensor:
+    """The head's output in float32, in memory of its own. [C, V]"""
+    logits_CV = float32_logits(hidden_CD, head.weight)
+    return logits_CV if head.bias is None else logits_CV.add_(head.bias.float())
 
 
 def float32_logits(hidden_CD: Tensor, weight_VD: Tensor) -> Tensor:
@@ -151,6 +204,38 @@ def _chunks(bounds: tuple[int, ...], rows: int) -> Iterator[slice]:
         yield slice(start, bounds[-1])
 
 
+def _grown(piece: Tensor | None, grad_CV: Tensor, hidden_CD: Tensor) -> Tensor:
+    """piece + grad^T hidden, in float32. [V, D]"""
+    if piece is None:
+        return product(grad_CV, hidden_CD)
+    if grad_CV.dtype == torch.float32:
+        return piece.addmm_(grad_CV.t(), hidden_CD)
+    return piece.add_(product(grad_CV, hidden_CD))
+
+
+class _OwnGradients:
+    """The head's gradients for autograd, which arrive in chunks. They are summed in float32."""
+
+    def __init__(self, has_weight: bool, has_bias: bool) -> None:
+        self._has_weight, self._has_bias = has_weight, has_bias
+        self._weight: Tensor | None = None
+        self._bias: Tensor | None = None
+
+    def add(self, grad_CV: Tensor, hidden_CD: Tensor) -> None:
+        """The next chunk."""
+        if self._has_weight:
+            self._weight = _grown(self._weight, grad_CV, hidden_CD)
+        if self._has_bias:
+            part_V = grad_CV.sum(dim=0, dtype=torch.float32)
+            self._bias = part_V if self._bias is None else self._bias.add_(part_V)
+
+    def of(self, head: nn.Linear) -> tuple[Tensor | None, Tensor | None]:
+        """The gradients of weight and bias, in the head's type; None where none is wanted or there was no token."""
+        found = (self._weight, self._bias)
+        weight, bias = (None if one is None else one.to(head.weight.dtype) for one in found)
+        return weight, bias
+
+
 class _HeadPieces:
     """Cuts the head's gradient, which arrives in chunks, into one piece per segment."""
 
@@ -171,7 +256,7 @@ class _HeadPieces:
             start = max(at.start, recorder.action_bounds[self._segment])
             end = min(at.stop, recorder.action_bounds[self._segment + 1])
             inside = slice(start - at.start, end - at.start)
-            self._grow(grad_CV[inside], hidden_CD[inside])
+            self._piece = _grown(self._piece, grad_CV[inside], hidden_CD[inside])
             if end < recorder.action_bounds[self._segment + 1]:
                 return
             self._finish()
@@ -180,14 +265,6 @@ class _HeadPieces:
         """There are no more chunks."""
         if self._index is not None:
             self._recorder.head_is_complete(self._index)
-
-    def _grow(self, grad_CV: Tensor, hidden_CD: Tensor) -> None:
-        if self._piece is None:
-            self._piece = product(grad_CV, hidden_CD)
-        elif grad_CV.dtype == torch.float32:
-            self._piece.addmm_(grad_CV.t(), hidden_CD)
-        else:
-            self._piece += product(grad_CV, hidden_CD)
 
     def _finish(self) -> None:
         assert self._piece is not None and self._index is not None

@@ -9,18 +9,18 @@ import logging
 from typing import Any
 
 from agentrl.config import Config
-from agentrl.config.learner import GradientMethod
+from agentrl.config.learner import GradientMethod as MethodName
 from agentrl.config.presets import OPTIMAL
 from agentrl.errors import ConfigError
 from trainer import ranks
-from trainer.gradient.roads import OnePass, Road
+from trainer.gradient.methods import GradientMethod, OnePass
 from trainer.gradient.spread_methods import OnePassSharded, TwoPass
 from trainer.objective.policy_gradient import Objective
 
 log = logging.getLogger(__name__)
 
 
-def make_method(model: Any, engine: Any, config: Config) -> Road:
+def make_method(model: Any, engine: Any, config: Config) -> GradientMethod:
     """The method of `config`. Raises ConfigError where it cannot make the objective's gradient.
 
     Example: `make_method(model, start_engine(model, config), config).estimate(groups, ...)`.
@@ -37,7 +37,7 @@ def make_method(model: Any, engine: Any, config: Config) -> Road:
             return OnePass(model, engine, config)
 
 
-def chosen(config: Config) -> GradientMethod:
+def chosen(config: Config) -> MethodName:
     """The method that `config` names, or the one that `auto` stands for."""
     method = config.learner.gradient
     has_norms = Objective(config.algorithm).needs_norms

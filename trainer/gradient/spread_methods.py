@@ -32,7 +32,7 @@ class OnePassSharded:
     when its baseline is known. So ranks wait for each other in every group: with fewer members than ranks some have
     nothing to do. Recorded modules only.
 
-    Example: see `roads.Road`.
+    Example: see `GradientMethod`.
     """
 
     def __init__(self, model: Any, engine: Any, config: Config) -> None:
@@ -95,7 +95,7 @@ class TwoPass:
     Everything is known before the second: packs hold trajectories of any groups, and a baseline may differ from episode
     to episode of a group.
 
-    Example: see `roads.Road`.
+    Example: see `GradientMethod`.
     """
 
     def __init__(self, model: Any, engine: Any, config: Config) -> None:

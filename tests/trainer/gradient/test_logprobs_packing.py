@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.trainer.trainer_builders import ARCHITECTURES, action_logprobs, architecture, episode, uneven_episodes
 from trainer.gradient import attention
+from trainer.gradient.logit_rule import LogitRule
 from trainer.gradient.logprobs import _Head, score
 from trainer.gradient.recorded_modules import recording, tied_weight
 from trainer.gradient.recorder import Recorder
@@ -114,7 +115,7 @@ def test_entropy_over_a_large_vocabulary_is_as_exact_as_float32_logits_allow() -
     hidden_ND = torch.randn(9, 16, generator=generator)
     targets = torch.randint(0, 50_000, (9,), generator=generator)
     pack = SimpleNamespace(target_N=targets)
-    logprob_N, entropy_N, sum_pi2_N = _Head.apply(hidden_ND, head, pack, 4, None)
+    logprob_N, entropy_N, sum_pi2_N = _Head.apply(hidden_ND, None, None, head, pack, 4, None, LogitRule())
     log_pi_NV = (hidden_ND @ head.weight.t()).detach().double().log_softmax(-1)
     log_sum_N = (hidden_ND @ head.weight.t()).detach().double().logsumexp(-1)
     exact_N = torch.special.entr(log_pi_NV.exp()).sum(-1)
@@ -138,8 +139,36 @@ def test_logits_of_a_bfloat16_head_are_not_rounded_to_bfloat16() -> None:
     exact_NV = (hidden_ND.double() @ head.weight.detach().double().t()).log_softmax(-1)
     targets = exact_NV.exp().multinomial(1, generator=generator)
     exact_N = exact_NV.gather(1, targets)[:, 0]
-    ours_N, *_ = _Head.apply(hidden_ND, head, SimpleNamespace(target_N=targets[:, 0]), 100, None)
+    ours_N, *_ = _Head.apply(
+        hidden_ND, None, None, head, SimpleNamespace(target_N=targets[:, 0]), 100, None, LogitRule()
+    )
     rounded_N = head(hidden_ND).float().log_softmax(-1).gather(1, targets)[:, 0].detach()
     assert float((rounded_N - exact_N).square().mean().sqrt()) > 0.02
     assert float((ours_N - exact_N).abs().max()) < 1e-4
     assert float((ours_N.double() - exact_N).sum().abs()) < 5e-3 < float((rounded_N.double() - exact_N).sum().abs())
+
+
+@pytest.mark.parametrize("chunk_tokens", [3, 100])
+@pytest.mark.parametrize(
+    ("rule", "has_bias"),
+    [(LogitRule(), False), (LogitRule(), True), (LogitRule(scale=0.25), True), (LogitRule(scale=3.0, cap=2.0), True)],
+)
+def test_the_heads_gradients_are_autograds(rule: LogitRule, has_bias: bool, chunk_tokens: int) -> None:
+    """Of hidden states, weight and bias, from seeds on log-probabilities and entropies, against float64."""
+    torch.manual_seed(0)
+    head = torch.nn.Linear(8, 50, bias=has_bias)
+    hidden_ND = torch.randn(7, 8, requires_grad=True)
+    target_N, seed_N, entropy_seed_N = torch.randint(0, 50, (7,)), torch.randn(7), torch.randn(7)
+    inputs = [hidden_ND, *head.parameters()]
+    logprob_N, entropy_N, _ = _Head.apply(
+        hidden_ND, head.weight, head.bias, head, SimpleNamespace(target_N=target_N), chunk_tokens, None, rule
+    )
+    ours = torch.autograd.grad([logprob_N, entropy_N], inputs, [seed_N, entropy_seed_N])
+    wide = head.double()
+    logits_NV = rule.scale * wide(hidden_ND.double())
+    log_pi_NV = (logits_NV if rule.cap is None else rule.cap * torch.tanh(logits_NV / rule.cap)).log_softmax(-1)
+    value = log_pi_NV.gather(1, target_N[:, None])[:, 0] @ seed_N.double()
+    value = value - (log_pi_NV.exp() * log_pi_NV).sum(-1) @ entropy_seed_N.double()
+    theirs = torch.autograd.grad(value, [hidden_ND, *wide.parameters()])
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine.double(), other.double(), rtol=1e-4, atol=1e-6)

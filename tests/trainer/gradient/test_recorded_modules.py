@@ -13,6 +13,7 @@ from torch import nn
 from agentrl.errors import ConfigError
 from tests.trainer.trainer_builders import ARCHITECTURES, action_logprobs, architecture, uneven_episodes
 from trainer.gradient import attention
+from trainer.gradient.logit_rule import logit_rule
 from trainer.gradient.logprobs import score
 from trainer.gradient.recorded_modules import check_modules, recording, tied_weight
 from trainer.gradient.recorder import Recorder
@@ -128,6 +129,7 @@ def test_checkpointed_layers_are_exact() -> None:
 
     model = architecture("Qwen3-tied")
     theirs = single_backwards(model, torch.float64)
+    logit_rule(model)  # a forward of its own, once
     calls: list[int] = []
     model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     checkpoint_layers(model)

@@ -1,6 +1,6 @@
-"""How a step's gradient is made and given to DeepSpeed: the protocol that `Learner` uses, and the road by sums.
+"""How a step's gradient is made and given to DeepSpeed: the protocol that `Learner` uses, and the method by sums.
 
-A road owns everything between the batch's groups and DeepSpeed's gradients. The learner decides only whether the step
+A method owns everything between the batch's groups and DeepSpeed's gradients. The learner decides only whether the step
 is made. Independent of learning rates, batches and metrics.
 """
 
@@ -30,17 +30,17 @@ def own_share(groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
     return share_of_rank(groups, rank=ranks.data_index(), num_ranks=ranks.data_count())
 
 
-class Road(Protocol):
+class GradientMethod(Protocol):
     """One way to a step's gradient. Every rank makes the same calls, in this order.
 
     Example::
 
-    stats = road.estimate(groups, policy_version=3, num_episodes=64)
-    if any rank's road.non_finite():
-        road.discard()
-    else:
-        road.hand_over()
-        engine.step()
+        stats = method.estimate(groups, policy_version=3, num_episodes=64)
+        if any rank's method.non_finite():
+            method.discard()
+        else:
+            method.hand_over()
+            engine.step()
     """
 
     @property
@@ -71,11 +71,11 @@ class Road(Protocol):
 
 
 class OnePass:
-    """The road by sums: one recorded backward per pack into one or two float32 sums of the model's size.
+    """The method by sums: one recorded backward per pack into one or two float32 sums of the model's size.
 
     Norms are exact. Recorded modules only (trainer/gradient/recorded_modules.py).
 
-    Example: see `Road`.
+    Example: see `GradientMethod`.
     """
 
     def __init__(self, model: Any, engine: Any, config: Config) -> None:

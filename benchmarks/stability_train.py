@@ -25,8 +25,7 @@ from benchmarks.calculator import MAX_TOKENS, warm_start
 from benchmarks.stability_policy import AdamW, RowGradients, Scored, stacked
 from benchmarks.stability_rollout import Episodes, Ints, rollout
 from benchmarks.stability_rules import RULES, Rule
-from trainer.objective import vcpo
-from trainer.objective.policy_gradient import Member, MemberWeights, Objective
+from trainer.objective import Group, Member, MemberWeights, make_objective, vcpo
 
 NUM_TASKS, GROUP_SIZE = 8, 8
 NUM_EPISODES = NUM_TASKS * GROUP_SIZE
@@ -214,7 +213,7 @@ class _Run:
     """One run's part in a step."""
 
     def __init__(self, rule: Rule, episodes: Episodes, s: int) -> None:
-        self.rule, self.objective, self.step = rule, Objective(rule.algorithm), Step()
+        self.rule, self.objective, self.step = rule, make_objective(rule.algorithm), Step()
         self._acted_UT, self._row_B = episodes.acted_SUT[s, :, 1:], episodes.row_SB[s]
         self._num_actions_U, self._reward_U = self._acted_UT.sum(1), episodes.reward_SU[s]
         self._weights: dict[int, MemberWeights] = {}
@@ -226,7 +225,8 @@ class _Run:
     def _group(self, k: int) -> _Group | None:
         row_G = self._row_B[k * GROUP_SIZE : (k + 1) * GROUP_SIZE]
         reward_G = torch.from_numpy(self._reward_U[row_G].astype(np.float64))
-        advantage_G = self.objective.advantages(reward_G, torch.from_numpy(self._num_actions_U[row_G]))
+        num_actions_G = torch.from_numpy(self._num_actions_U[row_G])
+        advantage_G = self.objective.advantages(Group(reward_E=reward_G, num_actions_E=num_actions_G))
         if advantage_G is None or not bool(advantage_G.any()):
             return None
         rows_N, members_G = np.unique(row_G, return_inverse=True)
@@ -243,7 +243,8 @@ class _Run:
         if not self.objective.needs_batch:
             for group in self.groups:
                 for row, advantage in self._advantages(group):
-                    self._weights[row] = self.objective.weights(log_ratios[row], advantage)
+                    one = Member(log_ratio_N=log_ratios[row], advantage=advantage, reward=0.0, group=group.task)
+                    self._weights[row] = self.objective.weights(one)
             return
         advantages = {row: advantage for group in self.groups for row, advantage in self._advantages(group)}
         members = [

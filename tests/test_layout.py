@@ -47,6 +47,7 @@ SMALL_FILES = {
     "sandbox/backends/unsafe.py": "one backend, one file",
     "trainer/gradient/handoff.py": "the only code that feeds DeepSpeed's backward",
     "trainer/gradient/tiles.py": "one idea, which recorded passes and the model both need",
+    "trainer/objective/registry.py": "the one place that knows every objective",
     "trainer/gpu_report/__main__.py": "the command of one cell",
     "trainer/schedules.py": "pure functions of the step's number, independent of DeepSpeed",
 }

@@ -36,11 +36,12 @@ class TrajectoryStats:
     parity_kl_sum: float  # KL(engine || learner), estimated on those
     parity_square_sum: float  # (learner - behaviour)^2 over those
     parity_blocks: tuple[float, ...]  # sums of learner - behaviour over PARITY_BLOCK of those in a row
+    broken_parts: tuple[str, ...] = ()  # what the objective gave that is NaN or infinite, from finite rewards
 
     def non_finite(self) -> list[str]:
         """Names of the numbers that are NaN or infinite."""
         names = ("reward", "log_weight", "weight", "score_norm", "kl_sum", "entropy_sum")
-        return [name for name in names if not math.isfinite(getattr(self, name))]
+        return [*(name for name in names if not math.isfinite(getattr(self, name))), *self.broken_parts]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

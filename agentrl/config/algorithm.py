@@ -25,6 +25,11 @@ from agentrl.config.presets import (
 )
 from agentrl.config.section import Choices, Section
 
+OBJECTIVES = {"policy_gradient": "the settings of this section"}
+"""The names in trainer/objective/registry.py, with one line on each."""
+ObjectiveName = Annotated[
+    str, Choices({**OBJECTIVES, "path/to/file.py:Class": "a class of your own; so is module:Class"})
+]
 BaselineWeights = Annotated[
     Literal["treated", "untreated", "product"],
     Choices(
@@ -64,6 +69,10 @@ class AlgorithmConfig(Section):
 
     preset: Preset = "vcpo_safe"
     """A published algorithm; the other keys override its settings."""
+    objective: ObjectiveName = "policy_gradient"
+    """What computes advantages and weights: docs/write-an-objective.md."""
+    objective_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of its constructor, if it is a class of your own."""
     ratio: Ratio = "sequence"
     """What the importance ratio pi/mu is taken of."""
     treatment: Treatment = "truncate"
@@ -127,6 +136,11 @@ class AlgorithmConfig(Section):
 
     @model_validator(mode="after")
     def _makes_sense(self) -> AlgorithmConfig:
+        if ":" not in self.objective and self.objective not in OBJECTIVES:
+            known = ", ".join(OBJECTIVES)
+            raise ValueError(f"objective={self.objective} is not known: {known}; your own: path/to/file.py:Class")
+        if self.objective_kwargs and self.objective in OBJECTIVES:
+            raise ValueError(f"objective={self.objective} takes no arguments of its own; leave objective_kwargs out")
         if reason := refusal(ratio=self.ratio, treatment=self.treatment, baseline=self.baseline):
             raise ValueError(reason)
         if reason := unread(self.treatment, self._changed()):

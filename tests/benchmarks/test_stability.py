@@ -19,8 +19,7 @@ from benchmarks.stability_report import has_collapsed, has_fallen, steps_to, tab
 from benchmarks.stability_rollout import Episodes, rollout
 from benchmarks.stability_rules import RULES
 from benchmarks.stability_train import GROUP_SIZE, Spec, Stack, Step
-from trainer.objective import vcpo
-from trainer.objective.policy_gradient import Member, Objective
+from trainer.objective import Group, Member, calls, make_objective, vcpo
 
 LR = 1e-3
 
@@ -94,7 +93,7 @@ class PlainRun:
     """One backward an episode, one after the other, and torch's own AdamW."""
 
     def __init__(self, rule: str, weights: dict[str, Tensor]) -> None:
-        self.rule, self.objective, self.policy = RULES[rule], Objective(RULES[rule].algorithm), Policy()
+        self.rule, self.objective, self.policy = RULES[rule], make_objective(RULES[rule].algorithm), Policy()
         self.policy.load_state_dict(weights)
         self.optimizer = torch.optim.AdamW(self.policy.parameters(), lr=LR, weight_decay=0.0)
 
@@ -106,17 +105,14 @@ class PlainRun:
             part = slice(start, start + GROUP_SIZE)
             num_actions = torch.tensor([len(ratio) for ratio in ratios[part]])
             length_B[part] = self.objective.lengths(num_actions).float()
-            advantage = self.objective.advantages(reward_B[part], num_actions)
+            advantage = self.objective.advantages(Group(reward_E=reward_B[part], num_actions_E=num_actions))
             if advantage is not None:
                 advantage_B[part] = advantage - self.shift(logprobs[part], ratios[part], reward_B[part])
         members = [
             Member(log_ratio_N=ratio, advantage=float(advantage), reward=0.0, group=0)
             for ratio, advantage in zip(ratios, advantage_B, strict=True)
         ]
-        if self.objective.needs_batch:
-            weights = self.objective.batch_weights(members)
-        else:
-            weights = [self.objective.weights(m.log_ratio_N, m.advantage) for m in members]
+        weights = calls.weigh(self.objective, members)
         self.optimizer.zero_grad()
         for own, used, scale in zip(logprobs, weights, (advantage_B / length_B).tolist(), strict=True):
             (-(own * used.weight_N.float()).sum() * scale / len(rows)).backward()
@@ -136,7 +132,8 @@ class PlainRun:
         parameters = list(self.policy.parameters())
         gradients = [torch.autograd.grad(own.mean(), parameters, retain_graph=True) for own in logprobs]
         norm_G = torch.stack([torch.cat([g.flatten() for g in one]).norm() for one in gradients])
-        used_G = torch.tensor([self.objective.weights(ratio, 0.0).log_used for ratio in ratios])
+        members = [Member(log_ratio_N=ratio, advantage=0.0, reward=0.0, group=0) for ratio in ratios]
+        used_G = torch.tensor([used.log_used for used in calls.weigh(self.objective, members)])
         optimum = self.objective.baseline(used_G, norm_G, reward_G)
         assert optimum is not None
         return float(optimum - reward_G.mean())

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from agentrl.config.algorithm import AlgorithmConfig
+from trainer.objective import Group, Member, Objective, calls, make_objective
 from trainer.objective.baselines import logit_norm2
-from trainer.objective.policy_gradient import Member, Objective
 
 NUM_STATES, NUM_ACTIONS = 5, 4
 
@@ -64,7 +64,7 @@ def score(theta: Tensor, logprob: Tensor) -> Tensor:
 
 def objective_gradient(theta: Tensor, batch: Groups, algorithm: AlgorithmConfig) -> Tensor:
     """g = 1/B sum_i A_i / L_i sum_t w_it grad log pi_t, the baseline moved to b* where norms decide it."""
-    objective, total, size = Objective(algorithm), torch.zeros_like(theta), sum(map(len, batch))
+    objective, total, size = make_objective(algorithm), torch.zeros_like(theta), sum(map(len, batch))
     weights = _all_weights(theta, batch, objective)
     for number, group in enumerate(batch):
         reward, length, advantage = _of_group(group, objective)
@@ -88,7 +88,11 @@ def objective_gradient(theta: Tensor, batch: Groups, algorithm: AlgorithmConfig)
 def _of_group(group: list[Episode], objective: Objective) -> tuple[Tensor, Tensor, Tensor | None]:
     reward = float64([episode.reward for episode in group])
     num_actions = torch.tensor([len(episode.actions) for episode in group])
-    return reward, objective.lengths(num_actions), objective.advantages(reward, num_actions)
+    return (
+        reward,
+        objective.lengths(num_actions),
+        objective.advantages(Group(reward_E=reward, num_actions_E=num_actions)),
+    )
 
 
 def _all_weights(theta: Tensor, batch: Groups, objective: Objective) -> dict[tuple[int, int], object]:
@@ -108,6 +112,4 @@ def _all_weights(theta: Tensor, batch: Groups, objective: Objective) -> dict[tup
                 )
             )
             keys.append((number, i))
-    if objective.needs_batch:
-        return dict(zip(keys, objective.batch_weights(members), strict=True))
-    return {key: objective.weights(m.log_ratio_N, m.advantage) for key, m in zip(keys, members, strict=True)}
+    return dict(zip(keys, calls.weigh(objective, members), strict=True))

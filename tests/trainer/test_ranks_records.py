@@ -15,7 +15,7 @@ from agentrl.config import LearnerConfig
 from agentrl.supervision.serving import free_port
 from trainer import ranks
 from trainer.loop import _num_threads
-from trainer.objective.policy_gradient import Member
+from trainer.objective import Member
 from trainer.orchestrator_client import NoBatch
 from trainer.ranks import _decoded, _encoded, hide_uuids
 

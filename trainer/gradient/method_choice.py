@@ -15,7 +15,7 @@ from agentrl.errors import ConfigError
 from trainer import ranks
 from trainer.gradient.methods import GradientMethod, OnePass
 from trainer.gradient.spread_methods import OnePassSharded, TwoPass
-from trainer.objective.policy_gradient import Objective
+from trainer.objective.registry import make_objective
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ def make_method(model: Any, engine: Any, config: Config) -> GradientMethod:
 def chosen(config: Config) -> MethodName:
     """The method that `config` names, or the one that `auto` stands for."""
     method = config.learner.gradient
-    has_norms = Objective(config.algorithm).needs_norms
+    has_norms = make_objective(config.algorithm).needs_norms
     is_exact = has_norms and config.algorithm.baseline_norms == "exact"
     if method == "auto":
         return "one_pass"

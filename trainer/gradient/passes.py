@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trainer import packing
 from trainer.gradient import sequence
-from trainer.gradient.logprobs import score
+from trainer.gradient.logprobs import TokenScores, score
 from trainer.gradient.recorded_modules import recording, tied_weight
 from trainer.gradient.recorder import Recorder
 from trainer.gradient.scored import ScoredTrajectory
@@ -50,14 +50,14 @@ class Passes:
         self._score(members, self._join(members), None)
 
     def plain(self, members: Sequence[ScoredTrajectory], weigh: Weigh, *, num_episodes: int) -> None:
-        """Score, then total += sum_i A_i / (B L_i) sum_t w_it score_it, as one piece per weight."""
+        """Score, then total += sum_i sum_t seed_it score_it, as one piece per weight, and the entropies' part."""
         pack = self._join(members)
         recorder = self._recorder(pack, is_split=False, sums=self._sums if members else None)
         with recording(self._model, recorder):
-            logprob_N = self._score(members, pack, recorder)
+            scores = self._score(members, pack, recorder)
             for one in members:
                 weigh(one)
-            _backward(logprob_N, [one.seed_N(num_episodes) for one in members])
+            _backward(scores, [one.seed_N(num_episodes) for one in members], _entropy_seeds(members, num_episodes))
 
     def with_norms(self, members: Sequence[ScoredTrajectory], weigh: Weigh, *, num_episodes: int) -> None:
         """The same for one weight per trajectory; also its score norm, and scores += w_i / (s B L_i) score_i."""
@@ -68,14 +68,14 @@ class Passes:
         if not members:  # every rank makes the same calls: see ShardedSums
             recorder.coefficient_n = [0.0]
         with recording(self._model, recorder):
-            logprob_N = self._score(members, pack, recorder)
+            scores = self._score(members, pack, recorder)
             for segment, one in enumerate(members):
                 weigh(one)
                 share = one.weight / num_episodes
                 is_finite = math.isfinite(share)
                 recorder.coefficient_n[segment] = share * (one.advantage or 0.0) if is_finite else 0.0
                 recorder.score_n[segment] = share * one.score_scale if is_finite else 0.0
-            _backward(logprob_N, _unit_seeds(members))
+            _backward(scores, _unit_seeds(members))
         _keep_norms(members, recorder)
 
     def exact_norms(self, members: Sequence[ScoredTrajectory]) -> None:
@@ -90,8 +90,8 @@ class Passes:
         pack = self._join(members)
         recorder = self._recorder(pack, is_split=True, sums=sums)
         with recording(self._model, recorder):
-            logprob_N = self._score(members, pack, recorder)
-            _backward(logprob_N, _unit_seeds(members))
+            scores = self._score(members, pack, recorder)
+            _backward(scores, _unit_seeds(members))
         _keep_norms(members, recorder)
 
     def _join(self, members: Sequence[ScoredTrajectory]) -> Pack:
@@ -118,26 +118,37 @@ class Passes:
             device=pack.input_ids_S.device,
         )
 
-    def _score(self, members: Sequence[ScoredTrajectory], pack: Pack, recorder: Recorder | None) -> Tensor:
-        """Log-probabilities of the pack's action tokens, with their graph where there is a recorder. [N]"""
+    def _score(self, members: Sequence[ScoredTrajectory], pack: Pack, recorder: Recorder | None) -> TokenScores:
+        """Scores of the pack's action tokens, with their graph where there is a recorder."""
         scores = score(self._model, pack, recorder)
-        columns = (scores.logprob_N.detach(), scores.entropy_N, scores.sum_pi2_N)
+        columns = (scores.logprob_N.detach(), scores.entropy_N.detach(), scores.sum_pi2_N)
         per_member = pack.per_segment(torch.stack(columns, dim=1).cpu().double())
         for one, scores_N3 in zip(members, per_member, strict=False):  # a dummy text has no member
             logprob_N, entropy_N, sum_pi2_N = scores_N3.unbind(dim=1)
             one.log_ratio_N = logprob_N - one.tensors.behavior_logprob_N
             one.logit_norm2_N = baselines.logit_norm2(logprob_N, sum_pi2_N)
             one.entropy_N = entropy_N
-        return scores.logprob_N
+        return scores
 
 
 def _unit_seeds(members: Sequence[ScoredTrajectory]) -> list[Tensor]:
     return [torch.full((one.tensors.num_actions,), 1 / one.length) for one in members]
 
 
-def _backward(logprob_N: Tensor, seeds: list[Tensor]) -> None:
+def _entropy_seeds(members: Sequence[ScoredTrajectory], num_episodes: int) -> list[Tensor]:
+    """The seeds of all members' entropies; empty where no member has any."""
+    if all(one.used.entropy_seed_N is None for one in members):
+        return []
+    return [one.entropy_seed_N(num_episodes) for one in members]
+
+
+def _backward(scores: TokenScores, seeds: list[Tensor], entropy_seeds: Sequence[Tensor] = ()) -> None:
+    logprob_N = scores.logprob_N
     seed_N = torch.cat(seeds) if seeds else torch.zeros(len(logprob_N))
-    torch.autograd.backward(logprob_N, seed_N.to(logprob_N))
+    if not entropy_seeds:
+        return torch.autograd.backward(logprob_N, seed_N.to(logprob_N))
+    entropy_seed_N = torch.cat(list(entropy_seeds))
+    return torch.autograd.backward([logprob_N, scores.entropy_N], [seed_N.to(logprob_N), entropy_seed_N.to(logprob_N)])
 
 
 def _keep_norms(members: Sequence[ScoredTrajectory], recorder: Recorder) -> None:

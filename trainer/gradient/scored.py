@@ -7,15 +7,17 @@ Shapes: _E episodes of a group, _N action tokens of a trajectory.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from agentrl.errors import ConfigError
 from agentrl.report.statistics import has_spread
 from agentrl.types import Trajectory
 from trainer.objective import ratios
-from trainer.objective.policy_gradient import Member, MemberWeights, Objective
+from trainer.objective.interface import Member, MemberWeights, Objective
 from trainer.packing import ActionTensors
 from trainer.step_stats import PARITY_BLOCK, GroupStats, TrajectoryStats
 
@@ -26,19 +28,23 @@ _NOTHING = torch.zeros(0, dtype=torch.float64)
 class ScoredTrajectory:
     """One trajectory of a step: its tensors, its part in the objective, and what the passes measure of it.
 
-    Example: `objective.weights(one.log_ratio_N, advantage=one.advantage)` gives `one.weights`, once it was scored.
+    Example: `(one.weights,) = calls.weigh(objective, [one.member()])`, once it was scored.
     """
 
     trajectory: Trajectory
     tensors: ActionTensors
     group_id: int
     index: int  # in its group
-    advantage: float | None  # about the reference baseline; None: its group has no gradient
+    episode: int  # the index in its group of the episode that it is, or is a segment of
+    step: int  # optimizer steps made before this one
     score_scale: float  # 1/s
     length: float  # L / c, by which its summed score is divided
+    advantage: float | None = None  # about the reference baseline; None: its group has no gradient
+    advantage_N: Tensor | None = None  # float64, where the objective gives one a token; `advantage` is their mean
     log_ratio_N: Tensor = field(default_factory=lambda: _NOTHING)  # float64, log pi - log mu, on the CPU
     logit_norm2_N: Tensor = field(default_factory=lambda: _NOTHING)  # float64, see baselines.logit_norm2
     entropy_N: Tensor = field(default_factory=lambda: _NOTHING)  # float64, nats, on the CPU
+    reference_logprob_N: Tensor | None = None  # float64, on the CPU, under the frozen model if the objective needs it
     weights: MemberWeights | None = None
     score_norm: float = 0.0  # of its score / length
 
@@ -59,28 +65,71 @@ class ScoredTrajectory:
         return float(self.used.weight_N.mean()) if self.tensors.num_actions else 1.0
 
     def seed_N(self, num_episodes: int) -> Tensor:
-        """d objective / d log pi_t of each action token, w_t A / (B L); zeros where a number is not finite. float64"""
-        seed_N = self.used.weight_N * ((self.advantage or 0.0) / (self.length * num_episodes))
+        """d objective / d log pi of each action token, (w A + e) / (B L); zeros where a number is not finite. float64
+
+        w is its weight, A its advantage, e the seed of further terms (trainer/objective/interface.py).
+        """
+        advantage = (self.advantage or 0.0) if self.advantage_N is None else self.advantage_N
+        seed_N = self.used.weight_N * (advantage / (self.length * num_episodes))
+        if self.used.logprob_seed_N is not None:
+            seed_N = seed_N + self.used.logprob_seed_N / (self.length * num_episodes)
         return seed_N if bool(seed_N.isfinite().all()) else torch.zeros_like(seed_N)
 
+    def entropy_seed_N(self, num_episodes: int) -> Tensor:
+        """d objective / d entropy of each action token, h / (B L); zeros where a number is not finite. float64"""
+        seed_N = self.used.entropy_seed_N
+        if seed_N is None or not bool(seed_N.isfinite().all()):
+            return torch.zeros(self.tensors.num_actions, dtype=torch.float64)
+        return seed_N.double() / (self.length * num_episodes)
+
     def member(self) -> Member:
-        """What objectives that look at the whole batch are given."""
+        """What the objective is given of it."""
         return Member(
             log_ratio_N=self.log_ratio_N,
             advantage=self.advantage or 0.0,
             reward=self.trajectory.reward,
             group=self.group_id,
+            episode=self.episode,
+            advantage_N=self.advantage_N,
+            logprob_N=self.log_ratio_N + self.tensors.behavior_logprob_N,
+            entropy_N=self.entropy_N,
             logit_norm2_N=self.logit_norm2_N,
+            reference_logprob_N=self.reference_logprob_N,
+            step=self.step,
         )
 
-    def stats(self, policy_version: int, *, episode: int) -> TrajectoryStats:
-        """Its numbers for diagnostics, once the learner's passes at `policy_version` are done."""
+    def require_one_coefficient(self, objective: Objective) -> None:
+        """Raise ConfigError unless its gradient is one number times its score, as exact norms in one pass take it."""
+        used = self.used
+        has_terms = used.logprob_seed_N is not None or used.entropy_seed_N is not None
+        is_even = self.advantage_N is None and bool((used.weight_N == used.weight_N[:1]).all())
+        if has_terms or not (is_even or bool(used.weight_N.isnan().any())):
+            what = (
+                "further terms" if has_terms else "weights or advantages that differ among the tokens of a trajectory"
+            )
+            raise ConfigError(
+                f"algorithm.objective: {type(objective).__name__} has {what}, which exact score norms in one pass do "
+                "not take: set algorithm.baseline_norms: proxy, or a baseline without norms (needs_norms = False)"
+            )
+
+    def _broken_parts(self) -> tuple[str, ...]:
+        """Names of what the objective gave for it that is not finite."""
+        seeds = (self.used.logprob_seed_N, self.used.entropy_seed_N)
+        terms = sum(float(one.sum()) for one in seeds if one is not None)
+        parts = {"advantage": self.advantage or 0.0, "terms": terms}
+        return tuple(f"{name} of algorithm.objective" for name, value in parts.items() if not math.isfinite(value))
+
+    def stats(self, policy_version: int, *, is_sound: bool) -> TrajectoryStats:
+        """Its numbers for diagnostics, once the learner's passes at `policy_version` are done.
+
+        `is_sound`: all rewards of its group are finite, so that the objective answers for what is not.
+        """
         trajectory, tensors = self.trajectory, self.tensors
         same_N = self.log_ratio_N[tensors.policy_version_N == policy_version]
         error_N = same_N.abs()
         return TrajectoryStats(
             id=trajectory.id,
-            episode=episode,
+            episode=self.episode,
             reward=trajectory.reward,
             log_weight=self.used.log_weight,
             weight=self.weight,
@@ -99,6 +148,7 @@ class ScoredTrajectory:
             parity_kl_sum=float(ratios.behavior_kl(same_N).sum()),
             parity_square_sum=float(same_N.square().sum()),
             parity_blocks=_block_sums(same_N),
+            broken_parts=self._broken_parts() if is_sound else (),
         )
 
 
@@ -143,6 +193,8 @@ class ScoredGroup:
         for member in self.members:
             if member.advantage is not None:
                 member.advantage -= shift * member.score_scale
+            if member.advantage_N is not None:
+                member.advantage_N = member.advantage_N - shift * member.score_scale
         return shift
 
     def stats(self, policy_version: int, objective: Objective) -> GroupStats:
@@ -150,20 +202,29 @@ class ScoredGroup:
         has_gradient = bool(self.trained)
         if objective.needs_norms:
             has_gradient = has_gradient and any(member.score_norm > 0 for member in self.members)
-        baselines = []
-        if has_gradient and not objective.needs_logits:  # a baseline per token is no number of the group
-            firsts = [episode[0] for episode in self.episodes]
+        baselines, is_sound = [], bool(self.reward_E.isfinite().all())
+        firsts = [episode[0] for episode in self.episodes]
+        # A baseline per token is no number of the group.
+        if has_gradient and not objective.needs_logits and all(one.advantage_N is None for one in firsts):
             baselines = [one.trajectory.reward - (one.advantage or 0.0) / one.score_scale for one in firsts]
         return GroupStats(
-            trajectories=tuple(
-                member.stats(policy_version, episode=number)
-                for number, episode in enumerate(self.episodes)
-                for member in episode
-            ),
+            trajectories=tuple(member.stats(policy_version, is_sound=is_sound) for member in self.members),
             has_spread=has_spread(self.reward_E.tolist()),
             has_gradient=has_gradient,
             baseline_minus_mean=sum(baselines) / len(baselines) - float(self.reward_E.mean()) if baselines else 0.0,
         )
+
+
+def give_advantage(segments: Sequence[ScoredTrajectory], advantage: Tensor) -> None:
+    """Set an episode's advantage, one number or one for each action token, in its segments."""
+    if not advantage.ndim:
+        for one in segments:
+            one.advantage = float(advantage)
+        return
+    parts = torch.split(advantage, [one.tensors.num_actions for one in segments])
+    for one, advantage_N in zip(segments, parts, strict=True):
+        one.advantage = float(advantage_N.mean()) if len(advantage_N) else 0.0
+        one.advantage_N = advantage_N
 
 
 def _block_sums(log_ratio_N: Tensor) -> tuple[float, ...]:

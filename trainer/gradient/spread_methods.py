@@ -53,7 +53,7 @@ class OnePassSharded:
     ) -> list[GroupStats]:
         """Leave this rank's parts of the gradient's sums here."""
         self._sums.reset()
-        scored = self._members.scored(groups)
+        scored = self._members.scored(groups, policy_version=policy_version)
         for group in scored:
             if group.trained:
                 self._train(group, num_episodes)
@@ -81,7 +81,7 @@ class OnePassSharded:
         mine = _mine(self._members, group.trained)
 
         def make_pass(pack: list[ScoredTrajectory]) -> None:
-            self._passes.with_norms(pack, self._members.weigh, num_episodes=num_episodes)
+            self._passes.with_norms(pack, self._members.weigh_as_one, num_episodes=num_episodes)
 
         self._members.each(self._members.packed(mine), make_pass, is_joint=True)
         self._members.exchange(group.trained, mine)
@@ -116,7 +116,7 @@ class TwoPass:
     ) -> list[GroupStats]:
         """Leave the gradient of this rank's trajectories here."""
         self._sums.reset()
-        scored = self._members.scored(groups)
+        scored = self._members.scored(groups, policy_version=policy_version)
         trained = [member for group in scored for member in group.trained]
         idle = [member for group in scored for member in group.idle]
         mine, mine_idle = _mine(self._members, trained), _mine(self._members, idle)

@@ -1,6 +1,6 @@
 """A step's policy gradient by sums: which packs go through which passes, and what each group contributes.
 
-    g = 1/B sum_i c_i A_i / L_i sum_t w_it grad log pi(a_it)    (objective/policy_gradient.py defines A, L and w)
+    g = 1/B sum_i c_i A_i / L_i sum_t w_it grad log pi(a_it)    (objective/interface.py defines A, L, w and more)
 
 B episodes, each of one or several trajectories i with shares c_i (`Trajectory.weight`).
 
@@ -72,7 +72,7 @@ class Estimator:
         `TrajectoryStats.non_finite`, by which the step must be refused.
         """
         self.sums.reset()
-        scored = self._members.scored(groups)
+        scored = self._members.scored(groups, policy_version=policy_version)
         active = [group for group in scored if group.has_advantages]
         idle = [member for group in scored for member in group.idle]
         if self._has_norms:
@@ -104,7 +104,7 @@ class Estimator:
         last_pack_of = {id(group): id(pack) for pack, group in packs}
 
         def make_pass(pack: list[ScoredTrajectory]) -> None:
-            self._passes.with_norms(pack, self._members.weigh, num_episodes=num_episodes)
+            self._passes.with_norms(pack, self._members.weigh_as_one, num_episodes=num_episodes)
             if pack and last_pack_of[id(group := group_of[id(pack)])] == id(pack):
                 self.sums.close_group(group.move_baseline(self._objective))
 

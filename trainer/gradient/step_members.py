@@ -18,8 +18,10 @@ from torch import Tensor
 from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.types import Trajectory, TrajectoryGroup
 from trainer import packing
-from trainer.gradient.scored import ScoredGroup, ScoredTrajectory
-from trainer.objective.policy_gradient import Member, MemberWeights, Objective
+from trainer.gradient.scored import ScoredGroup, ScoredTrajectory, give_advantage
+from trainer.objective import calls
+from trainer.objective.interface import Group, Member, MemberWeights
+from trainer.objective.registry import make_objective
 from trainer.packing import action_tensors
 from trainer.ranks import is_divided
 from trainer.step_stats import GroupStats
@@ -53,7 +55,7 @@ class StepMembers:
     Example::
 
         members = StepMembers(model, AlgorithmConfig(preset="grpo"), pack_tokens=8192)
-        scored = members.scored(groups)
+        scored = members.scored(groups, policy_version=3)
         members.each(members.packed(scored[0].trained), make_pass)
 
     Args:
@@ -69,16 +71,16 @@ class StepMembers:
         pack_tokens: int,
         gather: Gather = lambda records, kind: records,
     ) -> None:
-        self.objective = Objective(algorithm)
+        self.objective = make_objective(algorithm)
         self.parameters: list[Tensor] = [one for one in model.parameters() if one.requires_grad]
         """The trained parameters."""
         self._device: torch.device = model.device
         self._pack_tokens = pack_tokens
         self._gather = gather
 
-    def scored(self, groups: Sequence[TrajectoryGroup]) -> list[ScoredGroup]:
+    def scored(self, groups: Sequence[TrajectoryGroup], *, policy_version: int) -> list[ScoredGroup]:
         """The groups with their advantages, lengths and input tensors; nothing is scored yet."""
-        return [self._scored(group) for group in groups]
+        return [self._scored(group, policy_version) for group in groups]
 
     def stats(self, groups: Sequence[ScoredGroup], policy_version: int) -> list[GroupStats]:
         """Statistics of groups whose trajectories all have weights, once their baselines are final."""
@@ -116,7 +118,12 @@ class StepMembers:
     def weigh(self, member: ScoredTrajectory) -> None:
         """Set the weights of a trajectory that was scored, unless it has them."""
         if member.weights is None:
-            member.weights = self.objective.weights(member.log_ratio_N, member.advantage or 0.0)
+            (member.weights,) = calls.weigh(self.objective, [member.member()])
+
+    def weigh_as_one(self, member: ScoredTrajectory) -> None:
+        """The same for passes with one coefficient for all tokens of a trajectory. Raises ConfigError if they differ."""
+        self.weigh(member)
+        member.require_one_coefficient(self.objective)
 
     def weigh_all(self, members: Sequence[ScoredTrajectory], *, is_everyone: bool = False) -> None:
         """Set the weights of all the step's trajectories on this rank, also where they depend on the whole batch.
@@ -150,10 +157,18 @@ class StepMembers:
             member.log_ratio_N, member.logit_norm2_N = one.log_ratio_N, one.logit_norm2_N
             member.entropy_N, member.score_norm = one.entropy_N, one.score_norm
 
-    def _scored(self, group: TrajectoryGroup) -> ScoredGroup:
+    def _scored(self, group: TrajectoryGroup, policy_version: int) -> ScoredGroup:
         episodes = [episode.segments for episode in group.episodes]
         reward_E = torch.tensor(group.episode_rewards, dtype=torch.float64)
-        advantage_E = self.objective.advantages(reward_E, torch.tensor([_num_actions(one) for one in episodes]))
+        advantages = calls.advantages(
+            self.objective,
+            Group(
+                reward_E=reward_E,
+                num_actions_E=torch.tensor([_num_actions(one) for one in episodes]),
+                episodes=tuple(episodes),
+                step=policy_version,
+            ),
+        )
         scale = self.objective.score_scale(reward_E)
         trajectories = [(episode, one) for episode, segments in enumerate(episodes) for one in segments]
         length_G = self.objective.lengths(
@@ -168,20 +183,24 @@ class StepMembers:
                 tensors=action_tensors(trajectory, self._device),
                 group_id=group.group_id,
                 index=index,
-                advantage=None if advantage_E is None else float(advantage_E[episode]),
+                episode=episode,
+                step=policy_version,
                 score_scale=scale,
                 length=float(length_G[index]),
                 weights=None if trajectory.num_action_tokens else _WITHOUT_ACTIONS,
             )
             members[episode].append(member)
-        return ScoredGroup(episodes=members, reward_E=reward_E, has_advantages=advantage_E is not None)
+        if advantages is not None:
+            for segments, advantage in zip(members, advantages, strict=True):
+                give_advantage(segments, advantage)
+        return ScoredGroup(episodes=members, reward_E=reward_E, has_advantages=advantages is not None)
 
     def _weigh_batch(self, members: Sequence[ScoredTrajectory], *, is_everyone: bool) -> None:
         """Weights that depend on every trajectory of the step, on all ranks: each rank computes all of them alike."""
         mine = [((member.group_id, member.index), member.member()) for member in members]
         gathered = mine if is_everyone else self._gather(mine, tuple[tuple[int, int], Member])
         everyone = sorted(gathered, key=lambda pair: pair[0])
-        weights = self.objective.batch_weights([member for _, member in everyone])
+        weights = calls.weigh(self.objective, [member for _, member in everyone])
         found = {key: one for (key, _), one in zip(everyone, weights, strict=True)}
         for member in members:
             member.weights = found[member.group_id, member.index]

@@ -1,4 +1,22 @@
 """The loss, as pure functions: importance ratios, baselines, VCPO, the weight of every score in the policy gradient.
 
-May import: `agentrl.config`, `agentrl.report.statistics`. Start reading in `policy_gradient.py`.
+Exports what an objective of your own is written with (docs/write-an-objective.md).
+
+May import: `agentrl.config`, `agentrl.env`, `agentrl.errors`, `agentrl.report.statistics`, `agentrl.types`.
+Start reading in `interface.py`, then `policy_gradient.py`.
 """
+
+from trainer.objective.interface import Group, Member, MemberWeights, Objective, Terms, by_group
+from trainer.objective.policy_gradient import PolicyGradient
+from trainer.objective.registry import make_objective
+
+__all__ = [
+    "Group",
+    "Member",
+    "MemberWeights",
+    "Objective",
+    "PolicyGradient",
+    "Terms",
+    "by_group",
+    "make_objective",
+]

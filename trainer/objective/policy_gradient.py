@@ -4,7 +4,7 @@
 
 B trajectories, A advantage, L length or 1, w the treated importance weight of token t. The settings choose each of
 them; docs/algorithms.md lists the published algorithms that result. Independent of models, packing and DeepSpeed, and
-of how score norms are measured: where the baseline needs norms, `Objective.baseline` is called once they are known.
+of how score norms are measured: where the baseline needs norms, `baseline` is called once they are known.
 Shapes: _G members of one group, _N action tokens of one trajectory, _M action tokens of a batch. float64.
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import assert_never
 
 import torch
@@ -22,159 +22,105 @@ from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.config.presets import OPTIMAL, WHOLE_BATCH
 from agentrl.report.statistics import has_spread
 from trainer.objective import baselines, ratios, vcpo
+from trainer.objective.interface import Group, Member, MemberWeights, Objective, by_group
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemberWeights:
-    """One trajectory's weights: what `Objective.weights` returns. NaN or infinite entries refuse the step.
+class PolicyGradient(Objective):
+    """The objective that the settings of the config describe: every preset is an instance of it.
 
-    Example: `objective.weights(log_ratio_N, advantage=0.5).weight_N`.
-    """
-
-    weight_N: Tensor  # float64 [N], 0 where a token is masked or clipped away
-    log_weight: float  # untruncated log of the sequence ratio, from which ESS and the largest weight are measured
-    log_used: float  # log of the weight in use where the trajectory has one weight; else log of the mean of its weights
-    num_clipped: int  # how many of its weights were truncated, masked or clipped
-    num_weights: int  # its action tokens, or 1 where the whole sequence has one weight
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
-    """One trajectory among all of the step: what objectives are given that look at the whole batch first.
-
-    >>> Member(log_ratio_N=torch.zeros(2), advantage=0.5, reward=1.0, group=0).logit_norm2_N is None
-    True
-    """
-
-    log_ratio_N: Tensor  # float64 [N], log pi - log mu
-    advantage: float  # from `Objective.advantages`; 0.0 where the group has no gradient
-    reward: float
-    group: int
-    logit_norm2_N: Tensor | None = None  # float64 [N], see baselines.logit_norm2; only where `needs_logits`
-
-
-class Objective:
-    """One algorithm: advantages of a group, weights of a trajectory, and the baseline that needs norms.
-
-    >>> objective = Objective(AlgorithmConfig(preset="tis"))
-    >>> objective.advantages(torch.tensor([1.0, 0.0]), torch.tensor([5, 5])).tolist()
+    >>> objective = PolicyGradient(AlgorithmConfig(preset="tis"))
+    >>> objective.advantages(Group(reward_E=torch.tensor([1.0, 0.0]), num_actions_E=torch.tensor([5, 5]))).tolist()
     [0.5, -0.5]
-    >>> weights = objective.weights(torch.tensor([3.0, 1.0]), advantage=0.5)
+    >>> member = Member(log_ratio_N=torch.tensor([3.0, 1.0]), advantage=0.5, reward=1.0, group=0)
+    >>> weights = objective.weights(member)
     >>> weights.log_weight, weights.num_clipped  # e^4 is truncated at 8
     (4.0, 1)
     """
 
     def __init__(self, algorithm: AlgorithmConfig) -> None:
-        self._algorithm = algorithm
+        super().__init__(algorithm)
         self._bounds = ratios.Bounds(low=1 - algorithm.clip_low, high=1 + algorithm.clip_high)
         self.needs_norms = algorithm.baseline in OPTIMAL
-        """Each trajectory's score norm must be measured, and `baseline` called with the norms of its group."""
         self.needs_logits = algorithm.baseline == "otb"
-        """`Member.logit_norm2_N` must be given."""
         self.needs_batch = self.needs_logits or algorithm.treatment in WHOLE_BATCH
-        """Call `batch_weights` with every member of the step in place of `weights`."""
 
-    def advantages(self, reward_G: Tensor, num_actions_G: Tensor) -> Tensor | None:
-        """(R - b_0) / s, with b_0 the reference baseline. [G] None: the group has no gradient.
+    def advantages(self, group: Group) -> Tensor | None:
+        """(R - b_0) / s, with b_0 the reference baseline. [E] None: the group has no gradient.
 
         b_0 is the baseline itself where rewards and lengths determine it, and the mean where norms are needed (the
         caller then moves it to `baseline`). For otb R - b_t is part of the weights, and the advantage is 1/s.
         """
-        reward_G = reward_G.double()
-        if self._algorithm.needs_spread and not has_spread(reward_G.tolist()):
+        reward_E = group.reward_E.double()
+        if self.algorithm.needs_spread and not has_spread(reward_E.tolist()):
             return None
-        scale = self.score_scale(reward_G)
-        match self._algorithm.baseline:
+        scale = self.score_scale(reward_E)
+        match self.algorithm.baseline:
             case "none":
-                return reward_G * scale
+                return reward_E * scale
             case "mean" | "opob" | "opob_safe":
-                return (reward_G - baselines.mean(reward_G)) * scale
+                return (reward_E - baselines.mean(reward_E)) * scale
             case "leave_one_out":
-                return (reward_G - baselines.leave_one_out(reward_G)) * scale
+                return (reward_E - baselines.leave_one_out(reward_E)) * scale
             case "length_weighted":
-                return (reward_G - baselines.length_weighted(reward_G, num_actions_G)) * scale
+                return (reward_E - baselines.length_weighted(reward_E, group.num_actions_E)) * scale
             case "otb":
-                return torch.full_like(reward_G, scale)
+                return torch.full_like(reward_E, scale)
 
-    def score_scale(self, reward_G: Tensor) -> float:
+    def score_scale(self, reward_E: Tensor) -> float:
         """1/s, which multiplies a trajectory's weight in the score sum. 1.0 for a group without spread."""
-        if not self._algorithm.normalize_by_std or not has_spread(reward_G.tolist()):
+        if not self.algorithm.normalize_by_std or not has_spread(reward_E.tolist()):
             return 1.0
-        return 1 / float(baselines.reward_std(reward_G.double(), self._algorithm.normalize_by_std))
-
-    def lengths(
-        self, num_actions_G: Tensor, *, share_G: Tensor | None = None, num_episodes: int | None = None
-    ) -> Tensor:
-        """L / c, by which each trajectory's summed score is divided. float64 [G], never 0.
-
-        With `normalize_by_length: group` it is the group's tokens over its episodes, for segments too, so that every
-        token of the group has the same weight (DAPO, arXiv 2503.14476).
-
-        Args:
-            num_actions_G: action tokens of each trajectory.
-            share_G: c, the share of each in its episode; 0 (masked) divides as 1. Default: all 1.
-            num_episodes: default: the number of trajectories.
-        """
-        length_G = num_actions_G.double()
-        share_G = torch.ones_like(length_G) if share_G is None else share_G.double()
-        share_G = share_G.masked_fill(share_G == 0, 1.0)
-        match self._algorithm.normalize_by_length:
-            case False:
-                return 1 / share_G
-            case True:
-                return length_G.clamp(min=1) / share_G
-            case "group":
-                return (length_G.sum().clamp(min=1) / max(1, num_episodes or len(length_G))).expand_as(length_G)
+        return 1 / float(baselines.reward_std(reward_E.double(), self.algorithm.normalize_by_std))
 
     def log_in_baseline(self, weights: MemberWeights) -> float:
         """log of one trajectory's weight in b*; -inf where the trajectory has no part in the gradient."""
-        if self._algorithm.baseline_weights == "treated" or weights.log_used == -math.inf:
+        if self.algorithm.baseline_weights == "treated" or weights.log_used == -math.inf:
             return weights.log_used
-        if self._algorithm.baseline_weights == "product":
+        if self.algorithm.baseline_weights == "product":
             return weights.log_used + weights.log_weight
         return weights.log_weight
 
     def norm_in_baseline(self, score_norm: float, length: float) -> float:
         """One trajectory's norm in b*, from that of its score divided by `length`."""
-        return score_norm * length if self._algorithm.norm_of == "sum" else score_norm
+        return score_norm * length if self.algorithm.norm_of == "sum" else score_norm
 
-    def baseline(self, log_weight_G: Tensor, score_norm_G: Tensor, reward_G: Tensor) -> Tensor | None:
+    def baseline(self, log_weight_E: Tensor, score_norm_E: Tensor, reward_E: Tensor) -> Tensor | None:
         """b* of `opob` or `opob_safe` from `log_in_baseline` and the score norms. A scalar.
 
         None when no member has a gradient. Raises ValueError under any other baseline.
         """
-        match self._algorithm.baseline:
+        match self.algorithm.baseline:
             case "opob":
-                return vcpo.optimal_baseline(log_weight_G, score_norm_G, reward_G)
+                return vcpo.optimal_baseline(log_weight_E, score_norm_E, reward_E)
             case "opob_safe":
-                return vcpo.safe_baseline(log_weight_G, score_norm_G, reward_G)
+                return vcpo.safe_baseline(log_weight_E, score_norm_E, reward_E)
             case other:
                 raise ValueError(f"baseline {other} does not depend on norms")
 
-    def weights(self, log_ratio_N: Tensor, advantage: float) -> MemberWeights:
+    def weights(self, member: Member) -> MemberWeights:
         """The weights of one trajectory by itself. Raises ValueError where they depend on the batch (`needs_batch`)."""
         if self.needs_batch:
-            raise ValueError(f"{self._algorithm.treatment}, {self._algorithm.baseline}: call batch_weights")
-        log_weight_N = ratios.log_weights(log_ratio_N.double(), self._algorithm.ratio)
-        return self._member(log_ratio_N, log_weight_N, self._treated(log_weight_N, advantage))
+            raise ValueError(f"{self.algorithm.treatment}, {self.algorithm.baseline}: call batch_weights")
+        log_weight_N = ratios.log_weights(member.log_ratio_N.double(), self.algorithm.ratio)
+        return self._member(member, log_weight_N, self._treated(member, log_weight_N))
 
     def batch_weights(self, members: Sequence[Member]) -> list[MemberWeights]:
         """The weights of all trajectories of the step, in the members' order. Their groups must be complete."""
         if not members:  # no trajectory of the step has an action token
             return []
-        log_weights = [ratios.log_weights(one.log_ratio_N.double(), self._algorithm.ratio) for one in members]
+        log_weights = [ratios.log_weights(one.log_ratio_N.double(), self.algorithm.ratio) for one in members]
         treated = self._treated_together(members, log_weights)
         found = [
-            self._member(member.log_ratio_N, log_weight_N, log_used_N)
+            self._member(member, log_weight_N, log_used_N)
             for member, log_weight_N, log_used_N in zip(members, log_weights, treated, strict=True)
         ]
         return self._times_token_advantage(members, found) if self.needs_logits else found
 
     def _treated_together(self, members: Sequence[Member], log_weights: Sequence[Tensor]) -> list[Tensor]:
         """Every member's log weights after a treatment that may depend on all of them."""
-        algorithm = self._algorithm
+        algorithm = self.algorithm
         log_ratio_M = torch.cat([member.log_ratio_N.double() for member in members])
-        advantage_M = torch.cat([torch.full_like(m.log_ratio_N.double(), m.advantage) for m in members])
+        advantage_M = torch.cat([member.token_advantage_N for member in members])
         match algorithm.treatment:
             case "second_moment" | "second_moment_mask" as kind:
                 rule = ratios.second_moment_clip if kind == "second_moment" else ratios.second_moment_mask
@@ -191,21 +137,25 @@ class Objective:
                     positive_share=algorithm.positive_share,
                 )
                 return [
-                    ratios.clipped_objective(log_weight_N, member.advantage, bounds, dual_clip=algorithm.dual_clip)
+                    ratios.clipped_objective(
+                        log_weight_N, member.token_advantage_N, bounds, dual_clip=algorithm.dual_clip
+                    )
                     for member, log_weight_N in zip(members, log_weights, strict=True)
                 ]
             case _:
-                return [self._treated(w_N, member.advantage) for member, w_N in zip(members, log_weights, strict=True)]
+                return [self._treated(member, w_N) for member, w_N in zip(members, log_weights, strict=True)]
 
-    def _treated(self, log_weight_N: Tensor, advantage: float) -> Tensor:
-        algorithm = self._algorithm
+    def _treated(self, member: Member, log_weight_N: Tensor) -> Tensor:
+        algorithm = self.algorithm
         match algorithm.treatment:
             case "truncate":
                 return ratios.truncated(log_weight_N, algorithm.max_weight)
             case "mask":
                 return ratios.masked(log_weight_N, low=algorithm.min_weight, high=algorithm.max_weight)
             case "clip":
-                return ratios.clipped_objective(log_weight_N, advantage, self._bounds, dual_clip=algorithm.dual_clip)
+                return ratios.clipped_objective(
+                    log_weight_N, member.token_advantage_N, self._bounds, dual_clip=algorithm.dual_clip
+                )
             case "clip_weight":
                 return ratios.clipped_weight(log_weight_N, self._bounds)
             case "none" | "second_moment" | "second_moment_mask" | "adaptive_clip":  # _treated_together: the last three
@@ -213,14 +163,14 @@ class Objective:
             case _:
                 assert_never(algorithm.treatment)
 
-    def _member(self, log_ratio_N: Tensor, log_weight_N: Tensor, log_used_N: Tensor) -> MemberWeights:
-        if self._algorithm.ratio != "token":  # one weight, repeated at every token
+    def _member(self, member: Member, log_weight_N: Tensor, log_used_N: Tensor) -> MemberWeights:
+        if self.algorithm.ratio != "token":  # one weight, repeated at every token
             log_weight_N, log_first_N = log_weight_N[:1], log_used_N[:1]
         else:
             log_first_N = log_used_N
         return MemberWeights(
             weight_N=ratios.exp(log_used_N),
-            log_weight=float(log_ratio_N.double().sum()),
+            log_weight=float(member.log_ratio_N.double().sum()),
             log_used=float(log_first_N.logsumexp(0) - math.log(len(log_first_N))) if len(log_first_N) else 0.0,
             num_clipped=int((log_first_N != log_weight_N).sum()),
             num_weights=len(log_first_N),
@@ -229,13 +179,12 @@ class Objective:
     def _times_token_advantage(self, members: Sequence[Member], found: Sequence[MemberWeights]) -> list[MemberWeights]:
         """The same weights times R - b_t, group by group."""
         weighted = list(found)
-        for group in sorted({member.group for member in members}):
-            index_G = [i for i, member in enumerate(members) if member.group == group]
+        for index_G in by_group(members):
             reward_G = torch.tensor([members[i].reward for i in index_G], dtype=torch.float64)
             norm2_G = [_required(members[i].logit_norm2_N) for i in index_G]
             baseline_G = baselines.optimal_token(reward_G, [found[i].weight_N for i in index_G], norm2_G)
             for i, reward, baseline_N in zip(index_G, reward_G, baseline_G, strict=True):
-                weighted[i] = _scaled(found[i], reward - baseline_N)
+                weighted[i] = replace(found[i], weight_N=found[i].weight_N * (reward - baseline_N))
         return weighted
 
 
@@ -243,13 +192,3 @@ def _required(logit_norm2_N: Tensor | None) -> Tensor:
     if logit_norm2_N is None:
         raise ValueError("the optimal token baseline needs Member.logit_norm2_N")
     return logit_norm2_N.double()
-
-
-def _scaled(weights: MemberWeights, factor_N: Tensor) -> MemberWeights:
-    return MemberWeights(
-        weight_N=weights.weight_N * factor_N,
-        log_weight=weights.log_weight,
-        log_used=weights.log_used,
-        num_clipped=weights.num_clipped,
-        num_weights=weights.num_weights,
-    )

@@ -82,20 +82,17 @@ def clipped_weight(log_weight_N: Tensor, bounds: Bounds) -> Tensor:
 
 
 def clipped_objective(
-    log_weight_N: Tensor, advantage: float, bounds: Bounds, *, dual_clip: float | None = None
+    log_weight_N: Tensor, advantage_N: Tensor, bounds: Bounds, *, dual_clip: float | None = None
 ) -> Tensor:
     """log of the weight that d/dtheta min(w A, clip(w, low, high) A) leaves on grad log pi: w or 0. [N]
 
     PPO (arXiv 1707.06347), with separate bounds as in DAPO (arXiv 2503.14476). With `dual_clip` = c the objective of a
     negative advantage is max(c A, min(...)) (arXiv 1912.09729): weights above c are cut there too.
     """
-    if advantage > 0:
-        is_cut_N = log_weight_N > math.log(bounds.high)
-    else:
-        lowest = math.log(bounds.low) if bounds.low > 0 else -math.inf
-        is_cut_N = log_weight_N < lowest
-        if dual_clip is not None and advantage < 0:
-            is_cut_N = is_cut_N | (log_weight_N > math.log(dual_clip))
+    lowest = math.log(bounds.low) if bounds.low > 0 else -math.inf
+    is_cut_N = torch.where(advantage_N > 0, log_weight_N > math.log(bounds.high), log_weight_N < lowest)
+    if dual_clip is not None:
+        is_cut_N = is_cut_N | ((advantage_N < 0) & (log_weight_N > math.log(dual_clip)))
     return log_weight_N.masked_fill(is_cut_N, -math.inf)
 
 

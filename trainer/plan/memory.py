@@ -25,7 +25,7 @@ from typing import Any
 from agentrl.cli.doctor.plan.records import LearnerNeeds, ModelShape, PassCost, Phase
 from agentrl.config import AlgorithmConfig, Config, LearnerConfig
 from trainer.gradient.attention import head_size
-from trainer.objective.policy_gradient import Objective
+from trainer.objective.registry import make_objective
 from trainer.plan.dry_pass import PassKind
 
 LIVE_ELEMENTS = 10**9
@@ -92,7 +92,7 @@ class Sizes:
 
 def pass_kinds(algorithm: AlgorithmConfig) -> tuple[PassKind, ...]:
     """The passes that each pack goes through, as trainer/gradient/step_gradient.py chooses them."""
-    objective = Objective(algorithm)
+    objective = make_objective(algorithm)
     if objective.needs_norms:
         return ("exact",) if algorithm.baseline_norms == "exact" else ("proxy", "plain")
     return ("forward", "plain") if objective.needs_batch else ("plain",)

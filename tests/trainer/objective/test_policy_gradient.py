@@ -13,7 +13,7 @@ from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.config.presets import OPTIMAL, PRESETS
 from agentrl.config.reference import find
 from tests.trainer.softmax_policy import Episode, Groups, float64, groups, logprobs, objective_gradient, policy, score
-from trainer.objective.policy_gradient import Member, Objective
+from trainer.objective import Group, Member, PolicyGradient
 
 References = dict[str, Callable[[Tensor, Groups], Tensor]]
 
@@ -290,7 +290,7 @@ def test_a_preset_has_the_gradient_of_its_papers_objective(preset: str, off_poli
 def test_every_treatment_of_the_config_but_none_cuts_a_large_weight(treatment: str) -> None:
     algorithm = AlgorithmConfig.model_validate({"ratio": "token", "treatment": treatment, "baseline": "mean"})
     member = Member(log_ratio_N=torch.tensor([4.0, 0.0]), advantage=0.5, reward=1.0, group=0)
-    (weights,) = Objective(algorithm).batch_weights([member])
+    (weights,) = PolicyGradient(algorithm).batch_weights([member])
     assert (weights.num_clipped > 0) == (treatment != "none")
 
 
@@ -299,8 +299,10 @@ def test_every_baseline_of_the_config_gives_the_better_member_the_larger_advanta
     ratio = "sequence" if baseline in OPTIMAL else "token"
     algorithm = AlgorithmConfig.model_validate({"ratio": ratio, "treatment": "none", "baseline": baseline})
     if baseline == "otb":  # R - b_t is part of its weights
-        assert Objective(algorithm).needs_logits
+        assert PolicyGradient(algorithm).needs_logits
         return
-    advantage_G = Objective(algorithm).advantages(torch.tensor([1.0, 0.0]), torch.tensor([5, 7]))
+    advantage_G = PolicyGradient(algorithm).advantages(
+        Group(reward_E=torch.tensor([1.0, 0.0]), num_actions_E=torch.tensor([5, 7]))
+    )
     assert advantage_G is not None and advantage_G[0] > advantage_G[1]
-    assert Objective(algorithm).needs_norms == (baseline in OPTIMAL)
+    assert PolicyGradient(algorithm).needs_norms == (baseline in OPTIMAL)

@@ -16,8 +16,8 @@ from agentrl.testing import episode_of, with_members
 from agentrl.types import Trajectory, TrajectoryGroup
 from tests.trainer.trainer_builders import mixed_groups
 from trainer.gradient.step_gradient import Estimator
+from trainer.objective import Group, Member, PolicyGradient, calls
 from trainer.objective.baselines import logit_norm2
-from trainer.objective.policy_gradient import Member, Objective
 
 
 def scored(model: Any, trajectory: Trajectory) -> tuple[Tensor, Tensor, Tensor]:
@@ -30,13 +30,16 @@ def scored(model: Any, trajectory: Trajectory) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def reference(model: Any, groups: list[Any], algorithm: AlgorithmConfig) -> Tensor:
-    model, objective = copy.deepcopy(model).double(), Objective(algorithm)
+    model, objective = copy.deepcopy(model).double(), PolicyGradient(algorithm)
     parameters = list(model.parameters())
     members, scores, coefficients = [], [], []
     for number, group in enumerate(groups):
         reward = torch.tensor(group.rewards_G, dtype=torch.float64)
         num_actions = torch.tensor([member.num_action_tokens for member in group.trajectories])
-        advantage, length = objective.advantages(reward, num_actions), objective.lengths(num_actions)
+        advantage, length = (
+            objective.advantages(Group(reward_E=reward, num_actions_E=num_actions)),
+            objective.lengths(num_actions),
+        )
         for i, trajectory in enumerate(group.trajectories):
             logprob, sum_pi2, behavior = scored(model, trajectory)
             value = 0.0 if advantage is None else float(advantage[i])
@@ -48,10 +51,7 @@ def reference(model: Any, groups: list[Any], algorithm: AlgorithmConfig) -> Tens
             )
             scores.append((logprob, float(length[i])))
             coefficients.append(value)
-    if objective.needs_batch:
-        weights = objective.batch_weights(members)
-    else:
-        weights = [objective.weights(member.log_ratio_N, member.advantage) for member in members]
+    weights = calls.weigh(objective, members)
     total = torch.zeros(sum(p.numel() for p in parameters), dtype=torch.float64)
     for weight, (logprob, length), coefficient in zip(weights, scores, coefficients, strict=True):
         loss = coefficient / length * (weight.weight_N * logprob).sum() / len(members)
@@ -106,7 +106,7 @@ def test_under_a_length_of_the_group_every_token_of_an_episode_in_segments_count
 
 
 def by_tokens(model: Any, group: TrajectoryGroup, algorithm: AlgorithmConfig) -> Tensor:
-    model, objective = copy.deepcopy(model).double(), Objective(algorithm)
+    model, objective = copy.deepcopy(model).double(), PolicyGradient(algorithm)
     reward = torch.tensor(group.episode_rewards, dtype=torch.float64)
     advantage = (reward - reward.mean()) / reward.std()
     logprobs, members = [], []
@@ -117,10 +117,7 @@ def by_tokens(model: Any, group: TrajectoryGroup, algorithm: AlgorithmConfig) ->
             members.append(
                 Member(log_ratio_N=logprob.detach() - behavior, advantage=value, reward=segment.reward, group=0)
             )
-    if objective.needs_batch:
-        weights = objective.batch_weights(members)
-    else:
-        weights = [objective.weights(member.log_ratio_N, member.advantage) for member in members]
+    weights = calls.weigh(objective, members)
     stats = [
         weight.weight_N * member.advantage * logprob
         for weight, member, logprob in zip(weights, members, logprobs, strict=True)

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.config.presets import PRESETS
-from trainer.objective import baselines, ratios
-from trainer.objective.policy_gradient import Member, MemberWeights, Objective
+from trainer.objective import Group, Member, MemberWeights, PolicyGradient, baselines, calls, ratios
 
 LOG_RATIOS = st.lists(st.floats(-1e4, 1e4), max_size=8)
 
@@ -22,8 +21,16 @@ def f64(*values: float) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def objective(**settings: Any) -> Objective:
-    return Objective(AlgorithmConfig(**settings))
+def objective(**settings: Any) -> PolicyGradient:
+    return PolicyGradient(AlgorithmConfig(**settings))
+
+
+def advantages(algorithm: PolicyGradient, reward_E: torch.Tensor, num_actions_E: torch.Tensor) -> torch.Tensor | None:
+    return algorithm.advantages(Group(reward_E=reward_E, num_actions_E=num_actions_E))
+
+
+def weights(algorithm: PolicyGradient, log_ratio_N: torch.Tensor, advantage: float) -> MemberWeights:
+    return algorithm.weights(Member(log_ratio_N=log_ratio_N, advantage=advantage, reward=1.0, group=0))
 
 
 def member(*log_ratio: float, advantage: float = 1.0, reward: float = 1.0, group: int = 0) -> Member:
@@ -34,12 +41,6 @@ def member(*log_ratio: float, advantage: float = 1.0, reward: float = 1.0, group
         group=group,
         logit_norm2_N=torch.full((len(log_ratio),), 0.5, dtype=torch.float64),
     )
-
-
-def weigh(algorithm: Objective, members: list[Member]) -> list[MemberWeights]:
-    if algorithm.needs_batch:
-        return algorithm.batch_weights(members)
-    return [algorithm.weights(one.log_ratio_N, one.advantage) for one in members]
 
 
 # Ratios
@@ -54,23 +55,23 @@ def test_what_the_weight_is_taken_of(ratio: Any, expected: tuple[float, ...]) ->
 
 
 def test_a_long_episode_sums_in_float64() -> None:
-    found = objective().weights(torch.full((100_000,), 0.1, dtype=torch.float64) - 0.1 + 1e-9, 1.0)
+    found = weights(objective(), torch.full((100_000,), 0.1, dtype=torch.float64) - 0.1 + 1e-9, 1.0)
     assert found.log_weight == pytest.approx(1e-4, rel=1e-6)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_no_action_tokens_weigh_one_and_have_no_weights(preset: Any) -> None:
     algorithm = objective(preset=preset)
-    silent, _ = weigh(algorithm, [member(), member(0.1, 0.2)])
+    silent, _ = calls.weigh(algorithm, [member(), member(0.1, 0.2)])
     assert (len(silent.weight_N), silent.log_weight, silent.num_clipped, silent.num_weights) == (0, 0.0, 0, 0)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_group_that_never_acted_is_defined(preset: Any) -> None:
     algorithm = objective(preset=preset)
-    assert all(len(found.weight_N) == 0 for found in weigh(algorithm, [member(), member()]))
+    assert all(len(found.weight_N) == 0 for found in calls.weigh(algorithm, [member(), member()]))
     assert bool((algorithm.lengths(torch.tensor([0, 0])) > 0).all())
-    advantage_G = algorithm.advantages(f64(1.0, 0.0), torch.tensor([0, 0]))
+    advantage_G = advantages(algorithm, f64(1.0, 0.0), torch.tensor([0, 0]))
     assert advantage_G is not None and bool(advantage_G.isfinite().all())
 
 
@@ -79,18 +80,18 @@ def test_a_group_that_never_acted_is_defined(preset: Any) -> None:
 
 @pytest.mark.parametrize(("log_weight", "expected"), [(1e4, 8.0), (math.log(9), 8.0), (math.log(7), 7.0), (-1e4, 0.0)])
 def test_truncation_never_overflows(log_weight: float, expected: float) -> None:
-    found = objective().weights(f64(log_weight), 1.0)
+    found = weights(objective(), f64(log_weight), 1.0)
     assert found.weight_N.item() == pytest.approx(expected)
     assert found.num_clipped == (log_weight > math.log(8))
 
 
 @pytest.mark.parametrize(("log_weight", "expected"), [(1e4, 0.0), (math.log(9), 0.0), (math.log(7), 7.0), (-1e4, 0.0)])
 def test_masking_leaves_the_large_out(log_weight: float, expected: float) -> None:
-    assert objective(preset="mis").weights(f64(log_weight), 1.0).weight_N.item() == pytest.approx(expected)
+    assert weights(objective(preset="mis"), f64(log_weight), 1.0).weight_N.item() == pytest.approx(expected)
 
 
 def test_masking_below_the_lower_end() -> None:
-    found = objective(preset="mis", ratio="token", min_weight=0.5).weights(f64(0.4, 0.6).log(), 1.0)
+    found = weights(objective(preset="mis", ratio="token", min_weight=0.5), f64(0.4, 0.6).log(), 1.0)
     torch.testing.assert_close(found.weight_N, f64(0.0, 0.6))
     assert (found.num_clipped, found.num_weights) == (1, 2)
 
@@ -101,18 +102,18 @@ def test_masking_below_the_lower_end() -> None:
 def test_ppo_cuts_only_what_has_gone_far_enough_in_the_direction_of_the_advantage(
     advantage: float, expected: tuple[float, ...]
 ) -> None:
-    found = objective(preset="grpo").weights(f64(0.5, 0.9, 1.1, 1.5).log(), advantage)
+    found = weights(objective(preset="grpo"), f64(0.5, 0.9, 1.1, 1.5).log(), advantage)
     torch.testing.assert_close(found.weight_N, f64(*expected))
 
 
 def test_a_dual_clip_cuts_large_ratios_of_negative_advantages_too() -> None:
     algorithm, log_ratio = objective(preset="grpo", dual_clip=3.0), f64(0.5, 1.5, 2.9, 3.1, 1e9).log()
-    torch.testing.assert_close(algorithm.weights(log_ratio, -1.0).weight_N, f64(0.0, 1.5, 2.9, 0.0, 0.0))
-    torch.testing.assert_close(algorithm.weights(log_ratio, 1.0).weight_N, f64(0.5, 0.0, 0.0, 0.0, 0.0))
+    torch.testing.assert_close(weights(algorithm, log_ratio, -1.0).weight_N, f64(0.0, 1.5, 2.9, 0.0, 0.0))
+    torch.testing.assert_close(weights(algorithm, log_ratio, 1.0).weight_N, f64(0.5, 0.0, 0.0, 0.0, 0.0))
 
 
 def test_cispo_keeps_every_token() -> None:
-    found = objective(preset="cispo", clip_low=0.5, clip_high=1.0).weights(f64(0.1, 1.5, 9.0).log(), 1.0)
+    found = weights(objective(preset="cispo", clip_low=0.5, clip_high=1.0), f64(0.1, 1.5, 9.0).log(), 1.0)
     torch.testing.assert_close(found.weight_N, f64(0.5, 1.5, 2.0))
     assert found.num_clipped == 2
 
@@ -181,21 +182,23 @@ def test_adaptive_bounds_stand_where_they_start_when_the_loss_is_balanced() -> N
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_broken_logprob_is_never_hidden(preset: Any, broken: float) -> None:
     """Its trajectory's log weight, by which the step is refused, is not finite; nothing raises, nothing loops."""
-    found, other = weigh(objective(preset=preset), [member(0.1, broken), member(0.1, 0.2, reward=0.0)])
+    found, other = calls.weigh(objective(preset=preset), [member(0.1, broken), member(0.1, 0.2, reward=0.0)])
     assert not math.isfinite(found.log_weight)
     assert math.isfinite(other.log_weight)
 
 
 def test_an_untreated_weight_that_leaves_float32_is_infinite_so_that_the_step_is_refused() -> None:
-    found = objective(treatment="none").weights(f64(81.0), 1.0)
+    found = weights(objective(treatment="none"), f64(81.0), 1.0)
     assert found.weight_N.item() == math.inf
-    assert objective(treatment="none").weights(f64(79.0), 1.0).weight_N.isfinite().all()
+    assert weights(objective(treatment="none"), f64(79.0), 1.0).weight_N.isfinite().all()
 
 
 @pytest.mark.parametrize("preset", ["grpo", "dapo", "gspo", "m2po"])
 def test_a_huge_ratio_is_cut_where_it_is_rewarded_and_refuses_the_step_where_it_is_not(preset: Any) -> None:
     """A gap in PPO's clip: with A < 0 a large weight is not cut, and this one is infinite."""
-    rewarded, punished = weigh(objective(preset=preset), [member(1e4, advantage=1.0), member(1e4, advantage=-1.0)])
+    rewarded, punished = calls.weigh(
+        objective(preset=preset), [member(1e4, advantage=1.0), member(1e4, advantage=-1.0)]
+    )
     assert (rewarded.weight_N.item(), punished.weight_N.item()) == (0.0, math.inf)
 
 
@@ -204,7 +207,7 @@ BOUNDED = ["vcpo_safe", "vcpo", "vcpo_published", "tis", "mis", "cispo", "m2po",
 
 @given(st.lists(LOG_RATIOS, min_size=1, max_size=4), st.sampled_from(BOUNDED))
 def test_treated_weights_are_finite_whatever_the_ratios(rows: list[list[float]], preset: Any) -> None:
-    for found in weigh(objective(preset=preset), [member(*row) for row in rows]):
+    for found in calls.weigh(objective(preset=preset), [member(*row) for row in rows]):
         assert bool(found.weight_N.isfinite().all())
         assert not math.isnan(found.log_used)
         assert 0 <= found.num_clipped <= found.num_weights
@@ -212,7 +215,7 @@ def test_treated_weights_are_finite_whatever_the_ratios(rows: list[list[float]],
 
 @given(LOG_RATIOS.filter(len), st.sampled_from(["sequence", "geometric_mean"]))
 def test_one_weight_of_a_trajectory_is_the_same_at_every_token(row: list[float], ratio: Any) -> None:
-    found = objective(ratio=ratio).weights(f64(*row), 1.0)
+    found = weights(objective(ratio=ratio), f64(*row), 1.0)
     assert bool((found.weight_N == found.weight_N[0]).all())
     assert found.weight_N[0].item() == pytest.approx(math.exp(found.log_used))
 
@@ -221,8 +224,8 @@ def test_one_weight_of_a_trajectory_is_the_same_at_every_token(row: list[float],
 def test_weights_do_not_depend_on_the_order_of_the_batch(order: list[int], preset: Any) -> None:
     rows = [(0.3, -0.2), (0.9,), (-0.5, 0.1, 0.4), (0.05, 0.6), (1.2, -1.0)]
     batch = [member(*row, advantage=0.5 - i % 2, reward=i % 2, group=i // 3) for i, row in enumerate(rows)]
-    whole = weigh(objective(preset=preset), batch)
-    for i, found in zip(order, weigh(objective(preset=preset), [batch[i] for i in order]), strict=True):
+    whole = calls.weigh(objective(preset=preset), batch)
+    for i, found in zip(order, calls.weigh(objective(preset=preset), [batch[i] for i in order]), strict=True):
         torch.testing.assert_close(found.weight_N, whole[i].weight_N, rtol=1e-12, atol=1e-12)
 
 
@@ -278,24 +281,24 @@ def test_the_logit_norm_is_that_of_the_softmax_gradient() -> None:
 
 @pytest.mark.parametrize("preset", sorted(set(PRESETS) - {"reinforce"}))
 def test_equal_rewards_and_single_members_have_no_gradient_under_a_baseline(preset: Any) -> None:
-    assert objective(preset=preset).advantages(f64(0.7, 0.7, 0.7), torch.tensor([1, 2, 3])) is None
-    assert objective(preset=preset).advantages(f64(0.7), torch.tensor([1])) is None
+    assert advantages(objective(preset=preset), f64(0.7, 0.7, 0.7), torch.tensor([1, 2, 3])) is None
+    assert advantages(objective(preset=preset), f64(0.7), torch.tensor([1])) is None
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_an_empty_group_is_defined(preset: Any) -> None:
-    advantage_G = objective(preset=preset).advantages(f64(), torch.tensor([]))
+    advantage_G = advantages(objective(preset=preset), f64(), torch.tensor([]))
     assert advantage_G is None or len(advantage_G) == 0
     assert len(objective(preset=preset).lengths(torch.tensor([]))) == 0
 
 
 def test_without_a_baseline_equal_rewards_are_followed() -> None:
-    advantage_G = objective(preset="reinforce").advantages(f64(0.7, 0.7), torch.tensor([1, 2]))
+    advantage_G = advantages(objective(preset="reinforce"), f64(0.7, 0.7), torch.tensor([1, 2]))
     assert advantage_G is not None and advantage_G.tolist() == [0.7, 0.7]
 
 
 def test_advantages_over_the_standard_deviation() -> None:
-    advantage_G = objective(preset="grpo").advantages(f64(1.0, 0.0, 0.5), torch.tensor([1, 1, 1]))
+    advantage_G = advantages(objective(preset="grpo"), f64(1.0, 0.0, 0.5), torch.tensor([1, 1, 1]))
     assert advantage_G is not None
     torch.testing.assert_close(advantage_G, f64(1.0, -1.0, 0.0))
     assert objective(preset="grpo").score_scale(f64(1.0, 0.0, 0.5)) == pytest.approx(2.0)
@@ -308,7 +311,7 @@ def test_rewards_that_only_round_differently_are_equal() -> None:
     reward_G = f64(0.1 + 0.2, 0.3, 0.3, 0.3)
     for preset in PRESETS:
         if preset != "reinforce":
-            assert objective(preset=preset).advantages(reward_G, torch.tensor([5] * 4)) is None
+            assert advantages(objective(preset=preset), reward_G, torch.tensor([5] * 4)) is None
     assert objective(preset="reinforce", normalize_by_std=True).score_scale(reward_G) == 1.0
 
 
@@ -325,7 +328,7 @@ def test_the_optimal_baseline_takes_the_weights_of_the_gradient_or_as_the_paper_
     settings: Any, largest: float
 ) -> None:
     algorithm, norm, reward = objective(**settings), f64(0.3, 1.0, 1.0, 1.0), f64(1.0, 0.0, 0.0, 0.0)
-    found = [algorithm.weights(f64(math.log(weight)), 1.0) for weight in (40.0, 1.0, 1.0, 1.0)]
+    found = [weights(algorithm, f64(math.log(weight)), 1.0) for weight in (40.0, 1.0, 1.0, 1.0)]
     optimum = algorithm.baseline(f64(*map(algorithm.log_in_baseline, found)), norm, reward)
     assert optimum is not None and optimum.item() == pytest.approx(largest * 0.09 / (largest * 0.09 + 3))
 
@@ -342,7 +345,7 @@ def test_the_norm_of_the_sum_follows_length_and_that_of_the_mean_its_inverse(nor
 
 def test_what_is_masked_has_no_part_in_the_optimal_baseline_under_whole_weights() -> None:
     algorithm = objective(preset="vcpo", treatment="mask")
-    assert algorithm.log_in_baseline(algorithm.weights(f64(math.log(40.0)), 1.0)) == -math.inf
+    assert algorithm.log_in_baseline(weights(algorithm, f64(math.log(40.0)), 1.0)) == -math.inf
 
 
 @pytest.mark.parametrize(("by_length", "expected"), [(True, (2, 1, 6)), (False, (1, 1, 1)), ("group", (8 / 3,) * 3)])

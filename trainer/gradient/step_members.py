@@ -121,7 +121,7 @@ class StepMembers:
             (member.weights,) = calls.weigh(self.objective, [member.member()])
 
     def weigh_as_one(self, member: ScoredTrajectory) -> None:
-        """The same for passes with one coefficient for all tokens of a trajectory. Raises ConfigError if they differ."""
+        """The same for passes with one coefficient for a trajectory. Raises ConfigError where its tokens differ."""
         self.weigh(member)
         member.require_one_coefficient(self.objective)
 

@@ -166,9 +166,7 @@ class Completion:
 
     def policy_versions(self) -> Iterator[int]:
         """The policy version of every token, in order. [T]"""
-        for span in self.version_spans:
-            for _ in range(span.start, span.end):
-                yield span.version
+        return (span.version for span in self.version_spans for _ in range(span.start, span.end))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -319,6 +317,7 @@ class Batch:
     policy_version: int
     max_lag: int | None  # None: any lag is allowed
     groups: tuple[TrajectoryGroup, ...]
+    num_replayed: int = 0  # the last of `groups`: they were trained before, and may have any lag
 
     def trajectories(self) -> Sequence[Trajectory]:
         """All trajectories, group by group. [B]"""

@@ -17,7 +17,7 @@ import torch
 
 from agentrl.config import Config
 from agentrl.errors import LearnerError, StaleTrajectoryError
-from agentrl.types import Batch, StepOutput
+from agentrl.types import Batch, StepOutput, Trajectory
 from trainer import diagnostics, packing, ranks, startup_proof
 from trainer.deepspeed_settings import set_rates, start_engine
 from trainer.gradient.logprobs import score
@@ -183,15 +183,19 @@ class Learner:
             raise LearnerError(f"batch is for version {batch.policy_version}, the learner is at {self.policy_version}")
         if not batch.trajectories():
             raise LearnerError(f"the batch of version {batch.policy_version} is empty")
-        for trajectory in batch.trajectories():
-            if trajectory.num_action_tokens == 0:
-                continue
-            lag = self.policy_version - trajectory.policy_version
-            if batch.max_lag is not None and lag > batch.max_lag:
-                raise StaleTrajectoryError(f"trajectory {trajectory.id} has lag {lag}, allowed is {batch.max_lag}")
-            newest = max(trajectory.policy_versions())
-            if newest > self.policy_version:
-                raise LearnerError(f"trajectory {trajectory.id} has tokens of the future version {newest}")
+        num_new = len(batch.groups) - batch.num_replayed
+        for number, group in enumerate(batch.groups):
+            for trajectory in group.trajectories:
+                if trajectory.num_action_tokens:
+                    self._check_versions(trajectory, batch.max_lag if number < num_new else None)
+
+    def _check_versions(self, trajectory: Trajectory, max_lag: int | None) -> None:
+        lag = self.policy_version - trajectory.policy_version
+        if max_lag is not None and lag > max_lag:
+            raise StaleTrajectoryError(f"trajectory {trajectory.id} has lag {lag}, allowed is {max_lag}")
+        newest = max(trajectory.policy_versions())
+        if newest > self.policy_version:
+            raise LearnerError(f"trajectory {trajectory.id} has tokens of the future version {newest}")
 
     def _estimate(self, batch: Batch) -> list[GroupStats]:
         """Leave the gradient in the method. Statistics of all ranks' groups."""

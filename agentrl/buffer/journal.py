@@ -68,8 +68,9 @@ class Resumption:
     ready: tuple[TrajectoryGroup, ...] = ()
     in_flight: tuple[tuple[int, Task], ...] = ()  # group id and task: to be played again
     state: StepState | None = None  # of step `version`, or the newest known before it
+    trained: tuple[TrajectoryGroup, ...] = ()  # see Journal.trained_until; at `version`
     unrecorded: dict[int, tuple[TrajectoryGroup, ...]] = field(default_factory=dict)
-    """Of steps up to `version` that only the learner survived."""
+    """New groups of steps up to `version` that only the learner survived."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +104,8 @@ CREATE TABLE IF NOT EXISTS steps (step INTEGER PRIMARY KEY, state BLOB NOT NULL)
 CREATE TABLE IF NOT EXISTS evaluations (policy_version INTEGER PRIMARY KEY, result BLOB NOT NULL);
 """
 
+_NEWEST = "groups WHERE step <= ? ORDER BY step DESC, group_id DESC LIMIT ?"
+
 _MARK_FORMAT = f"PRAGMA user_version={FORMAT}"
 
 _FINAL = tuple(set(GroupState) - {GroupState.IN_FLIGHT, GroupState.READY, GroupState.TRAINING})
@@ -112,15 +115,15 @@ class Journal:
     """One row per group. The payload stays until the group is dropped, or trained and covered by a learner checkpoint.
 
     Raises JournalError where the disk fails, ConfigError at construction for a file of another version of agentrl.
-    `read_only`: the file must exist, and is not changed, also while a run writes it.
+    `read_only`: the file must exist, and is not changed, also while a run writes it. `keep_trained`: this many groups,
+    the newest of each version that a learner can return to, stay to be trained again.
 
-    Example:
-        with closing(Journal(run.journal)) as journal:
-            journal.counts()  # groups by state
+    Example: `with closing(Journal(run.journal)) as journal: print(journal.counts())`.
     """
 
-    def __init__(self, path: Path | str, *, read_only: bool = False) -> None:
+    def __init__(self, path: Path | str, *, read_only: bool = False, keep_trained: int = 0) -> None:
         self._path = path
+        self._keep_trained = keep_trained
         with self._boundary("opening"):
             if read_only:
                 self._db = sqlite3.connect(_read_only(Path(path)), uri=True, isolation_level=None)
@@ -193,7 +196,9 @@ class Journal:
             self._db.execute("INSERT OR REPLACE INTO steps (step, state) VALUES (?, ?)", (step, _encode(state)))
             if resumable_from is not None:
                 self._db.execute(
-                    "UPDATE groups SET payload = NULL WHERE step <= ? AND payload IS NOT NULL", (resumable_from,)
+                    "UPDATE groups SET payload = NULL WHERE step <= ? AND payload IS NOT NULL AND group_id NOT IN ("
+                    f"SELECT group_id FROM {_NEWEST})",
+                    (resumable_from, resumable_from, self._keep_trained),
                 )
 
     def evaluated(self, result: EvalResult) -> None:
@@ -250,8 +255,14 @@ class Journal:
             ready=tuple(_group(payload) for (payload,) in self._of_state(GroupState.READY, "payload")),
             in_flight=tuple((group_id, _decode(task, Task)) for group_id, task in in_flight),
             state=_decode(known[0][1], StepState) if known else None,
+            trained=self.trained_until(version),
             unrecorded={step: groups for step in may_be_lost if (groups := self._batch(step))},
         )
+
+    def trained_until(self, version: int) -> tuple[TrajectoryGroup, ...]:
+        """The newest `keep_trained` groups of the batches up to the one of `version`, oldest batch first."""
+        rows = self._rows(f"SELECT payload FROM {_NEWEST}", (version, self._keep_trained))
+        return tuple(_group(payload) for (payload,) in reversed(rows) if payload is not None)
 
     def counts(self) -> dict[GroupState, int]:
         """Groups by state."""

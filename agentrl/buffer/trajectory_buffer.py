@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from agentrl.buffer.journal import GroupState, Journal, Resumption
+from agentrl.buffer.replay import Replay
 from agentrl.buffer.staleness import StalenessRule
 from agentrl.errors import NoLearningSignal
 from agentrl.report.learning_signal import LearningSignal, signal_of
@@ -66,6 +67,7 @@ class TrajectoryBuffer:
         drop_zero_variance: drop groups of equal rewards (up to rounding) at once: a baseline leaves them no gradient.
         requeue: called with the task of a stale group when the rule says "requeue".
         lag: the lag of `set_lag` from the beginning; None: that of the rule.
+        replay: adds groups of earlier batches to each batch; it has seen those of `resumed`. None: none are added.
         resumed: the work left in a run that resumes: `take` returns its batches first, unchanged.
 
     Example:
@@ -84,6 +86,7 @@ class TrajectoryBuffer:
         drop_zero_variance: bool = True,
         requeue: Callable[[Task], None] = lambda task: None,
         lag: float | None = None,
+        replay: Replay | None = None,
         resumed: Resumption | None = None,
     ) -> None:
         resumed = resumed or Resumption()
@@ -92,6 +95,7 @@ class TrajectoryBuffer:
         """The largest number of outstanding groups."""
         self._drop_zero_variance = drop_zero_variance
         self._requeue = requeue
+        self._replay = replay
         self._journal = journal
         self._changed = asyncio.Condition()
         self._version = resumed.version  # of the engines
@@ -181,7 +185,13 @@ class TrajectoryBuffer:
             step = self._learner_version + 1
             self._training[step] = tuple(group.group_id for group in chosen)
             self._journal.taken(self._training[step], step=step)
-            return Batch(policy_version=self._learner_version, max_lag=self._rule.largest_lag, groups=chosen)
+            groups, num_replayed = (chosen, 0) if self._replay is None else self._replay.batch(step, chosen)
+            return Batch(
+                policy_version=self._learner_version,
+                max_lag=self._rule.largest_lag,
+                groups=groups,
+                num_replayed=num_replayed,
+            )
 
     async def stepped(self, policy_version: int) -> None:
         """The learner made `policy_version`, which the engines do not hold yet: `take` gives its batch.

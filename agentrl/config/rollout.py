@@ -73,6 +73,24 @@ Compaction = Annotated[
 ]
 
 
+class ReplayConfig(Section):
+    """Groups that were trained before are trained again beside the new ones, as in TBA (arXiv 2503.18929).
+
+    Example:
+        >>> ReplayConfig(recent=0.8).capacity
+        256
+    """
+
+    recent: Annotated[float, Field(gt=0, lt=1)] = 0.95
+    """Share of the trained groups that are new. The others come in addition to `rollout.groups_per_step`, and may have
+    any lag."""
+    capacity: PositiveInt = 256
+    """Earlier groups are drawn from this many, the newest. They stay in memory and in the journal."""
+    multiplier: Annotated[float, Field(ge=1)] = 1.0
+    """Each task is played this many times `rollout.group_size`, rounded up; a batch has `group_size` of these episodes,
+    drawn anew each time that the group is trained (TBA: 1.2)."""
+
+
 class RolloutConfig(Section):
     """How episodes are made, and how stale they may get.
 
@@ -90,6 +108,8 @@ class RolloutConfig(Section):
     batch (docs/staleness.md)."""
     on_stale: OnStale = "drop"
     """What happens to data that is too old."""
+    replay: ReplayConfig | None = None
+    """Train groups more than once (docs/staleness.md). null: each group once."""
     task_choice: TaskChoice = "shuffled"
     """Which training row is played next (docs/staleness.md)."""
     max_context: PositiveInt = 2048
@@ -147,6 +167,15 @@ class RolloutConfig(Section):
         1
         """
         return math.ceil(self.max_lag)
+
+    @property
+    def num_plays(self) -> int:
+        """Episodes played of each training task.
+
+        >>> RolloutConfig(group_size=20, replay=ReplayConfig(multiplier=1.2)).num_plays
+        24
+        """
+        return math.ceil(round(self.group_size * (self.replay.multiplier if self.replay else 1), 6))
 
     @property
     def min_turn_tokens(self) -> int:

@@ -69,7 +69,7 @@ class RolloutSettings:
 def settings_of(config: Config) -> dict[EpisodeKind, RolloutSettings]:
     """The settings of a run's training groups, and of the samples of held-out tasks."""
     train = RolloutSettings(
-        config=config.rollout,
+        config=config.rollout.model_copy(update={"group_size": config.rollout.num_plays}),
         max_turns=config.env.max_turns,
         seed=config.seed,
         request_seeds=config.engine.request_seeds,

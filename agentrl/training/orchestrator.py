@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 
 from agentrl.buffer.ess_guard import EssGuard
 from agentrl.buffer.journal import Journal, Resumption, StepState
+from agentrl.buffer.replay import Replay
 from agentrl.buffer.staleness import StalenessRule
 from agentrl.buffer.trajectory_buffer import TrajectoryBuffer
 from agentrl.config import Config
@@ -36,7 +37,7 @@ from agentrl.supervision.wait_graph import Gauges, WaitGraph
 from agentrl.training.learner_api import LearnerSession, LearnerSessions
 from agentrl.training.rollout_loop import ErrorBreaker, PlayGroup, RolloutLoop, VersionedTaskSource
 from agentrl.training.training_loop import LoopParts, TrainingLoop
-from agentrl.types import Batch, Task
+from agentrl.types import Batch, Task, TrajectoryGroup
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +90,8 @@ class Orchestrator:
         self._run = run
         self._metrics = metrics
         self._observer = observer
-        self._journal = Journal(run.journal)
+        replay = config.rollout.replay
+        self._journal = Journal(run.journal, keep_trained=replay.capacity if replay else 0)
         self._tasks = VersionedTaskSource(rollout_parts.source, self._journal.source_history())
         self._breaker = ErrorBreaker(config.rollout.max_infra_error_rate)
         self._sessions = LearnerSessions(self._engine)
@@ -204,6 +206,7 @@ class Orchestrator:
             journal=self._journal,
             drop_zero_variance=config.algorithm.drops_equal_rewards,
             requeue=self._tasks.source.give_back,
+            replay=self._replay_after(resumed.trained),
             resumed=resumed,
             lag=guard.lag,
         )
@@ -226,9 +229,17 @@ class Orchestrator:
             canaries=self._rollout_parts.canaries,
         )
 
+    def _replay_after(self, trained: Sequence[TrajectoryGroup]) -> Replay | None:
+        """The run's replay once these groups were trained."""
+        if (replay := Replay.of(self._config)) is not None:
+            replay.add(trained)
+        return replay
+
     async def _record_lost_steps(self, resumed: Resumption) -> None:
         """Record the steps that the learner made and saved while everything else died before they were recorded."""
         for step, groups in resumed.unrecorded.items():
+            if (replay := self._replay_after(self._journal.trained_until(step - 1))) is not None:
+                groups, _ = replay.batch(step, groups)
             self._metrics.log("step", step, rollout_metrics(groups))
             await asyncio.to_thread(self._run.write_trajectories, step, groups)
             if resumed.state is not None:

@@ -190,7 +190,8 @@ class TrainingLoop:
         batch = await self._taken()
         if batch is None:
             return None
-        self._lag = max(batch.policy_version - group.policy_version for group in batch.groups)
+        new_groups = batch.groups[: len(batch.groups) - batch.num_replayed]
+        self._lag = max(batch.policy_version - group.policy_version for group in new_groups)
         if self._config.engine.sleep_while_training:
             await parts.engine.sleep()  # until the new weights wake it
         within_s = self._config.learner.step_timeout_s
@@ -218,7 +219,7 @@ class TrainingLoop:
             "run/step_s": seconds,
             "run/overlap": parts.session.overlap,
         }
-        metrics = self._metrics(made.batch, made.output, timing)
+        metrics = self._metrics(made, timing)
         report = StepReport(
             step=made.step,
             output=made.output,
@@ -255,22 +256,23 @@ class TrainingLoop:
         log.warning("ESS ratio %s, ess_floor %s: groups are now admitted with lag %d", output.ess_ratio, floor, lag)
         await self._parts.buffer.set_lag(lag)
 
-    def _metrics(self, batch: Batch, output: StepOutput, timing: Mapping[str, float]) -> dict[str, float]:
+    def _metrics(self, made: _MadeStep, timing: Mapping[str, float]) -> dict[str, float]:
         parts, ledger = self._parts, self._parts.buffer.ledger()
         assert ledger.balanced(), ledger
         update = parts.session.last_update
         values = {
-            **output.metrics,
-            **rollout_metrics(parts.rollouts.pop_finished() or batch.groups),
+            **made.output.metrics,
+            **rollout_metrics(parts.rollouts.pop_finished() or made.batch.groups),
             **parts.buffer.pop_signal().metrics(),
             **{f"ledger/{name}": float(getattr(ledger, name)) for name in ledger.__slots__},
             "buffer/ready_groups": float(ledger.ready),
             "buffer/in_flight_groups": float(ledger.in_flight),
+            "buffer/replayed_groups": float(made.batch.num_replayed),
             "buffer/admission_lag": float(parts.ess_guard.lag),
             **parts.engine.metrics(),
             **(update.metrics() if update else {}),
             # The wait for the first batch began before training did.
-            "wait/learner_for_batch_s": min(output.wait_batch_s, timing["run/step_s"]),
+            "wait/learner_for_batch_s": min(made.output.wait_batch_s, timing["run/step_s"]),
             "wait/rollout_for_slot_s": parts.rollouts.pop_slot_wait_s(),
             **timing,
         }

@@ -235,6 +235,18 @@ def test_a_stale_trajectory_is_refused_by_name(learner: Learner, tiny_model: Any
         learner.step(batch([group(0, [fresh, stale])], version=3, max_lag=2))
 
 
+def test_what_is_trained_again_may_have_any_lag(learner: Learner) -> None:
+    learner.policy_version = 3
+    groups = [group(n, [episode(f"{n}{m}", reward=m, version=v) for m in (0, 1)]) for n, v in ((0, 3), (1, 0))]
+    again = replace(batch(groups, version=3, max_lag=1), num_replayed=1)
+    assert learner.step(again).metrics["learner/lag_max"] == 3
+    learner.policy_version = 3
+    assert learner.step(replace(again, num_replayed=0, max_lag=None)).metrics["learner/lag_max"] == 3
+    learner.policy_version = 3
+    with pytest.raises(StaleTrajectoryError):
+        learner.step(replace(again, groups=tuple(reversed(groups))))
+
+
 def test_tokens_of_a_future_version_are_refused(learner: Learner) -> None:
     with pytest.raises(LearnerError, match="future version 5"):
         learner.step(batch([group(0, [episode("a", reward=1.0, version=5)])]))

@@ -73,7 +73,7 @@ def needs(config: Config, size: ModelSize | None, *, placement: Placement | None
     state_bytes = adam_bytes + 12 * num_parameters + weights_bytes if learner.offload_optimizer else 0
     offload_bytes = 0 if is_on_cpu else state_bytes * ranks_here // learner.num_ranks
     by_folder = placement is None or placement.transfer in ("safetensors", "reload")
-    num_episodes = StalenessRule.of(rollout).num_slots() * rollout.group_size
+    num_episodes = StalenessRule.of(rollout).num_slots() * rollout.num_plays
     return Needs(
         run_bytes=BASE_RUN_BYTES + weights_bytes + (weights_bytes + adam_bytes if num_states else 0),
         whole_run_bytes=BASE_RUN_BYTES + num_exports * weights_bytes + num_states * (weights_bytes + adam_bytes),

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -47,11 +48,11 @@ def steps_of(run: RunFolder) -> Counter[int]:
     return Counter(step for (step,) in rows)
 
 
-@pytest.mark.parametrize("max_lag", [0, 1])
+@pytest.mark.parametrize("rollout", [{"max_lag": 0}, {"max_lag": 1}, {"max_lag": 1, "replay": {"recent": 0.5}}])
 async def test_a_learner_that_died_gets_the_batches_after_its_checkpoint_again(
-    tmp_path: Path, tokenizer: TurnTokenizer, max_lag: int
+    tmp_path: Path, tokenizer: TurnTokenizer, rollout: dict[str, Any]
 ) -> None:
-    config = make_config(tmp_path, steps=5, eval_every=0, max_lag=max_lag)
+    config = make_config(tmp_path, steps=5, eval_every=0, **rollout)
     first: list[Batch] = []
     second: list[Batch] = []
     async with running(config, tokenizer) as (run, url, orchestrator):
@@ -65,6 +66,7 @@ async def test_a_learner_that_died_gets_the_batches_after_its_checkpoint_again(
     assert [batch.policy_version for batch in first] == [0, 1, 2, 3]
     assert [batch.policy_version for batch in second] == [1, 2, 3, 4]
     assert second[:3] == first[1:]
+    assert [batch.num_replayed for batch in second] == [2 if "replay" in rollout else 0] * 4
     folder = RunFolder.open(tmp_path / "t")
     assert steps_of(folder) == dict.fromkeys(range(1, 6), 2)
     lines = read(folder.metrics)

@@ -67,5 +67,5 @@ def engine_needs(config: Config, shape: ModelShape, card: Card, *, is_shared: bo
 def running(config: Config) -> int:
     """Sequences that one engine would run at once: its limit, or its part of all episodes under way."""
     rollout = config.rollout
-    episodes = StalenessRule.of(rollout).num_slots() * rollout.group_size
+    episodes = StalenessRule.of(rollout).num_slots() * rollout.num_plays
     return min(config.engine.max_num_seqs, -(-episodes // config.engine.num_engines))

@@ -25,13 +25,14 @@ import torch
 from torch import distributed
 from transformers import AutoModelForCausalLM
 
-from agentrl.testing import with_members
+from agentrl.testing import group, with_members
 from agentrl.types import Batch, TrajectoryGroup
 from tests.device import without_gpus
 from tests.trainer.trainer_builders import (
     batch,
     config,
     divide_small_weights,
+    episode,
     mixed_groups,
     whole_weights,
     with_steady_updates,
@@ -43,7 +44,6 @@ from trainer.step_stats import GroupStats
 
 ROOT = Path(__file__).parents[2]
 LEARNER = {"lr": 1e-4, "grad_clip": 0.5, "weight_decay": 0.01}
-NUM_STEPS = 3
 Share = Callable[..., list[TrajectoryGroup]]
 
 
@@ -61,6 +61,10 @@ class Setting:
     split: str = "own"  # which rank gets which groups: see SHARES
     sequence_parallel: int = 1
     num_groups: int = 3
+    num_steps: int = 3
+    longest: int | None = None  # tokens of the one long trajectory that the batch then has
+    mlp_tiles: int = 1
+    offload_activations: bool = False
     is_poisoned: bool = False  # the second step's batch holds a NaN, in a group of one rank
 
 
@@ -122,7 +126,7 @@ def outcome(model_dir: Path, setting: Setting) -> Outcome:
     """The outcome of a setting. Every rank must call it."""
     methods.share_of_rank = SHARES[setting.split]
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype="float32").eval()
-    groups = mixed_groups(model)[: setting.num_groups]
+    groups = mixed_groups(model)[: setting.num_groups] if setting.longest is None else [_long_group(setting.longest)]
     settings = {
         **LEARNER,
         "zero_stage": setting.zero_stage,
@@ -131,6 +135,8 @@ def outcome(model_dir: Path, setting: Setting) -> Outcome:
         "gradient": setting.road,
         "pack_tokens": setting.pack_tokens,
         "sequence_parallel": setting.sequence_parallel,
+        "mlp_tiles": setting.mlp_tiles,
+        "offload_activations": setting.offload_activations,
         "num_ranks": setting.sequence_parallel,  # more only matters to who starts them
     }
     algorithm = {"rho_base": 1.0, **setting.algorithm}
@@ -138,12 +144,12 @@ def outcome(model_dir: Path, setting: Setting) -> Outcome:
         Watched(config(model_dir, dtype=setting.dtype, learner=settings, algorithm=algorithm))
     )
     before = whole_weights(learner.model)
-    batches = [batch(groups, version=version) for version in range(NUM_STEPS)]
+    batches = [batch(groups, version=version) for version in range(setting.num_steps)]
     if setting.is_poisoned:
         batches[1] = batch(_poisoned(groups), version=1)
     metrics = [learner.step(one).metrics for one in batches]
     assert metrics[-1]["learner/skipped_steps"] == setting.is_poisoned
-    made = [version for version in range(NUM_STEPS) if "learner/grad_norm" in metrics[version]]
+    made = [version for version in range(setting.num_steps) if "learner/grad_norm" in metrics[version]]
     metrics, learner.stats = [metrics[version] for version in made], [learner.stats[version] for version in made]
     members = [[one for group in step for one in group.trajectories] for step in learner.stats]
 
@@ -161,6 +167,12 @@ def outcome(model_dir: Path, setting: Setting) -> Outcome:
         before=before,
         after=whole_weights(learner.model),
     )
+
+
+def _long_group(longest: int) -> TrajectoryGroup:
+    """A trajectory of `longest` tokens whose first and last actions are `longest` apart, and a short one."""
+    long = episode("long", reward=1.0, shape=((20, 200), (longest - 820, 400), (100, 100)))
+    return group(0, [long, episode("short", reward=0.0, shape=((30, 60),), seed=1)])
 
 
 def _poisoned(groups: list[TrajectoryGroup]) -> list[TrajectoryGroup]:

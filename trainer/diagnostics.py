@@ -37,6 +37,9 @@ _RULES: Mapping[str, Callable[[Tensor, Tensor, Tensor], Tensor | None]] = {
     "length_weighted": lambda size_E, reward_E, length_E: baselines.length_weighted(reward_E, length_E),
     "opob": lambda size_E, reward_E, length_E: vcpo.optimal_baseline(torch.zeros_like(size_E), size_E, reward_E),
     "opob_safe": lambda size_E, reward_E, length_E: vcpo.safe_baseline(torch.zeros_like(size_E), size_E, reward_E),
+    "opob_leave_one_out": lambda size_E, reward_E, length_E: vcpo.leave_one_out_baseline(
+        torch.zeros_like(size_E), size_E, reward_E
+    ),
 }
 
 

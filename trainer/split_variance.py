@@ -21,7 +21,10 @@ from agentrl.types import TrajectoryGroup
 from trainer.gradient.norms import squared_norm
 from trainer.gradient.step_gradient import Estimator
 
-COMPARED: tuple[Baseline, ...] = ("none", "mean", "leave_one_out", "length_weighted", "opob", "opob_safe", "otb")
+COMPARED: tuple[Baseline, ...] = (
+    *("none", "mean", "leave_one_out", "length_weighted"),
+    *("opob", "opob_safe", "opob_leave_one_out", "otb"),
+)
 
 
 def comparable(algorithm: AlgorithmConfig) -> list[AlgorithmConfig]:

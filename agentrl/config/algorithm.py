@@ -100,11 +100,11 @@ class AlgorithmConfig(Section):
     baseline: Baseline = "opob_safe"
     """What is subtracted from each reward."""
     baseline_weights: BaselineWeights = "treated"
-    """opob and opob_safe: which weights are in b*."""
+    """The opob baselines: which weights are in b*."""
     norm_of: NormOf = "mean"
-    """opob and opob_safe: what of a trajectory the norm in b* is taken of."""
+    """The opob baselines: what of a trajectory the norm in b* is taken of."""
     baseline_norms: BaselineNorms = "exact"
-    """opob and opob_safe: which gradient norms are in b*."""
+    """The opob baselines: which gradient norms are in b*."""
     step_scale: StepScale = "ess_sqrt"
     """Factor on the learning rate, at most 1, from the batch's ESS ratio rho."""
     rho_base: PositiveFloat | Literal["auto"] = "auto"
@@ -127,7 +127,7 @@ class AlgorithmConfig(Section):
     """A step whose ESS ratio is below this is refused: the weights stay as they are."""
     variance_every: Annotated[int, Field(ge=0)] = 0
     """Steps between measurements of the gradient's variance under each baseline, from halves of the batch. Each costs
-    the passes of up to seven steps. 0: never."""
+    the passes of up to nine steps. 0: never."""
 
     @model_validator(mode="before")
     @classmethod

@@ -76,7 +76,7 @@ Treatment = Annotated[
     ),
 ]
 Baseline = Annotated[
-    Literal["none", "mean", "leave_one_out", "opob", "opob_safe", "length_weighted", "otb"],
+    Literal["none", "mean", "leave_one_out", "opob", "opob_safe", "opob_leave_one_out", "length_weighted", "otb"],
     Choices(
         {
             "none": "0",
@@ -84,6 +84,7 @@ Baseline = Annotated[
             "leave_one_out": "the mean reward of the others (RLOO)",
             "opob": "VCPO's optimal baseline: rewards weighted by w^2 times the squared gradient norm",
             "opob_safe": "the same, but never above the group's mean",
+            "opob_leave_one_out": "the same, of the other episodes only; needs learner.gradient: two_pass",
             "length_weighted": "rewards weighted by length (OPO)",
             "otb": "the optimal baseline of each token",
         }
@@ -102,7 +103,9 @@ StepScale = Annotated[
 LengthNorm = bool | Literal["group"]
 StdNorm = bool | Literal["population"]
 
-OPTIMAL: frozenset[str] = frozenset({"opob", "opob_safe"})
+OPTIMAL: frozenset[str] = frozenset({"opob", "opob_safe", "opob_leave_one_out"})
+PER_EPISODE: frozenset[str] = frozenset({"opob_leave_one_out"})
+"""Those of OPTIMAL that differ from episode to episode of a group: norms must be known before the gradient is made."""
 WHOLE_BATCH: frozenset[str] = frozenset({"second_moment", "second_moment_mask", "adaptive_clip"})
 """Treatments that look at all tokens of the step and at the signs of their advantages."""
 

@@ -55,7 +55,7 @@ class Setting:
     zero_stage: int = 0
     offload: bool = False
     checkpointing: bool = False
-    road: str = "auto"
+    method: str = "auto"
     pack_tokens: int = 8192
     algorithm: dict[str, Any] = field(default_factory=lambda: {"preset": "vcpo"})
     split: str = "own"  # which rank gets which groups: see SHARES
@@ -132,7 +132,7 @@ def outcome(model_dir: Path, setting: Setting) -> Outcome:
         "zero_stage": setting.zero_stage,
         "offload_optimizer": setting.offload,
         "gradient_checkpointing": setting.checkpointing,
-        "gradient": setting.road,
+        "gradient": setting.method,
         "pack_tokens": setting.pack_tokens,
         "sequence_parallel": setting.sequence_parallel,
         "mlp_tiles": setting.mlp_tiles,

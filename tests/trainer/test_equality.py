@@ -65,8 +65,8 @@ ONE_RANK = {
     "stage 2, offloaded, layers computed again": Setting(zero_stage=2, offload=True, checkpointing=True),
     "stage 3, layers computed again": Setting(zero_stage=3, checkpointing=True),
     "stage 3, offloaded": Setting(zero_stage=3, offload=True),
-    "sharded sums, stage 3": Setting(zero_stage=3, road="one_pass_sharded"),
-    "two passes, stage 0": Setting(road="two_pass"),
+    "sharded sums, stage 3": Setting(zero_stage=3, method="one_pass_sharded"),
+    "two passes, stage 0": Setting(method="two_pass"),
     "bfloat16, stage 1, offloaded": Setting(dtype="bfloat16", zero_stage=1, offload=True),
     "bfloat16, stage 2, layers computed again": Setting(dtype="bfloat16", zero_stage=2, checkpointing=True),
     "bfloat16, stage 3, offloaded": Setting(dtype="bfloat16", zero_stage=3, offload=True),
@@ -82,14 +82,14 @@ TWO_RANKS = {
     "dealt out like cards": Setting(zero_stage=2, split="dealt"),
     "all on one rank, stage 3": Setting(zero_stage=3, split="all on one"),
     "a NaN on one rank, stage 3": Setting(zero_stage=3, is_poisoned=True),
-    "sharded sums, stage 1": Setting(zero_stage=1, road="one_pass_sharded"),
-    "sharded sums, stage 3, packs of unequal number": Setting(zero_stage=3, road="one_pass_sharded", pack_tokens=30),
-    "sharded sums, a NaN on one rank": Setting(zero_stage=2, road="one_pass_sharded", is_poisoned=True),
-    "two passes, stage 2": Setting(zero_stage=2, road="two_pass"),
-    "two passes, stage 3, packs of unequal number": Setting(zero_stage=3, road="two_pass", pack_tokens=30),
-    "two passes, fewer groups than ranks": Setting(road="two_pass", num_groups=1),
+    "sharded sums, stage 1": Setting(zero_stage=1, method="one_pass_sharded"),
+    "sharded sums, stage 3, packs of unequal number": Setting(zero_stage=3, method="one_pass_sharded", pack_tokens=30),
+    "sharded sums, a NaN on one rank": Setting(zero_stage=2, method="one_pass_sharded", is_poisoned=True),
+    "two passes, stage 2": Setting(zero_stage=2, method="two_pass"),
+    "two passes, stage 3, packs of unequal number": Setting(zero_stage=3, method="two_pass", pack_tokens=30),
+    "two passes, fewer groups than ranks": Setting(method="two_pass", num_groups=1),
     "two passes, proxy norms": Setting(
-        zero_stage=3, road="two_pass", algorithm={"preset": "vcpo", "baseline_norms": "proxy"}
+        zero_stage=3, method="two_pass", algorithm={"preset": "vcpo", "baseline_norms": "proxy"}
     ),
     "fewer groups than ranks": Setting(zero_stage=1, num_groups=1),
     "m2po, dealt": Setting(zero_stage=3, split="dealt", algorithm={"preset": "m2po"}),
@@ -135,7 +135,7 @@ def reference(tiny_model_dir: Path) -> Callable[[Setting], Outcome]:
             split="own",
             pack_tokens=Setting.pack_tokens,
             sequence_parallel=1,
-            road="auto",
+            method="auto",
         )
         if str(plain) not in found:
             found[str(plain)] = outcome(tiny_model_dir, plain)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from agentrl.config.presets import StepScale
+from trainer.objective import baselines
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +88,32 @@ def safe_baseline(log_weight_G: Tensor, score_norm_G: Tensor, reward_G: Tensor) 
     """
     optimum = optimal_baseline(log_weight_G, score_norm_G, reward_G)
     return None if optimum is None else torch.minimum(optimum, reward_G.double().mean())
+
+
+def leave_one_out_baseline(log_weight_G: Tensor, score_norm_G: Tensor, reward_G: Tensor) -> Tensor | None:
+    """b*_i = sum_{j != i} w_j^2 n_j^2 R_j / sum_{j != i} w_j^2 n_j^2, b* of the *other* members. [G] (not in the paper)
+
+    It does not depend on the member from whose reward it is subtracted, so the expected gradient stays what it is
+    without a baseline (where no weight is truncated); `optimal_baseline` is fitted to that member too. Where no other
+    member has a gradient it is the mean of the others' rewards. Arguments are those of `optimal_baseline`.
+
+    Returns None when no member has a gradient. Raises ValueError for a single member.
+
+    >>> weight, norm, reward = torch.ones(3), torch.tensor([3.0, 1.0, 2.0]), torch.tensor([1.0, 0.0, 0.5])
+    >>> [round(float(b), 3) for b in leave_one_out_baseline(weight.log(), norm, reward)]  # 2 / 5, 11 / 13, 9 / 10
+    [0.4, 0.846, 0.9]
+    """
+    if len(reward_G) < 2:
+        raise ValueError("leave-one-out needs at least two members")
+    log_share_G = 2 * (log_weight_G.double() + score_norm_G.double().log())
+    if not bool((log_share_G > -math.inf).any()):
+        return None
+    reward_G = reward_G.double()
+    is_own_GG = torch.eye(len(reward_G), dtype=torch.bool, device=reward_G.device)
+    log_share_GG = log_share_G.expand(len(reward_G), -1).masked_fill(is_own_GG, -math.inf)
+    has_share_G = (log_share_GG > -math.inf).any(dim=1)
+    share_GG = torch.softmax(torch.where(has_share_G[:, None], log_share_GG, 0.0), dim=1)
+    return torch.where(has_share_G, share_GG @ reward_G, baselines.leave_one_out(reward_G))
 
 
 class RhoBase:

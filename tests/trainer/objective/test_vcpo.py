@@ -13,7 +13,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.objective.vcpo import RhoBase, ess_ratio, optimal_baseline, safe_baseline, step_scale
+from trainer.objective.vcpo import (
+    RhoBase,
+    ess_ratio,
+    leave_one_out_baseline,
+    optimal_baseline,
+    safe_baseline,
+    step_scale,
+)
 
 LOG_WEIGHTS = st.lists(st.floats(-1e4, 1e4), min_size=1, max_size=40)
 
@@ -193,6 +200,25 @@ def test_a_baseline_from_its_own_group_takes_from_the_gradient_and_the_optimal_o
     assert _expected_over_groups(lambda w, n, reward: reward.mean()) == pytest.approx(0.75)
     assert _expected_over_groups(optimal_baseline) == pytest.approx(0.327, abs=1e-3)
     assert _expected_over_groups(safe_baseline) == pytest.approx(0.75)
+
+
+def test_a_baseline_from_the_others_leaves_the_expected_gradient_unchanged() -> None:
+    assert _expected_over_groups(leave_one_out_baseline) == pytest.approx(1.0, abs=1e-12)
+
+
+def test_leave_one_out_by_hand() -> None:
+    # w^2 n^2 = 4, 9, 16: (9*0 + 16*.5)/25, (4*1 + 16*.5)/20, (4*1 + 9*0)/13
+    found = leave_one_out_baseline(f64(2.0, 1.0, 2.0).log(), f64(1.0, 3.0, 2.0), f64(1.0, 0.0, 0.5))
+    torch.testing.assert_close(found, f64(8 / 25, 12 / 20, 4 / 13))
+
+
+def test_leave_one_out_where_others_have_no_gradient_is_their_mean() -> None:
+    reward = f64(1.0, 0.0, 0.5)
+    found = leave_one_out_baseline(f64(1.0, 1.0, 1.0).log(), f64(2.0, 0.0, 0.0), reward)
+    torch.testing.assert_close(found, f64(0.25, 1.0, 1.0))
+    assert leave_one_out_baseline(f64(1.0, 1.0, 1.0).log(), f64(0.0, 0.0, 0.0), reward) is None
+    with pytest.raises(ValueError, match="at least two"):
+        leave_one_out_baseline(f64(0.0), f64(1.0), f64(1.0))
 
 
 def test_a_given_rho_base_never_moves() -> None:

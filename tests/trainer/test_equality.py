@@ -85,6 +85,9 @@ TWO_RANKS = {
     "sharded sums, stage 1": Setting(zero_stage=1, method="one_pass_sharded"),
     "sharded sums, stage 3, packs of unequal number": Setting(zero_stage=3, method="one_pass_sharded", pack_tokens=30),
     "sharded sums, a NaN on one rank": Setting(zero_stage=2, method="one_pass_sharded", is_poisoned=True),
+    "two passes, b* of the others, stage 3": Setting(
+        zero_stage=3, method="two_pass", algorithm={"preset": "vcpo", "baseline": "opob_leave_one_out"}
+    ),
     "two passes, stage 2": Setting(zero_stage=2, method="two_pass"),
     "two passes, stage 3, packs of unequal number": Setting(zero_stage=3, method="two_pass", pack_tokens=30),
     "two passes, fewer groups than ranks": Setting(method="two_pass", num_groups=1),

@@ -40,10 +40,16 @@ def make_method(model: Any, engine: Any, config: Config) -> GradientMethod:
 def chosen(config: Config) -> MethodName:
     """The method that `config` names, or the one that `auto` stands for."""
     method = config.learner.gradient
-    has_norms = make_objective(config.algorithm).needs_norms
+    objective = make_objective(config.algorithm)
+    has_norms = objective.needs_norms
     is_exact = has_norms and config.algorithm.baseline_norms == "exact"
     if method == "auto":
-        return "one_pass"
+        return "two_pass" if has_norms and objective.has_own_baselines else "one_pass"
+    if method in ("one_pass", "one_pass_sharded") and has_norms and objective.has_own_baselines:
+        raise ConfigError(
+            f"learner.gradient={method} moves one baseline for a whole group, and algorithm.baseline="
+            f"{config.algorithm.baseline} has one for each episode: set learner.gradient: two_pass (or auto)"
+        )
     if method == "one_pass_sharded" and not is_exact:
         raise ConfigError(
             f"learner.gradient={method} divides the two sums of exact norms, and this algorithm measures none "

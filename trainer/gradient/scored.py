@@ -178,24 +178,26 @@ class ScoredGroup:
         """Those with action tokens and without a gradient. They are scored all the same: their weights count in rho."""
         return [m for m in self.members if m.tensors.num_actions and not (self.has_advantages and m.is_trained)]
 
-    def move_baseline(self, objective: Objective) -> float:
+    def move_baseline(self, objective: Objective) -> Tensor:
         """Replace the reference baseline by b* in the members' advantages.
 
-        Returns b* - b_0; 0.0 where there is no b*, or where a number it needs is not finite.
+        Returns b* - b_0 of each episode, [E]; zeros where there is no b*, or where a number it needs is not finite.
         """
         numbers = [x for one in self.trained for x in (one.used.log_weight, one.score_norm, one.weight)]
         if not all(map(math.isfinite, numbers)) or not bool(self.reward_E.isfinite().all()):
-            return 0.0
+            return torch.zeros_like(self.reward_E)
         sizes = [_episode_size(episode, objective) for episode in self.episodes]
         log_weight_E, norm_E = torch.tensor(sizes, dtype=torch.float64).unbind(dim=1)
         optimum = objective.baseline(log_weight_E, norm_E, self.reward_E)
-        shift = 0.0 if optimum is None else float(optimum - self.reward_E.mean())
+        mean = self.reward_E.mean()
+        shift_E = ((mean if optimum is None else optimum) - mean).expand_as(self.reward_E)
         for member in self.members:
+            shift = float(shift_E[member.episode]) * member.score_scale
             if member.advantage is not None:
-                member.advantage -= shift * member.score_scale
+                member.advantage -= shift
             if member.advantage_N is not None:
-                member.advantage_N = member.advantage_N - shift * member.score_scale
-        return shift
+                member.advantage_N = member.advantage_N - shift
+        return shift_E
 
     def stats(self, policy_version: int, objective: Objective) -> GroupStats:
         """Its numbers for diagnostics, once its baseline is final."""

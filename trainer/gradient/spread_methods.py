@@ -86,7 +86,7 @@ class OnePassSharded:
         self._members.each(self._members.packed(mine), make_pass, is_joint=True)
         self._members.exchange(group.trained, mine)
         self._members.weigh_all(group.trained, is_everyone=True)
-        self._sums.close_group(group.move_baseline(self._members.objective))
+        self._sums.close_group(float(group.move_baseline(self._members.objective)[0]))
 
 
 class TwoPass:

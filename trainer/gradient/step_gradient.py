@@ -8,8 +8,8 @@ There are three ways, depending on what weights and baseline must know first:
 - one pass: a pack's own log-probabilities suffice, its backward follows its forward.
 - one pass with norms (baseline opob): packs hold one group; once its norms are measured its baseline is moved, by means
   of the score sum that the same backward left beside the gradient:  g -= (b* - b_0) sum_i w_i/(s B) score_i.
-- two passes: everything is scored first, with norms by proxy if so configured; then weights and baselines are computed;
-  then every pack is differentiated.
+- two passes: everything is scored first, with norms where these are by proxy or each episode has its own baseline; then
+  weights and baselines are computed; then every pack is differentiated.
 
 Independent of DeepSpeed.
 """
@@ -55,11 +55,12 @@ class Estimator:
     ) -> None:
         self._members = StepMembers(model, algorithm, pack_tokens=pack_tokens, gather=gather)
         self._objective = self._members.objective
-        self._has_norms = self._objective.needs_norms and algorithm.baseline_norms == "exact"
-        self._has_proxies = self._objective.needs_norms and algorithm.baseline_norms == "proxy"
+        self._needs_norms = self._objective.needs_norms
+        self._is_exact = algorithm.baseline_norms == "exact"
+        self._has_scores = self._needs_norms and self._is_exact and not self._objective.has_own_baselines
         self.parameters = self._members.parameters
         """The trained parameters, in the order of `sums.total`."""
-        self.sums = GradientSums(self.parameters, has_scores=self._has_norms)
+        self.sums = GradientSums(self.parameters, has_scores=self._has_scores)
         self._passes = Passes(model, self.sums)
 
     def estimate(
@@ -75,11 +76,11 @@ class Estimator:
         scored = self._members.scored(groups, policy_version=policy_version)
         active = [group for group in scored if group.has_advantages]
         idle = [member for group in scored for member in group.idle]
-        if self._has_norms:
+        if self._has_scores:
             self._one_pass_with_norms(active, num_episodes)
             self.sums.drop_scores()
             self._idle_pass(idle)
-        elif self._objective.needs_batch or self._has_proxies:
+        elif self._objective.needs_batch or self._needs_norms:
             self._two_passes(active, idle, num_episodes)
         else:
             self._plain_pass(active, num_episodes)
@@ -106,17 +107,18 @@ class Estimator:
         def make_pass(pack: list[ScoredTrajectory]) -> None:
             self._passes.with_norms(pack, self._members.weigh_as_one, num_episodes=num_episodes)
             if pack and last_pack_of[id(group := group_of[id(pack)])] == id(pack):
-                self.sums.close_group(group.move_baseline(self._objective))
+                self.sums.close_group(float(group.move_baseline(self._objective)[0]))
 
         self._members.each([pack for pack, _ in packs], make_pass)
 
     def _two_passes(self, active: Sequence[ScoredGroup], idle: Sequence[ScoredTrajectory], num_episodes: int) -> None:
         trained = [member for group in active for member in group.trained]
-        first_pass = self._passes.proxy_norms if self._has_proxies else self._passes.forward_only
+        measure = self._passes.exact_norms if self._is_exact else self._passes.proxy_norms
+        first_pass = measure if self._needs_norms else self._passes.forward_only
         self._members.each(self._members.packed(trained), first_pass)
         self._members.each(self._members.packed(idle), self._passes.forward_only)
         self._members.weigh_all([*trained, *idle])
-        if self._has_proxies:
+        if self._needs_norms:
             for group in active:
                 group.move_baseline(self._objective)
         self._plain_pass(active, num_episodes)

@@ -46,6 +46,7 @@ class Measured:
     log_ratio_N: Tensor
     logit_norm2_N: Tensor
     entropy_N: Tensor
+    reference_logprob_N: Tensor | None
     score_norm: float
 
 
@@ -147,6 +148,7 @@ class StepMembers:
                 log_ratio_N=one.log_ratio_N,
                 logit_norm2_N=one.logit_norm2_N,
                 entropy_N=one.entropy_N,
+                reference_logprob_N=one.reference_logprob_N,
                 score_norm=one.score_norm,
             )
             for one in mine
@@ -155,7 +157,8 @@ class StepMembers:
         for member in members:
             one = found[member.group_id, member.index]
             member.log_ratio_N, member.logit_norm2_N = one.log_ratio_N, one.logit_norm2_N
-            member.entropy_N, member.score_norm = one.entropy_N, one.score_norm
+            member.entropy_N, member.reference_logprob_N = one.entropy_N, one.reference_logprob_N
+            member.score_norm = one.score_norm
 
     def _scored(self, group: TrajectoryGroup, policy_version: int) -> ScoredGroup:
         episodes = [episode.segments for episode in group.episodes]

@@ -130,6 +130,9 @@ class Objective(ABC):
     needs_norms: bool = False
     """Each trajectory's score norm is measured, and `baseline` called with the norms of its group. Then a trajectory
     must have one weight and no further terms."""
+    has_own_baselines: bool = False
+    """`baseline` gives each episode its own number: the norms must be known before the gradient is made
+    (`learner.gradient: two_pass`)."""
     needs_batch: bool = False
     """`batch_weights` is called with every trajectory of the step, once all are scored, in place of `weights`."""
     needs_logits: bool = False
@@ -204,7 +207,9 @@ class Objective(ABC):
         return score_norm
 
     def baseline(self, log_weight_E: Tensor, score_norm_E: Tensor, reward_E: Tensor) -> Tensor | None:
-        """The baseline of a group from `log_in_baseline` and the score norms. A scalar; None for no gradient.
+        """The baseline of a group from `log_in_baseline` and the score norms; None for no gradient.
+
+        A scalar; with `has_own_baselines` one number for each episode, [E].
 
         Called where `needs_norms`. Raises ValueError under an objective that has no such baseline.
         """

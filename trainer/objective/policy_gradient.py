@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from agentrl.config.algorithm import AlgorithmConfig
-from agentrl.config.presets import OPTIMAL, WHOLE_BATCH
+from agentrl.config.presets import OPTIMAL, PER_EPISODE, WHOLE_BATCH
 from agentrl.report.statistics import has_spread
 from trainer.objective import baselines, ratios, vcpo
 from trainer.objective.interface import Group, Member, MemberWeights, Objective, by_group
@@ -41,6 +41,7 @@ class PolicyGradient(Objective):
         super().__init__(algorithm)
         self._bounds = ratios.Bounds(low=1 - algorithm.clip_low, high=1 + algorithm.clip_high)
         self.needs_norms = algorithm.baseline in OPTIMAL
+        self.has_own_baselines = algorithm.baseline in PER_EPISODE
         self.needs_logits = algorithm.baseline == "otb"
         self.needs_batch = self.needs_logits or algorithm.treatment in WHOLE_BATCH
 
@@ -57,7 +58,7 @@ class PolicyGradient(Objective):
         match self.algorithm.baseline:
             case "none":
                 return reward_E * scale
-            case "mean" | "opob" | "opob_safe":
+            case "mean" | "opob" | "opob_safe" | "opob_leave_one_out":
                 return (reward_E - baselines.mean(reward_E)) * scale
             case "leave_one_out":
                 return (reward_E - baselines.leave_one_out(reward_E)) * scale
@@ -85,7 +86,7 @@ class PolicyGradient(Objective):
         return score_norm * length if self.algorithm.norm_of == "sum" else score_norm
 
     def baseline(self, log_weight_E: Tensor, score_norm_E: Tensor, reward_E: Tensor) -> Tensor | None:
-        """b* of `opob` or `opob_safe` from `log_in_baseline` and the score norms. A scalar.
+        """b* of the opob baselines from `log_in_baseline` and the score norms. A scalar; [E] for leave-one-out.
 
         None when no member has a gradient. Raises ValueError under any other baseline.
         """
@@ -94,6 +95,8 @@ class PolicyGradient(Objective):
                 return vcpo.optimal_baseline(log_weight_E, score_norm_E, reward_E)
             case "opob_safe":
                 return vcpo.safe_baseline(log_weight_E, score_norm_E, reward_E)
+            case "opob_leave_one_out":
+                return vcpo.leave_one_out_baseline(log_weight_E, score_norm_E, reward_E)
             case other:
                 raise ValueError(f"baseline {other} does not depend on norms")
 

@@ -60,6 +60,8 @@ def reference(model: Any, groups: list[TrajectoryGroup], algorithm: AlgorithmCon
         baseline = {
             "opob": optimum,
             "opob_safe": torch.minimum(optimum, rewards.mean()),
+            "opob_leave_one_out": ((importance * rewards).sum() - importance * rewards)
+            / (importance.sum() - importance),
             "mean": rewards.mean(),
             "leave_one_out": (rewards.sum() - rewards) / (len(rewards) - 1),
             "none": torch.zeros(()),
@@ -82,6 +84,7 @@ def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
         AlgorithmConfig(normalize_by_length=False, normalize_by_std=True),
         AlgorithmConfig(treatment="none"),
         AlgorithmConfig(max_weight=0.9),
+        AlgorithmConfig(baseline="opob_leave_one_out", normalize_by_std=True),
         AlgorithmConfig(baseline="mean"),
         AlgorithmConfig(baseline="leave_one_out"),
         AlgorithmConfig(baseline="none"),

@@ -1,0 +1,43 @@
+"""Which method `learner.gradient` gives an objective, and which combinations are refused, with the way out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.errors import ConfigError
+from tests.trainer.trainer_builders import config
+from trainer.gradient.method_choice import chosen
+
+LEAVE_ONE_OUT = {"preset": "vcpo", "baseline": "opob_leave_one_out"}
+
+
+def choose(method: str, algorithm: dict[str, Any]) -> str:
+    return chosen(config(Path("model"), learner={"gradient": method}, algorithm=algorithm))
+
+
+@pytest.mark.parametrize("method", ["one_pass", "one_pass_sharded", "two_pass"])
+def test_exact_norms_of_one_baseline_a_group_go_every_way(method: str) -> None:
+    assert choose(method, {"preset": "vcpo"}) == method
+
+
+def test_auto_makes_two_passes_where_each_episode_has_its_own_baseline() -> None:
+    assert choose("auto", LEAVE_ONE_OUT) == "two_pass"
+
+
+@pytest.mark.parametrize(
+    ("method", "algorithm", "fix"),
+    [
+        ("one_pass", LEAVE_ONE_OUT, "learner.gradient: two_pass"),
+        ("one_pass_sharded", LEAVE_ONE_OUT, "learner.gradient: two_pass"),
+        ("one_pass_sharded", {"preset": "grpo"}, "learner.gradient: auto"),
+        ("one_pass_sharded", {"baseline_norms": "proxy"}, "learner.gradient: auto"),
+        ("two_pass", {"preset": "rloo"}, "learner.gradient: auto"),
+    ],
+)
+def test_a_method_that_cannot_make_the_gradient_is_refused(method: str, algorithm: dict[str, Any], fix: str) -> None:
+    with pytest.raises(ConfigError, match=fix) as refused:
+        choose(method, algorithm)
+    assert f"learner.gradient={method}" in str(refused.value)

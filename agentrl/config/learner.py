@@ -118,3 +118,28 @@ class LearnerConfig(Section):
                 "divided among so many ranks, and the batch among the groups of them"
             )
         return self
+
+
+def method_refusal(method: GradientMethod, *, has_norms: bool, is_exact: bool, has_own_baselines: bool) -> str | None:
+    """Why `learner.gradient` cannot make the gradient of an objective, and how to fix it; None where it can.
+
+    `has_norms`: the objective needs score norms; `is_exact`: not by proxy; `has_own_baselines`: one for each episode.
+
+    >>> method_refusal("one_pass", has_norms=True, is_exact=True, has_own_baselines=False)
+    """
+    if method == "one_pass_sharded" and not (has_norms and is_exact):
+        return (
+            "learner.gradient=one_pass_sharded divides the two sums of exact norms, and this objective measures none "
+            "(algorithm.baseline, algorithm.baseline_norms): set learner.gradient: auto"
+        )
+    if method in ("one_pass", "one_pass_sharded") and has_norms and has_own_baselines:
+        return (
+            f"learner.gradient={method} moves one baseline for a whole group, and this objective has one for each "
+            "episode (algorithm.baseline): set learner.gradient: two_pass, or auto"
+        )
+    if method == "two_pass" and not has_norms:
+        return (
+            "learner.gradient=two_pass measures score norms in a first pass, and this objective needs none "
+            "(algorithm.baseline): set learner.gradient: auto"
+        )
+    return None

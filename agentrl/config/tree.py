@@ -8,7 +8,8 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.config.engine import EngineConfig, Port
-from agentrl.config.learner import LearnerConfig
+from agentrl.config.learner import LearnerConfig, method_refusal
+from agentrl.config.presets import OPTIMAL, PER_EPISODE
 from agentrl.config.rollout import RolloutConfig
 from agentrl.config.section import Choices, Section
 from sandbox.protocol import BACKENDS, BackendName
@@ -292,6 +293,15 @@ class Config(Section):
                 f"{str(self.algorithm.normalize_by_std).lower()} need rollout.group_size >= 2; for single episodes set "
                 "algorithm.preset=reinforce"
             )
+        baseline = self.algorithm.baseline
+        reason = method_refusal(
+            self.learner.gradient,
+            has_norms=baseline in OPTIMAL,
+            is_exact=self.algorithm.baseline_norms == "exact",
+            has_own_baselines=baseline in PER_EPISODE,
+        )
+        if reason and self.algorithm.objective == "policy_gradient":  # a class of one's own says itself what it needs
+            raise ValueError(reason)
         if self.learner.warmup_steps >= self.train.steps:
             raise ValueError(
                 f"learner.warmup_steps={self.learner.warmup_steps} must be below train.steps={self.train.steps}: the "

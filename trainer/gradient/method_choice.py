@@ -10,6 +10,7 @@ from typing import Any
 
 from agentrl.config import Config
 from agentrl.config.learner import GradientMethod as MethodName
+from agentrl.config.learner import method_refusal
 from agentrl.config.presets import OPTIMAL
 from agentrl.errors import ConfigError
 from trainer import ranks
@@ -38,29 +39,18 @@ def make_method(model: Any, engine: Any, config: Config) -> GradientMethod:
 
 
 def chosen(config: Config) -> MethodName:
-    """The method that `config` names, or the one that `auto` stands for."""
-    method = config.learner.gradient
-    objective = make_objective(config.algorithm)
-    has_norms = objective.needs_norms
-    is_exact = has_norms and config.algorithm.baseline_norms == "exact"
+    """The method that `config` names, or the one that `auto` stands for. Raises ConfigError where it cannot work."""
+    method, objective = config.learner.gradient, make_objective(config.algorithm)
     if method == "auto":
-        return "two_pass" if has_norms and objective.has_own_baselines else "one_pass"
-    if method in ("one_pass", "one_pass_sharded") and has_norms and objective.has_own_baselines:
-        raise ConfigError(
-            f"learner.gradient={method} moves one baseline for a whole group, and algorithm.baseline="
-            f"{config.algorithm.baseline} has one for each episode: set learner.gradient: two_pass (or auto)"
-        )
-    if method == "one_pass_sharded" and not is_exact:
-        raise ConfigError(
-            f"learner.gradient={method} divides the two sums of exact norms, and this algorithm measures none "
-            f"(algorithm.baseline={config.algorithm.baseline}, baseline_norms={config.algorithm.baseline_norms}): set "
-            "learner.gradient: auto"
-        )
-    if method == "two_pass" and not has_norms:
-        raise ConfigError(
-            f"learner.gradient=two_pass measures score norms in a first pass, and algorithm.baseline="
-            f"{config.algorithm.baseline} needs none: set learner.gradient: auto"
-        )
+        return "two_pass" if objective.needs_norms and objective.has_own_baselines else "one_pass"
+    reason = method_refusal(
+        method,
+        has_norms=objective.needs_norms,
+        is_exact=config.algorithm.baseline_norms == "exact",
+        has_own_baselines=objective.has_own_baselines,
+    )
+    if reason:
+        raise ConfigError(reason)
     return method
 
 

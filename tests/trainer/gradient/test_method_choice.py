@@ -7,9 +7,20 @@ from typing import Any
 
 import pytest
 
+from agentrl.config import AlgorithmConfig
 from agentrl.errors import ConfigError
 from tests.trainer.trainer_builders import config
 from trainer.gradient.method_choice import chosen
+from trainer.objective.policy_gradient import PolicyGradient
+
+
+class OwnBaselines(PolicyGradient):
+    """An objective of the user's, which the config knows nothing about."""
+
+    def __init__(self, algorithm: AlgorithmConfig) -> None:
+        super().__init__(algorithm)
+        self.has_own_baselines = True
+
 
 LEAVE_ONE_OUT = {"preset": "vcpo", "baseline": "opob_leave_one_out"}
 
@@ -38,6 +49,13 @@ def test_auto_makes_two_passes_where_each_episode_has_its_own_baseline() -> None
     ],
 )
 def test_a_method_that_cannot_make_the_gradient_is_refused(method: str, algorithm: dict[str, Any], fix: str) -> None:
-    with pytest.raises(ConfigError, match=fix) as refused:
+    with pytest.raises(ConfigError, match=fix) as refused:  # when the config is read
         choose(method, algorithm)
     assert f"learner.gradient={method}" in str(refused.value)
+
+
+def test_a_class_of_the_users_is_asked_what_it_needs() -> None:
+    algorithm = {"preset": "vcpo", "objective": f"{__name__}:OwnBaselines"}
+    assert choose("auto", algorithm) == "two_pass"
+    with pytest.raises(ConfigError, match="set learner"):
+        choose("one_pass", algorithm)

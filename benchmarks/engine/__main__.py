@@ -14,7 +14,7 @@ from typing import Any
 from agentrl.config import EngineConfig
 from agentrl.engine import vllm_command
 from benchmarks import reporting
-from benchmarks.engine import gap, goals, head, kv, parity, prefix, throughput
+from benchmarks.engine import gap, goals, head, kv, parity, prefix, rho, throughput
 
 REPORT = reporting.ROOT / "benchmarks" / "engine.md"
 SECTIONS = {
@@ -23,6 +23,7 @@ SECTIONS = {
     "gap": gap.measure,
     "parity": parity.measure,
     "head": head.measure,
+    "rho": rho.measure,
     "kv": kv.measure,
 }
 

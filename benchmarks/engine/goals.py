@@ -28,6 +28,7 @@ BY_SECTION = {
         "is no goal, it is measured"
     ),
     "head": "with float32 logits on both sides, engine and learner are closer than with bfloat16 logits on both",
+    "rho": "without lag, float32 logits on both sides leave an ESS ratio at least as large as bfloat16 ones",
     "kv": (
         f"with `recompute` the tokens after an update differ from fresh KV entries by less than {MAX_PARITY:g}; with "
         "`stale` by less than the two policies differ themselves"

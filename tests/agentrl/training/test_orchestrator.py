@@ -109,6 +109,17 @@ async def test_a_task_without_signal_ends_with_a_reason(tmp_path: Path, tokenize
         await run_with(make_config(tmp_path), ScriptedEngine(tokenizer=tokenizer, script=["no"]), tokenizer)
 
 
+async def test_groups_of_equal_rewards_are_trained_where_they_are_kept(
+    tmp_path: Path, tokenizer: TurnTokenizer
+) -> None:
+    settings = make_config(tmp_path).model_dump()
+    settings["algorithm"] |= {"keep_equal_rewards": True}
+    engine = ScriptedEngine(tokenizer=tokenizer, script=["no"])
+    summary, seen = await run_with(parse(settings, source="test"), engine, tokenizer)
+    assert summary.num_steps == 4
+    assert all(set(group.rewards_G) == {0.0} for batch in seen for group in batch.groups)
+
+
 @pytest.mark.parametrize("max_lag", [0, 1])
 async def test_the_minutes_hold_while_a_step_waits_and_after_a_resume(
     tmp_path: Path, tokenizer: TurnTokenizer, max_lag: int

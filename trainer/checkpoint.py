@@ -170,7 +170,7 @@ def _setup_of(learner: Learner) -> Setup:
         digest.update(f"{name} {tuple(ranks.whole_shape(weight))} {weight.requires_grad}\n".encode())
     return Setup(
         num_ranks=ranks.count(),
-        zero_stage=learner.engine.zero_optimization_stage(),
+        zero_stage=learner.config.learner.zero_stage,
         dtype=str(next(learner.model.parameters()).dtype).removeprefix("torch."),
         weights=digest.hexdigest(),
         frozen="" if is_whole else learner.config.model.path,

@@ -15,9 +15,11 @@ REDUCE_BUCKET_ELEMENTS = 50_000_000
 
 def deepspeed_config(config: Config) -> dict[str, Any]:
     """DeepSpeed's JSON config (https://www.deepspeed.ai/docs/config-json). Everything in it comes from ours."""
-    learner = config.learner
+    learner, is_half = config.learner, config.model.dtype == "bfloat16"
     zero: dict[str, Any] = {
-        "stage": learner.zero_stage,
+        # With bfloat16 weights DeepSpeed adds gradients in float32 from stage 1 on only. Its optimizer of stage 0 is
+        # that of stage 1 but for this.
+        "stage": max(learner.zero_stage, 1) if is_half else learner.zero_stage,
         "overlap_comm": False,
         "reduce_bucket_size": REDUCE_BUCKET_ELEMENTS,
         "allgather_bucket_size": REDUCE_BUCKET_ELEMENTS,
@@ -28,7 +30,10 @@ def deepspeed_config(config: Config) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": learner.grad_clip,
-        "bf16": {"enabled": config.model.dtype == "bfloat16"},
+        "bf16": {"enabled": is_half},
+        # Gradients of packs and of ranks are added in float32 whatever the weights' type.
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,

@@ -21,7 +21,7 @@ from agentrl.types import Batch, StepOutput, Trajectory
 from trainer import diagnostics, packing, ranks, startup_proof
 from trainer.deepspeed_settings import set_rates, start_engine
 from trainer.gradient.logprobs import score
-from trainer.gradient.method_choice import make_method
+from trainer.gradient.method_choice import is_recorded, make_method
 from trainer.gradient.methods import own_share
 from trainer.gradient.norms import total_norm
 from trainer.model import keep_activations, load_model
@@ -72,7 +72,7 @@ class Learner:
         self.config = config
         self.model = load_model(config).to(self.device)
         keep_activations(self.model, config.learner)
-        startup_proof.prepare(self.model)
+        startup_proof.prepare(self.model, is_recorded=is_recorded(config))
         self.engine = start_engine(self.model, config)
         """DeepSpeed's engine, which holds the weights and the optimizer."""
         self._method = make_method(self.model, self.engine, config)

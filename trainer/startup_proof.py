@@ -19,6 +19,7 @@ from torch import Tensor
 from agentrl.errors import ConfigError
 from trainer import lora, packing, ranks
 from trainer.gradient import attention
+from trainer.gradient.logit_rule import logit_rule
 from trainer.gradient.logprobs import score
 from trainer.gradient.norms import squared_norm, total_norm
 from trainer.gradient.recorded_modules import check_modules, forwards, recording, tied_weight
@@ -33,13 +34,18 @@ _LENGTHS = ((9, 4), (5, 1), (17, 8))  # tokens, and how many of the last are act
 _COEFFICIENTS = (1.0, -0.5, 2.0)
 
 
-def prepare(model: Any) -> None:
+def prepare(model: Any, *, is_recorded: bool = True) -> None:
     """Make `model` attend within segments only, and prove that this changes nothing.
+
+    Args:
+        is_recorded: prove gradients by trajectory and their norms too, as recorders make them; else the gradient that
+            autograd makes of a pack.
 
     Raises ConfigError, naming the class, if a module or the attention cannot be treated exactly, or if the results
     differ from the model's own log-probabilities or from autograd's gradients.
     """
-    check_modules(model)
+    check_modules(model, is_recorded=is_recorded)
+    logit_rule(model)
     members = [_text(model, index, *lengths) for index, lengths in enumerate(_LENGTHS)]
     sums = GradientSums([p for p in model.parameters() if p.requires_grad], has_scores=False)
     sums.reset()
@@ -48,7 +54,7 @@ def prepare(model: Any) -> None:
         own_norm = total_norm(sums.total)
         attention.install(model)
         with ranks.without_sequence_groups():
-            packed_N, norms = _by_one_pass(model, members, sums)
+            packed_N, norms = (_by_one_pass if is_recorded else _by_plain_pass)(model, members, sums)
         if ranks.sequence_count() > 1:
             packed_N = score(model, packing.join(members)).logprob_N
     difference = total_norm(sums.total) / own_norm
@@ -62,11 +68,11 @@ def prepare(model: Any) -> None:
             f"{type(model).__name__}: log-probabilities of packed episodes differ from its own by {error:.2g} nats; "
             "its attention or its logits have a feature that this learner does not support"
         )
-    relative = max(float((norms - own_norms).norm() / own_norms.norm()), float(difference))
+    norm_error = 0.0 if norms is None else float((norms - own_norms).norm() / own_norms.norm())
+    relative = max(norm_error, float(difference))
     if not relative <= GRADIENT_BOUND[dtype]:
-        raise ConfigError(
-            f"{type(model).__name__}: gradients by trajectory differ from autograd's by {relative:.2g} (relative)"
-        )
+        of = "by trajectory" if is_recorded else "of packed episodes"
+        raise ConfigError(f"{type(model).__name__}: gradients {of} differ from autograd's by {relative:.2g} (relative)")
 
 
 def _text(model: Any, index: int, num_tokens: int, num_actions: int) -> ActionTensors:
@@ -145,3 +151,19 @@ def _by_one_pass(model: Any, members: list[ActionTensors], sums: GradientSums) -
         logprob_N = score(model, pack, recorder).logprob_N
         torch.autograd.backward(logprob_N, torch.ones_like(logprob_N))
     return logprob_N.detach(), recorder.norm2_n.clamp(min=0).sqrt()
+
+
+def _by_plain_pass(model: Any, members: list[ActionTensors], sums: GradientSums) -> tuple[Tensor, None]:
+    """Log-probabilities from one packed forward; sums += the weighted gradients that autograd makes."""
+    pack = packing.join(members)
+    logprob_N = score(model, pack, call=model).logprob_N
+    coefficient_N = torch.cat(
+        [one.new_full((len(one),), c) for one, c in zip(pack.per_segment(logprob_N), _COEFFICIENTS, strict=True)]
+    )
+
+    def add(index: int, gradient: Tensor) -> None:
+        sums.total[index].add_(gradient)
+
+    with _each_gradient(sums.parameters, add):
+        torch.autograd.backward(logprob_N, coefficient_N)
+    return logprob_N.detach(), None

@@ -20,10 +20,11 @@ Schedule = Annotated[
 ]
 
 GradientMethod = Annotated[
-    Literal["auto", "one_pass", "one_pass_sharded", "two_pass"],
+    Literal["auto", "plain", "one_pass", "one_pass_sharded", "two_pass"],
     Choices(
         {
             "auto": "the first that the objective allows and that fits",
+            "plain": "DeepSpeed's own backward, without sums: for algorithms without score norms, and any architecture",
             "one_pass": "one backward, into float32 sums on every rank: with exact norms two, 8 bytes a parameter",
             "one_pass_sharded": "the same, each sum divided among the ranks: 8 bytes a parameter over the ranks",
             "two_pass": "a backward for the norms, which keeps nothing, then one for the gradient",
@@ -127,6 +128,11 @@ def method_refusal(method: GradientMethod, *, has_norms: bool, is_exact: bool, h
 
     >>> method_refusal("one_pass", has_norms=True, is_exact=True, has_own_baselines=False)
     """
+    if method == "plain" and has_norms:
+        return (
+            "learner.gradient=plain measures no score norms, and this objective needs them (algorithm.baseline): set "
+            "learner.gradient: auto"
+        )
     if method == "one_pass_sharded" and not (has_norms and is_exact):
         return (
             "learner.gradient=one_pass_sharded divides the two sums of exact norms, and this objective measures none "

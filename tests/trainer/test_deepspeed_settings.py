@@ -34,6 +34,12 @@ def test_the_models_type_is_deepspeeds(dtype: str, enabled: bool) -> None:
     assert deepspeed_config(config(Path(), dtype=dtype))["bf16"] == {"enabled": enabled}
 
 
+def test_gradients_are_added_in_float32_and_so_stage_0_is_deepspeeds_stage_1_in_bfloat16() -> None:
+    found = deepspeed_config(config(Path(), dtype="bfloat16", learner={"zero_stage": 0}))
+    assert found["zero_optimization"]["stage"] == 1
+    assert (found["data_types"], found["communication_data_type"]) == ({"grad_accum_dtype": "fp32"}, "fp32")
+
+
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
 def test_offload_is_to_the_host_with_torchs_own_optimizer(zero_stage: int) -> None:
     found = settings(zero_stage=zero_stage, offload_optimizer=True)

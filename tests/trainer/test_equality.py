@@ -37,7 +37,7 @@ NEARLY = Difference(  # bfloat16 on one rank, against stage 0 in bfloat16: a wei
     update=0.01,
     weight=1e-3,
 )
-REDUCED = Difference(  # bfloat16 on two ranks, against one: gradients are added up in bfloat16
+REDUCED = Difference(  # bfloat16 on two ranks, against one: each rank's gradient is rounded to bfloat16
     log_weight=0.1,
     score_norm=0.03,
     advantage=0.1,
@@ -67,6 +67,16 @@ ONE_RANK = {
     "stage 3, offloaded": Setting(zero_stage=3, offload=True),
     "sharded sums, stage 3": Setting(zero_stage=3, method="one_pass_sharded"),
     "two passes, stage 0": Setting(method="two_pass"),
+    "plain, stage 0": Setting(algorithm={"preset": "grpo"}, pack_tokens=30),
+    "plain, stage 1, offloaded, a NaN": Setting(
+        zero_stage=1, offload=True, algorithm={"preset": "grpo"}, pack_tokens=30, is_poisoned=True
+    ),
+    "plain, stage 2, layers computed again": Setting(
+        zero_stage=2, algorithm={"preset": "otb"}, pack_tokens=30, checkpointing=True
+    ),
+    "plain, stage 3, offloaded, a NaN": Setting(
+        zero_stage=3, offload=True, algorithm={"preset": "grpo"}, pack_tokens=30, is_poisoned=True
+    ),
     "bfloat16, stage 1, offloaded": Setting(dtype="bfloat16", zero_stage=1, offload=True),
     "bfloat16, stage 2, layers computed again": Setting(dtype="bfloat16", zero_stage=2, checkpointing=True),
     "bfloat16, stage 3, offloaded": Setting(dtype="bfloat16", zero_stage=3, offload=True),
@@ -99,6 +109,18 @@ TWO_RANKS = {
     "bapo": Setting(zero_stage=1, algorithm={"preset": "bapo"}),
     "otb": Setting(zero_stage=1, algorithm={"preset": "otb"}),
     "proxy norms, stage 3": Setting(zero_stage=3, algorithm={"preset": "vcpo", "baseline_norms": "proxy"}),
+    "plain, stage 0, fewer groups than ranks": Setting(num_groups=1, algorithm={"preset": "grpo"}),
+    "plain, stage 1": Setting(zero_stage=1, algorithm={"preset": "grpo"}, pack_tokens=30),
+    "plain, stage 2, a NaN on one rank": Setting(
+        zero_stage=2, algorithm={"preset": "grpo"}, pack_tokens=30, is_poisoned=True
+    ),
+    "plain, stage 3, offloaded, all on one rank": Setting(
+        zero_stage=3, offload=True, algorithm={"preset": "grpo"}, pack_tokens=30, split="all on one"
+    ),
+    "plain, bfloat16, stage 0, a NaN on one rank": Setting(
+        dtype="bfloat16", algorithm={"preset": "grpo"}, pack_tokens=30, is_poisoned=True
+    ),
+    "plain, bfloat16, stage 2": Setting(dtype="bfloat16", zero_stage=2, algorithm={"preset": "grpo"}, pack_tokens=30),
     "packs divided, stage 0": Setting(sequence_parallel=2, algorithm={"preset": "tis"}),
     "packs divided, stage 2": Setting(zero_stage=2, sequence_parallel=2, algorithm={"preset": "m2po"}),
     "packs divided, stage 3, layers computed again, proxy norms": Setting(
@@ -138,7 +160,7 @@ def reference(tiny_model_dir: Path) -> Callable[[Setting], Outcome]:
             split="own",
             pack_tokens=Setting.pack_tokens,
             sequence_parallel=1,
-            method="auto",
+            method="auto" if setting.algorithm.get("baseline") == "opob_leave_one_out" else "one_pass",
         )
         if str(plain) not in found:
             found[str(plain)] = outcome(tiny_model_dir, plain)

@@ -45,7 +45,7 @@ GRADIENT_ORDER = (
         "step_members",
         "step_gradient",
     ),
-    *("handoff", "methods", "spread_methods", "method_choice"),
+    *("handoff", "methods", "plain", "spread_methods", "method_choice"),
 )
 
 

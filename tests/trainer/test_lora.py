@@ -34,6 +34,7 @@ from tests.trainer.trainer_builders import (
     with_steady_updates,
 )
 from trainer import deepspeed_settings, lora
+from trainer.gradient.logit_rule import logit_rule
 from trainer.learner import Learner
 from trainer.model import checkpoint_layers, load_model
 from trainer.weights import folder as weights
@@ -152,6 +153,7 @@ def test_an_adapter_as_model_path_is_refused(tiny_model: Any, tiny_model_dir: Pa
 def test_checkpointed_layers_are_exact() -> None:
     model = adapted(architecture("Qwen3-tied"))
     theirs = single_backwards(model, torch.float64)
+    logit_rule(model)  # a forward of its own, once
     calls: list[int] = []
     lora.base_of(model).model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     checkpoint_layers(model)

@@ -15,6 +15,7 @@ from agentrl.config.presets import OPTIMAL
 from agentrl.errors import ConfigError
 from trainer import ranks
 from trainer.gradient.methods import GradientMethod, OnePass
+from trainer.gradient.plain import Plain
 from trainer.gradient.spread_methods import OnePassSharded, TwoPass
 from trainer.objective.registry import make_objective
 
@@ -30,6 +31,8 @@ def make_method(model: Any, engine: Any, config: Config) -> GradientMethod:
     method = chosen(config)
     log.info("learner.gradient: %s%s", method, " (auto)" if config.learner.gradient == "auto" else "")
     match method:
+        case "plain":
+            return Plain(model, engine, config)
         case "one_pass_sharded":
             return OnePassSharded(model, engine, config)
         case "two_pass":
@@ -38,11 +41,18 @@ def make_method(model: Any, engine: Any, config: Config) -> GradientMethod:
             return OnePass(model, engine, config)
 
 
+def is_recorded(config: Config) -> bool:
+    """Whether this run makes gradients by trajectory: for its method, or to compare baselines at times."""
+    return chosen(config) != "plain" or config.algorithm.variance_every > 0
+
+
 def chosen(config: Config) -> MethodName:
     """The method that `config` names, or the one that `auto` stands for. Raises ConfigError where it cannot work."""
     method, objective = config.learner.gradient, make_objective(config.algorithm)
     if method == "auto":
-        return "two_pass" if objective.needs_norms and objective.has_own_baselines else "one_pass"
+        if not objective.needs_norms:
+            return "plain"
+        return "two_pass" if objective.has_own_baselines else "one_pass"
     reason = method_refusal(
         method,
         has_norms=objective.needs_norms,

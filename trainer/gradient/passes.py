@@ -57,7 +57,7 @@ class Passes:
             scores = self._score(members, pack, recorder)
             for one in members:
                 weigh(one)
-            _backward(scores, [one.seed_N(num_episodes) for one in members], _entropy_seeds(members, num_episodes))
+            weighted(scores, members, num_episodes=num_episodes).backward()  # type: ignore[no-untyped-call]
 
     def with_norms(self, members: Sequence[ScoredTrajectory], weigh: Weigh, *, num_episodes: int) -> None:
         """The same for one weight per trajectory; also its score norm, and scores += w_i / (s B L_i) score_i."""
@@ -118,9 +118,16 @@ class Passes:
             device=pack.input_ids_S.device,
         )
 
-    def _score(self, members: Sequence[ScoredTrajectory], pack: Pack, recorder: Recorder | None) -> TokenScores:
-        """Scores of the pack's action tokens, with their graph where there is a recorder."""
-        scores = score(self._model, pack, recorder)
+    def _score(
+        self,
+        members: Sequence[ScoredTrajectory],
+        pack: Pack,
+        recorder: Recorder | None,
+        *,
+        call: Callable[..., Any] | None = None,
+    ) -> TokenScores:
+        """Scores of the pack's action tokens, with their graph where `logprobs.score` makes one."""
+        scores = score(self._model, pack, recorder, call=call)
         columns = (scores.logprob_N.detach(), scores.entropy_N.detach(), scores.sum_pi2_N)
         per_member = pack.per_segment(torch.stack(columns, dim=1).cpu().double())
         for one, scores_N3 in zip(members, per_member, strict=False):  # a dummy text has no member
@@ -135,20 +142,24 @@ def _unit_seeds(members: Sequence[ScoredTrajectory]) -> list[Tensor]:
     return [torch.full((one.tensors.num_actions,), 1 / one.length) for one in members]
 
 
-def _entropy_seeds(members: Sequence[ScoredTrajectory], num_episodes: int) -> list[Tensor]:
-    """The seeds of all members' entropies; empty where no member has any."""
+def weighted(scores: TokenScores, members: Sequence[ScoredTrajectory], *, num_episodes: int) -> Tensor:
+    """sum seed log pi + sum entropy seed * entropy over the pack's tokens, whose gradient is the pack's share of g.
+
+    0, on the same graph, of a pack without trajectories.
+    """
+    if not members:
+        return scores.logprob_N.sum() * 0
+    seed_N = torch.cat([one.seed_N(num_episodes) for one in members]).to(scores.logprob_N)
+    total = (seed_N * scores.logprob_N).sum()
     if all(one.used.entropy_seed_N is None for one in members):
-        return []
-    return [one.entropy_seed_N(num_episodes) for one in members]
+        return total
+    entropy_seed_N = torch.cat([one.entropy_seed_N(num_episodes) for one in members])
+    return total + (entropy_seed_N.to(scores.entropy_N) * scores.entropy_N).sum()
 
 
-def _backward(scores: TokenScores, seeds: list[Tensor], entropy_seeds: Sequence[Tensor] = ()) -> None:
-    logprob_N = scores.logprob_N
-    seed_N = torch.cat(seeds) if seeds else torch.zeros(len(logprob_N))
-    if not entropy_seeds:
-        return torch.autograd.backward(logprob_N, seed_N.to(logprob_N))
-    entropy_seed_N = torch.cat(list(entropy_seeds))
-    return torch.autograd.backward([logprob_N, scores.entropy_N], [seed_N.to(logprob_N), entropy_seed_N.to(logprob_N)])
+def _backward(scores: TokenScores, seeds: list[Tensor]) -> None:
+    seed_N = torch.cat(seeds) if seeds else torch.zeros(len(scores.logprob_N))
+    torch.autograd.backward(scores.logprob_N, seed_N.to(scores.logprob_N))
 
 
 def _keep_norms(members: Sequence[ScoredTrajectory], recorder: Recorder) -> None:

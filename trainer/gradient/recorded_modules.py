@@ -24,8 +24,17 @@ from trainer.gradient.tiles import Tiled
 RMS_NORMS = frozenset({"Qwen2RMSNorm", "Qwen3RMSNorm", "LlamaRMSNorm", "MistralRMSNorm", "Phi3RMSNorm"})
 
 
-def check_modules(model: Any) -> None:
-    """Raise ConfigError, naming the class, if a trained weight's gradient cannot be split by segment exactly."""
+def check_modules(model: Any, *, is_recorded: bool = True) -> None:
+    """Raise ConfigError, naming the class, if a trained weight's gradient cannot be split by segment exactly.
+
+    Where nothing is recorded only the output head's class matters.
+    """
+    head = model.get_output_embeddings()
+    if type(head) is not nn.Linear or (is_recorded and head.bias is not None):
+        wanted = "a plain matrix without bias" if is_recorded else "a plain matrix"
+        raise ConfigError(f"{type(head).__name__} as output embedding: only {wanted} is supported")
+    if not is_recorded:
+        return
     owners: dict[int, list[tuple[str, nn.Module]]] = {}
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
@@ -35,13 +44,13 @@ def check_modules(model: Any) -> None:
     for owning in owners.values():
         for name, module in owning:
             if reason := _unsupported(module):
-                raise ConfigError(f"{type(module).__name__} ({name}) {reason}; freeze it, or use another model")
+                raise ConfigError(
+                    f"{type(module).__name__} ({name}) {reason}: no score norms; freeze it, or use a preset without "
+                    "norms (algorithm.preset: grpo), which trains any architecture"
+                )
         if len(owning) > 1 and {id(module) for _, module in owning} != tied:
             names = ", ".join(name for name, _ in owning)
             raise ConfigError(f"{type(owning[0][1]).__name__}: {names} share a weight; only a tied head may")
-    head = model.get_output_embeddings()
-    if type(head) is not nn.Linear or head.bias is not None:
-        raise ConfigError(f"{type(head).__name__} as output embedding: only a plain matrix without bias is supported")
 
 
 def tied_weight(model: Any) -> Tensor | None:

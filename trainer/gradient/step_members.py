@@ -116,6 +116,11 @@ class StepMembers:
         shares = packing.spread([member.tensors.num_read for member in members], num_ranks)
         return [members[index] for index in shares[rank]]
 
+    def evenly(self, packs: Sequence[list[ScoredTrajectory]]) -> list[list[ScoredTrajectory]]:
+        """The packs, and empty ones after them: as many as the rank with the most packs has, at least one."""
+        num_passes = max(1, *self._gather([len(packs)], int))
+        return [*packs, *([] for _ in range(num_passes - len(packs)))]
+
     def weigh(self, member: ScoredTrajectory) -> None:
         """Set the weights of a trajectory that was scored, unless it has them."""
         if member.weights is None:

@@ -1,36 +1,49 @@
 """Each segment's pieces of a gradient on their way into sums and squared norms, during one packed backward.
 
-A piece is one parameter's gradient from one segment. It is squared, weighted, added and dropped: no gradient of a whole
-trajectory is ever held. Independent of modules and of how pieces are made.
-Shapes: _n segments of a pack, _S its tokens, _N its action tokens, _U distinct ids of a segment, I and O sizes of a
-linear map, D of a norm.
+Segments of one weight make one product, which is added to the sums; their norms are measured beside it, by token
+products or from pieces of their own (trainer/gradient/segments.py). No gradient of a whole trajectory is ever held, and
+nothing waits for the device. Independent of modules.
+Shapes: _n segments of a pack, _m some of them, _S its tokens, _N its action tokens, I and O sizes of a linear map, D of
+a norm or an embedding.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
-from trainer import ranks
-from trainer.gradient.norms import inner_product, squared_norm
+from trainer.gradient.norms import squared_norm
+from trainer.gradient.segment_weights import SegmentWeights
+from trainer.gradient.segments import Batch, Segments, Split, gram_norm2, lookup_norm2, on_device, token_products
 from trainer.gradient.sums import GradientSums, product
 
 
-class Recorder:
-    """Receives the pieces of one pack's backward and keeps each segment's squared norm.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Segments that follow one another, of one weight: without pieces of their own, or a single one with."""
 
-    Set `coefficient_n` and `score_n` between the forward and the backward. Without norms, a single segment that spans
-    the pack makes a plain backward.
+    segments: range
+    has_piece: bool
+    ratio: float
+    scale: float
+
+
+class Recorder:
+    """Receives what modules' backwards know of one pack, fills the sums and measures each segment's squared norm.
+
+    Call `weigh` between the forward and the backward, and multiply the backward's seeds by `weights.seed_n`. Without
+    norms, a single segment that spans the pack makes a plain backward.
 
     Example, as `passes.py` does it::
 
         recorder = Recorder(sums, bounds=pack.bounds, action_bounds=pack.action_bounds, has_norms=True, ...)
         with recording(model, recorder):
             logprob_N = score(model, pack, recorder).logprob_N
-            recorder.coefficient_n = [0.5, -0.5]
+            recorder.weigh(ratio_n=[0.5, -0.5], score_n=[1.0, 1.0])
             logprob_N.sum().backward()
         norms = recorder.norm2_n.sqrt()
 
@@ -55,55 +68,98 @@ class Recorder:
         self.action_bounds = tuple(action_bounds)
         self.has_norms = has_norms
         self.device = device
-        self.coefficient_n = [1.0] * (len(bounds) - 1)
-        self.score_n = [0.0] * (len(bounds) - 1)
-        self._sums = sums
+        self.sums = sums
+        self.segments = Segments(bounds, device)
+        self.weights = SegmentWeights.of([1.0] * self.num_segments, [1.0] * self.num_segments)
+        self._weight_2n: Tensor | None = None
         self._tied_index = self.index_of(tied_weight)
-        self._head_rows: dict[int, Tensor] = {}
-        # Added up at the end: on a GPU, adding each to a running sum would double the number of small kernels.
-        self._norm2: list[list[Tensor]] = [[] for _ in range(len(bounds) - 1)]
-        self._vector_norm2: list[Tensor] = []
+        self._head_rows: list[Tensor] = []
+        # Added up at the end: adding each to a running sum would double the number of small kernels.
+        self._norm2: dict[tuple[int, ...], list[Tensor]] = {}
+        self._vector_norms: list[Tensor] = []
+        self._last_input: tuple[int, dict[tuple[int, ...], Tensor]] = (-1, {})
+
+    def weigh(self, *, ratio_n: Sequence[float], score_n: Sequence[float]) -> None:
+        """Set the segments' weights: ratio_i score_i in the total, score_i >= 0 in the scores."""
+        self.weights = weights = SegmentWeights.of(ratio_n, score_n)
+        coefficient_n = [ratio * scale for ratio, scale in zip(weights.ratio_n, weights.scale_n, strict=True)]
+        self._weight_2n = on_device([coefficient_n, weights.scale_n], self.device).float()
 
     @property
     def has_only_vectors(self) -> bool:
         """Whether only norms of normalization scales are measured: the proxy of a score norm."""
-        return self._sums is None
+        return self.sums is None
 
     @property
     def norm2_n(self) -> Tensor:
-        """Squared norm of each segment's gradient, over the pieces received so far. float64 [n]"""
+        """Squared norm of each segment's gradient for seeds of 1, over what was received so far. float64 [n]"""
         norm2_n = torch.zeros(self.num_segments, dtype=torch.float64, device=self.device)
-        for segment, parts in enumerate(self._norm2):
-            if parts:
-                norm2_n[segment] = torch.stack(parts).sum()
-        return norm2_n + torch.stack(self._vector_norm2).sum(dim=0) if self._vector_norm2 else norm2_n
+        for segments, found in self._norm2.items():
+            norm2_n.index_add_(0, on_device(segments, self.device), torch.stack(found).sum(dim=0).view(-1))
+        if self._vector_norms:
+            norm2_n += torch.stack(self._vector_norms).square().sum(dim=0)
+        return norm2_n / on_device(self.weights.seed_n, self.device).double().square()
 
     @property
     def num_segments(self) -> int:
         """Trajectories whose norms are measured; 1 in a plain backward."""
-        return len(self.coefficient_n)
+        return len(self.bounds) - 1
 
     def index_of(self, parameter: Tensor | None) -> int | None:
         """Position of the parameter's sum; None for a parameter that is not trained."""
-        return None if parameter is None or self._sums is None else self._sums.index_of(parameter)
+        return None if parameter is None or self.sums is None else self.sums.index_of(parameter)
 
-    def linear(self, weight: Tensor, grad_SO: Tensor, input_SI: Tensor) -> None:
-        """Pieces of y = x W^T: segment by segment, G_i^T x_i."""
-        if (index := self.index_of(weight)) is None or self._sums is None:
+    def measured(self, segments: tuple[int, ...], norm2_m: Tensor) -> None:
+        """Part of the squared norms of `segments`. float64 [m], or a scalar for one segment"""
+        self._norm2.setdefault(segments, []).append(norm2_m)
+
+    def parts(self, has_piece_n: Sequence[bool]) -> Iterator[Part]:
+        """The segments in their order, as few parts as their weights and pieces allow."""
+        for run in self.weights.runs:
+            for has_piece, found in groupby(run.segments, key=has_piece_n.__getitem__):
+                members = list(found)
+                together = [range(i, i + 1) for i in members] if has_piece else [range(members[0], members[-1] + 1)]
+                for segments in together:
+                    yield Part(segments=segments, has_piece=has_piece, ratio=run.ratio, scale=run.scale)
+
+    def linear(self, weight: Tensor, grad_SO: Tensor, input_SI: Tensor, source: int) -> None:
+        """y = x W^T: the segments' G_i^T x_i. Maps of one input have one `source`, a number not below 0."""
+        if (index := self.index_of(weight)) is None or self.sums is None:
             return
-        if not self.has_norms:
-            self._sums.add_product(index, grad_SO, input_SI)
-        else:
-            for segment, (start, end) in enumerate(itertools.pairwise(self.bounds)):
-                self.piece(index, segment, product(grad_SO[start:end], input_SI[start:end]))
-        self._sums.finish(index)
-
-    def piece(self, index: int, segment: int, piece: Tensor) -> None:
-        """One parameter's whole gradient from one segment. float32"""
-        assert self._sums is not None
         if self.has_norms:
-            self._norm2[segment].append(squared_norm(piece))
-        self._sums.add(index, piece, coefficient=self.coefficient_n[segment], score=self.score_n[segment])
+            split = self.segments.split(
+                num_in=input_SI.shape[1], num_out=grad_SO.shape[1], has_product=self.sums.keeps_products
+            )
+            for batch in split.batches:
+                products_mTT = self._input_products(batch, input_SI, source)
+                self.measured(batch.segments, gram_norm2(batch, grad_SO, products_mTT))
+            self._multiply(index, split, grad_SO, input_SI)
+        else:
+            self.sums.add_product(index, grad_SO, input_SI)
+        self.sums.finish(index)
+
+    def _multiply(self, index: int, split: Split, grad_SO: Tensor, input_SI: Tensor) -> None:
+        assert self.sums is not None
+        for part in self.parts(split.has_piece_n):
+            at = slice(self.bounds[part.segments.start], self.bounds[part.segments.stop])
+            if part.has_piece:
+                self.piece(index, part, product(grad_SO[at], input_SI[at]))
+            else:
+                self.sums.add_product(index, grad_SO[at], input_SI[at], ratio=part.ratio, score=part.scale)
+
+    def piece(self, index: int, part: Part, piece: Tensor) -> None:
+        """One parameter's whole gradient from a single segment. float32"""
+        assert self.sums is not None
+        self.measured((part.segments.start,), squared_norm(piece))
+        self.sums.add(index, piece, ratio=part.ratio, score=part.scale)
+
+    def _input_products(self, batch: Batch, input_SI: Tensor, source: int) -> Tensor:
+        if self._last_input[0] != source:
+            self._last_input = source, {}
+        known = self._last_input[1]
+        if batch.segments not in known:
+            known[batch.segments] = token_products(batch.rows(input_SI))
+        return known[batch.segments]
 
     def vectors(self, parameter: Tensor, grad_RD: Tensor) -> None:
         """Pieces of a vector that acts on every token, or on every head of every token: each segment's sum of rows.
@@ -113,51 +169,51 @@ class Recorder:
         index = self.index_of(parameter)
         if index is None and not self.has_only_vectors:
             return
-        per_token = grad_RD.shape[0] // self.bounds[-1]
-        lengths = [(end - start) * per_token for start, end in itertools.pairwise(self.bounds)]
-        piece_nD = torch.stack([part.sum(dim=0, dtype=torch.float32) for part in torch.split(grad_RD, lengths)])
+        num_tokens, size = self.bounds[-1], grad_RD.shape[1]
+        piece_nD = self.segments.vector_sums(grad_RD.reshape(num_tokens, -1))
+        if piece_nD.shape[1] != size:
+            piece_nD = piece_nD.view(self.num_segments, -1, size).sum(dim=1)
         if self.has_norms:
-            whole_nD = piece_nD.clone()
-            ranks.add_up_sequence(whole_nD)
-            self._vector_norm2.append(whole_nD.double().square().sum(dim=1))
-        if index is not None and self._sums is not None:
-            self._sums.add_weighted(index, piece_nD, coefficient_n=self.coefficient_n, score_n=self.score_n)
-            self._sums.finish(index)
+            self._vector_norms.append(torch.linalg.vector_norm(piece_nD, dim=1, dtype=torch.float64))
+        if index is not None and self.sums is not None:
+            self.sums.add_weighted(index, piece_nD, self._weights())
+            self.sums.finish(index)
 
-    def whole(self, index: int, grad_CV: Tensor, hidden_CD: Tensor) -> None:
-        """One chunk of the head's gradient in a plain backward."""
-        assert self._sums is not None
-        self._sums.add_product(index, grad_CV, hidden_CD)
+    def head_rows(self, index: int, rows_TD: Tensor) -> None:
+        """Of the next segment's gradient of the head: the rows of its input tokens' ids, with repetitions.
 
-    def head(self, index: int, segment: int, piece_VD: Tensor, ids: Tensor) -> None:
-        """The head's whole piece from one segment, whose input tokens are `ids`.
-
-        Where the embedding shares the weight, the rows that both touch are kept for the cross term of the norm.
+        Needed where the embedding shares the weight, for the cross term of the norm.
         """
         if index == self._tied_index:
-            self._head_rows[segment] = piece_VD[torch.unique(ids)]
-        self.piece(index, segment, piece_VD)
+            self._head_rows.append(rows_TD)
 
-    def head_is_complete(self, index: int) -> None:
-        """Every chunk of the head's gradient was passed to `whole` or `head`."""
-        assert self._sums is not None
-        self._sums.finish(index)
+    @property
+    def needs_head_rows(self) -> bool:
+        """Whether `head_rows` must be called for every segment."""
+        return self.has_norms and self._tied_index is not None
 
     def embedding(self, weight: Tensor, ids_S: Tensor, grad_SD: Tensor, padding_id: int | None) -> None:
         """Pieces of an embedding look-up. Where the head shares the weight, |a + b|^2 has the cross term 2 <a, b>."""
-        if (index := self.index_of(weight)) is None or self._sums is None:
+        if (index := self.index_of(weight)) is None or self.sums is None:
             return
-        for segment, (start, end) in enumerate(itertools.pairwise(self.bounds)):
-            ids_U, inverse = torch.unique(ids_S[start:end], return_inverse=True)
-            piece_UD = torch.zeros(len(ids_U), grad_SD.shape[1], device=grad_SD.device)
-            piece_UD.index_add_(0, inverse, grad_SD[start:end].float())
-            if padding_id is not None:
-                piece_UD[ids_U == padding_id] = 0
-            if self.has_norms:
-                self._norm2[segment].append(squared_norm(piece_UD))
-                if (head_UD := self._head_rows.pop(segment, None)) is not None:
-                    self._norm2[segment].append(2 * inner_product(head_UD, piece_UD))
-            self._sums.add_rows(
-                index, ids_U, piece_UD, coefficient=self.coefficient_n[segment], score=self.score_n[segment]
-            )
-        self._sums.finish(index)
+        grad_SD = grad_SD.float()
+        if padding_id is not None:
+            grad_SD = grad_SD.masked_fill((ids_S == padding_id)[:, None], 0.0)
+        if self.has_norms:
+            everyone = tuple(range(self.num_segments))
+            self.measured(everyone, lookup_norm2(self.segments, ids_S, grad_SD, weight.shape[0]))
+            if index == self._tied_index:
+                cross_S = (torch.cat(self._head_rows) * grad_SD).sum(dim=1, dtype=torch.float64)
+                self._head_rows = []
+                self.measured(everyone, 2 * self.segments.sums(cross_S))
+            self.sums.add_rows(index, ids_S, grad_SD, self._weights()[:, self.segments.segment_S])
+        else:
+            self.sums.add_rows(index, ids_S, grad_SD)
+        self.sums.finish(index)
+
+    def _weights(self) -> Tensor:
+        """Of the total and of the scores. float32 [2, n]"""
+        if self._weight_2n is None:
+            self.weigh(ratio_n=self.weights.ratio_n, score_n=self.weights.scale_n)
+        assert self._weight_2n is not None
+        return self._weight_2n

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from trainer.gradient.sums import GradientSums
+from trainer.gradient.sums import GradientSums, SumPair
 from trainer.ranks import whole_shape
 
 SMALL = 2**16
@@ -32,7 +32,7 @@ class ShardedSums(GradientSums):
 
     >>> sums = ShardedSums([torch.zeros(3, 2)], rank=0, num_ranks=2, scatter=lambda whole: whole[:3], small=0)
     >>> sums.reset()
-    >>> sums.add(0, torch.ones(3, 2), coefficient=2.0, score=1.0)
+    >>> sums.add(0, torch.ones(3, 2), ratio=2.0, score=1.0)
     >>> sums.finish(0)
     >>> sums.close_group(shift=0.5)
     >>> sums.take(0)
@@ -54,72 +54,57 @@ class ShardedSums(GradientSums):
         self._rank, self._num_ranks, self._scatter = rank, num_ranks, scatter
         limit = SMALL if small is None else small
         self._is_small = [whole_shape(parameter).numel() < limit for parameter in parameters]
-        self._open: dict[int, tuple[Tensor, Tensor]] = {}
+        self._open: dict[int, SumPair] = {}
 
     def reset(self) -> None:
         """Start a step with zeros."""
         super().reset()
         self._open = {}
 
-    def add(self, index: int, piece: Tensor, *, coefficient: float, score: float) -> None:
-        """The same as in `GradientSums`, until `finish` on this rank only."""
+    def pair(self, index: int) -> SumPair:
+        """Where the pieces of a parameter go until `finish`: on this rank only."""
         if self._is_small[index]:
-            return super().add(index, piece, coefficient=coefficient, score=score)
-        total, scores = self._opened(index)
-        total.add_(piece, alpha=coefficient)
-        scores.add_(piece, alpha=score)
-
-    def add_product(self, index: int, left_SO: Tensor, right_SI: Tensor) -> None:
-        """Raises NotImplementedError: without norms there is nothing to divide that a plain backward would keep."""
-        raise NotImplementedError("sharded sums are those of a backward with norms")
-
-    def add_rows(self, index: int, rows: Tensor, piece_UD: Tensor, *, coefficient: float, score: float) -> None:
-        """The same as `add` for a piece that is zero except in `rows`, each of which is named once."""
-        if self._is_small[index]:
-            return super().add_rows(index, rows, piece_UD, coefficient=coefficient, score=score)
-        total, scores = self._opened(index)
-        total.index_add_(0, rows, piece_UD, alpha=coefficient)
-        scores.index_add_(0, rows, piece_UD, alpha=score)
-
-    def add_weighted(
-        self, index: int, piece_nD: Tensor, *, coefficient_n: Sequence[float], score_n: Sequence[float]
-    ) -> None:
-        """The same as `add` for the pieces of all n segments at once."""
-        if self._is_small[index]:
-            return super().add_weighted(index, piece_nD, coefficient_n=coefficient_n, score_n=score_n)
-        total, scores = self._opened(index)
-        total.add_(torch.tensor(coefficient_n, device=piece_nD.device) @ piece_nD)
-        scores.add_(torch.tensor(score_n, device=piece_nD.device) @ piece_nD)
+            return super().pair(index)
+        if index not in self._open:
+            self._open[index] = SumPair(*(self._in_shape(index, self._flat_zeros(index)) for _ in range(2)))
+        return self._open[index]
 
     def finish(self, index: int) -> None:
         """Add up what all ranks have of the parameter, and keep this rank's part. Every rank must call it alike."""
         if self._is_small[index]:
             return
-        self._opened(index)  # zeros where this rank has no piece
-        for sums, whole in zip((self.total, self._scores), self._open.pop(index), strict=True):
-            sums[index].add_(self._scatter(whole))
-        self._ratios[index] = 0.0  # the total lacks nothing
+        here, part = self.pair(index), super().pair(index)  # zeros where this rank has no piece
+        del self._open[index]
+        assert here.scores is not None and part.scores is not None
+        if here.ratio is None:
+            here.scores.zero_()
+        here.settle()
+        part.total.add_(self._scatter(self._flat(index, here.total)))
+        scores = self._scatter(self._flat(index, here.scores))
+        # The total of the part lacks nothing.
+        part.add(scores, ratio=0.0, score=1.0)
 
     def take(self, index: int) -> Tensor:
         """This rank's part of the finished sum, in the parameter's shape."""
         part = super().take(index)
         if self._is_small[index]:
             return part
-        shape = whole_shape(self.parameters[index])
-        whole = part.new_zeros(self._num_ranks * len(part))
+        whole = self._flat_zeros(index)
         whole[self._rank * len(part) : (self._rank + 1) * len(part)] = part
-        return whole[: shape.numel()].view(shape)
+        return self._in_shape(index, whole)
 
-    def _opened(self, index: int) -> tuple[Tensor, Tensor]:
-        """The parameter's total and scores of this pass on this rank, in its whole shape."""
-        parameter = self.parameters[index]
-        shape = whole_shape(parameter)
-        if index not in self._open:
-            size = self._num_ranks * self._sum_shape(index).numel()
-            total, scores = (torch.zeros(size, dtype=torch.float32, device=parameter.device) for _ in range(2))
-            self._open[index] = total, scores
-        total, scores = (flat[: shape.numel()].view(shape) for flat in self._open[index])
-        return total, scores
+    def _flat_zeros(self, index: int) -> Tensor:
+        """A vector of which each rank has an equal part."""
+        size = self._num_ranks * self._sum_shape(index).numel()
+        return torch.zeros(size, dtype=torch.float32, device=self.parameters[index].device)
+
+    def _in_shape(self, index: int, flat: Tensor) -> Tensor:
+        shape = whole_shape(self.parameters[index])
+        return flat[: shape.numel()].view(shape)
+
+    def _flat(self, index: int, whole: Tensor) -> Tensor:
+        """The vector that `whole` is the front of."""
+        return whole.as_strided((self._num_ranks * self._sum_shape(index).numel(),), (1,))
 
     def _sum_shape(self, index: int) -> torch.Size:
         whole = super()._sum_shape(index)

@@ -146,7 +146,7 @@ def _by_one_pass(model: Any, members: list[ActionTensors], sums: GradientSums) -
         tied_weight=tied_weight(model),
         device=model.device,
     )
-    recorder.coefficient_n = list(_COEFFICIENTS)
+    recorder.weigh(ratio_n=_COEFFICIENTS, score_n=[1.0] * len(_COEFFICIENTS))
     with recording(model, recorder):
         logprob_N = score(model, pack, recorder).logprob_N
         torch.autograd.backward(logprob_N, torch.ones_like(logprob_N))

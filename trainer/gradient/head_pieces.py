@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trainer.gradient.recorder import Part, Recorder
 from trainer.gradient.segments import longest_by_tokens
-from trainer.gradient.sums import product
+from trainer.gradient.sums import grown, product
 
 
 class HeadPieces:
@@ -21,21 +21,25 @@ class HeadPieces:
 
     A segment has a piece of its own, [V, D], if that is cheaper than token products or if a chunk cuts it.
 
+    Example::
+
+        pieces = HeadPieces(recorder, head.weight, pack.input_ids_S, rows=1024)
+        pieces.add(slice(0, 1024), grad_CV, hidden_CD)  # for every chunk
+        pieces.close()
+
     Args:
-        index: of the head's weight in the recorder; None where it is not trained.
         ids_S: the input tokens of the pack.
         rows: tokens of a chunk, at most. Chunks consist of whole segments or of a part of one.
     """
 
-    def __init__(self, recorder: Recorder, weight_VD: Tensor, ids_S: Tensor, *, index: int | None, rows: int) -> None:
-        self._recorder, self._index, self._ids_S = recorder, index, ids_S
+    def __init__(self, recorder: Recorder, weight_VD: Tensor, ids_S: Tensor, *, rows: int) -> None:
+        self._recorder, self._ids_S = recorder, ids_S
+        self._index = recorder.index_of(weight_VD)
         self._piece: Tensor | None = None
-        if index is None or recorder.sums is None or not recorder.has_norms:
+        if self._index is None or recorder.sums is None or not recorder.has_norms:
             return
         num_out, num_in = weight_VD.shape
-        longest = longest_by_tokens(
-            num_in, num_out, ids_S.device.type, has_product=recorder.sums.keeps_products
-        )
+        longest = longest_by_tokens(num_in, num_out, ids_S.device.type, has_product=recorder.sums.keeps_products)
         lengths = [end - start for start, end in pairwise(recorder.action_bounds)]
         self._parts = list(recorder.parts([length > min(longest, rows) for length in lengths]))
 
@@ -68,12 +72,7 @@ class HeadPieces:
 
     def _grow(self, part: Part, grad_NV: Tensor, hidden_ND: Tensor, *, is_last: bool) -> None:
         assert self._index is not None
-        if self._piece is None:
-            self._piece = product(grad_NV, hidden_ND)
-        elif grad_NV.dtype == torch.float32:
-            self._piece.addmm_(grad_NV.t(), hidden_ND)
-        else:
-            self._piece += product(grad_NV, hidden_ND)
+        self._piece = grown(self._piece, grad_NV, hidden_ND)
         if is_last:
             if self._recorder.needs_head_rows:
                 self._recorder.head_rows(self._index, self._piece[self._ids(part.segments.start)])

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from trainer.gradient import attention, sequence
+from trainer.gradient.head_pieces import HeadPieces
 from trainer.gradient.logit_rule import LogitRule, logit_rule
 from trainer.gradient.norms import row_squared_norms, row_sums
 from trainer.gradient.recorded_modules import forwards
 from trainer.gradient.recorder import Recorder
-from trainer.gradient.sums import product
+from trainer.gradient.sums import grown
 from trainer.packing import Pack
 
 # Elements of a float32 chunk [tokens, vocabulary]: 64 MiB on a CPU; 1 GiB on a GPU, whose products need many rows.
@@ -130,7 +131,7 @@ class _Head(torch.autograd.Function):
     def backward(ctx: Any, seed_N: Tensor, entropy_seed_N: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         hidden_ND, log_sum_N, entropy_N = ctx.saved_tensors
         head, recorder, rule = ctx.head, ctx.recorder, ctx.rule
-        pieces = _HeadPieces(head.weight, ctx.pack, recorder) if recorder is not None else None
+        pieces = None if recorder is None else HeadPieces(recorder, head.weight, ctx.pack.input_ids_S, rows=ctx.rows)
         own = _OwnGradients(*ctx.needs_input_grad[1:3])
         grad_ND = torch.empty_like(hidden_ND)
         bounds = (0, len(hidden_ND)) if recorder is None else recorder.action_bounds
@@ -204,15 +205,6 @@ def _chunks(bounds: tuple[int, ...], rows: int) -> Iterator[slice]:
         yield slice(start, bounds[-1])
 
 
-def _grown(piece: Tensor | None, grad_CV: Tensor, hidden_CD: Tensor) -> Tensor:
-    """piece + grad^T hidden, in float32. [V, D]"""
-    if piece is None:
-        return product(grad_CV, hidden_CD)
-    if grad_CV.dtype == torch.float32:
-        return piece.addmm_(grad_CV.t(), hidden_CD)
-    return piece.add_(product(grad_CV, hidden_CD))
-
-
 class _OwnGradients:
     """The head's gradients for autograd, which arrive in chunks. They are summed in float32."""
 
@@ -224,7 +216,7 @@ class _OwnGradients:
     def add(self, grad_CV: Tensor, hidden_CD: Tensor) -> None:
         """The next chunk."""
         if self._has_weight:
-            self._weight = _grown(self._weight, grad_CV, hidden_CD)
+            self._weight = grown(self._weight, grad_CV, hidden_CD)
         if self._has_bias:
             part_V = grad_CV.sum(dim=0, dtype=torch.float32)
             self._bias = part_V if self._bias is None else self._bias.add_(part_V)
@@ -234,40 +226,3 @@ class _OwnGradients:
         found = (self._weight, self._bias)
         weight, bias = (None if one is None else one.to(head.weight.dtype) for one in found)
         return weight, bias
-
-
-class _HeadPieces:
-    """Cuts the head's gradient, which arrives in chunks, into one piece per segment."""
-
-    def __init__(self, weight: Tensor, pack: Pack, recorder: Recorder) -> None:
-        self._index = recorder.index_of(weight)
-        self._pack, self._recorder = pack, recorder
-        self._segment = 0
-        self._piece: Tensor | None = None
-
-    def add(self, at: slice, grad_CV: Tensor, hidden_CD: Tensor) -> None:
-        """The next chunk."""
-        recorder = self._recorder
-        if self._index is None:
-            return
-        if not recorder.has_norms:
-            return recorder.whole(self._index, grad_CV, hidden_CD)
-        while self._segment < recorder.num_segments:
-            start = max(at.start, recorder.action_bounds[self._segment])
-            end = min(at.stop, recorder.action_bounds[self._segment + 1])
-            inside = slice(start - at.start, end - at.start)
-            self._piece = _grown(self._piece, grad_CV[inside], hidden_CD[inside])
-            if end < recorder.action_bounds[self._segment + 1]:
-                return
-            self._finish()
-
-    def close(self) -> None:
-        """There are no more chunks."""
-        if self._index is not None:
-            self._recorder.head_is_complete(self._index)
-
-    def _finish(self) -> None:
-        assert self._piece is not None and self._index is not None
-        start, end = self._recorder.bounds[self._segment : self._segment + 2]
-        self._recorder.head(self._index, self._segment, self._piece, self._pack.input_ids_S[start:end])
-        self._segment, self._piece = self._segment + 1, None

@@ -48,7 +48,9 @@ def row_squared_norms(rows_RN: Tensor) -> Tensor:
     below 1e-19 count less than they should, or not at all; NaN and infinities stay what they are.
     """
     blocks, rest_RN = _in_blocks(rows_RN.float())
-    total_R: Tensor = torch.linalg.vector_norm(torch.linalg.vector_norm(blocks, dim=-1).double(), dim=-1).square()
+    total_R: Tensor = torch.linalg.vector_norm(
+        torch.linalg.vector_norm(blocks, dim=-1), dim=-1, dtype=torch.float64
+    ).square()
     return total_R + rest_RN.double().square().sum(dim=-1) if rest_RN.shape[-1] else total_R
 
 

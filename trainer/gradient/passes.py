@@ -61,21 +61,22 @@ class Passes:
 
     def with_norms(self, members: Sequence[ScoredTrajectory], weigh: Weigh, *, num_episodes: int) -> None:
         """The same for one weight per trajectory; also its score norm, and scores += w_i / (s B L_i) score_i."""
-        # Equal rewards next to each other: see GradientSums.
-        members = sorted(members, key=lambda one: one.advantage or 0.0)
+        # Segments of one weight follow one another, so that they make one product; in them, those of one length.
+        members = sorted(members, key=lambda one: (one.advantage or 0.0, one.tensors.num_read))
         pack = self._join(members)
         recorder = self._recorder(pack, is_split=True, sums=self._sums)
-        if not members:  # every rank makes the same calls: see ShardedSums
-            recorder.coefficient_n = [0.0]
         with recording(self._model, recorder):
             scores = self._score(members, pack, recorder)
-            for segment, one in enumerate(members):
+            for one in members:
                 weigh(one)
-                share = one.weight / num_episodes
-                is_finite = math.isfinite(share)
-                recorder.coefficient_n[segment] = share * (one.advantage or 0.0) if is_finite else 0.0
-                recorder.score_n[segment] = share * one.score_scale if is_finite else 0.0
-            _backward(scores, _unit_seeds(members))
+            recorder.weigh(
+                # Equal for equal rewards to the last bit, which coefficient / score is not.
+                # Without members the pass adds zeros: every rank makes the same calls (see ShardedSums).
+                ratio_n=[(one.advantage or 0.0) / one.score_scale for one in members] or [0.0],
+                score_n=[_score_weight(one, num_episodes) for one in members] or [0.0],
+            )
+            seeds = zip(_unit_seeds(members), recorder.weights.seed_n, strict=False)  # a dummy text has no member
+            _backward(scores, [unit_N * seed for unit_N, seed in seeds])
         _keep_norms(members, recorder)
 
     def exact_norms(self, members: Sequence[ScoredTrajectory]) -> None:
@@ -136,6 +137,12 @@ class Passes:
             one.logit_norm2_N = baselines.logit_norm2(logprob_N, sum_pi2_N)
             one.entropy_N = entropy_N
         return scores
+
+
+def _score_weight(one: ScoredTrajectory, num_episodes: int) -> float:
+    """w / (s B); 0 where the weight is not finite, for which the step is refused."""
+    score = one.weight * one.score_scale / num_episodes
+    return score if math.isfinite(score) else 0.0
 
 
 def _unit_seeds(members: Sequence[ScoredTrajectory]) -> list[Tensor]:

@@ -135,7 +135,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, anchor: Tensor, module: nn.Linear, recorder: Recorder) -> Tensor:
         # The module is kept and not its weight: ZeRO-3 drops the weight after the forward and gathers it again.
-        ctx.module, ctx.recorder = module, recorder
+        ctx.module, ctx.recorder, ctx.source = module, recorder, recorder.source_of(input)
         ctx.save_for_backward(input)
         return F.linear(input, module.weight, module.bias)
 
@@ -143,7 +143,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
         (input,) = ctx.saved_tensors
         module, recorder = ctx.module, ctx.recorder
-        recorder.linear(module.weight, _rows(grad), _rows(input))
+        recorder.linear(module.weight, _rows(grad), _rows(input), ctx.source)
         if module.bias is not None and not recorder.has_only_vectors:
             recorder.vectors(module.bias, _rows(grad))
         return grad @ module.weight if ctx.needs_input_grad[0] else None, None, None, None

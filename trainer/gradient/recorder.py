@@ -9,22 +9,27 @@ a norm or an embedding.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from trainer.gradient.norms import squared_norm
 from trainer.gradient.segment_weights import SegmentWeights
-from trainer.gradient.segments import Batch, Segments, Split, gram_norm2, lookup_norm2, on_device, token_products
+from trainer.gradient.segments import Batch, Segments, Split, lookup_norm2, on_device
 from trainer.gradient.sums import GradientSums, product
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Segments that follow one another, of one weight: without pieces of their own, or a single one with."""
+    """Segments that follow one another, of one weight: without pieces of their own, or a single one with.
+
+    Example: `list(recorder.parts([False, False, True]))` are two, if all weights are equal.
+    """
 
     segments: range
     has_piece: bool
@@ -77,7 +82,9 @@ class Recorder:
         # Added up at the end: adding each to a running sum would double the number of small kernels.
         self._norm2: dict[tuple[int, ...], list[Tensor]] = {}
         self._vector_norms: list[Tensor] = []
-        self._last_input: tuple[int, dict[tuple[int, ...], Tensor]] = (-1, {})
+        self._token_products: dict[tuple[int, ...], Tensor] = {}  # of all maps; their sum is the squared norm
+        self._source, self._source_input = 0, cast("weakref.ref[Tensor] | None", None)
+        self._products_of: tuple[int, dict[tuple[int, ...], Tensor]] = (-1, {})
 
     def weigh(self, *, ratio_n: Sequence[float], score_n: Sequence[float]) -> None:
         """Set the segments' weights: ratio_i score_i in the total, score_i >= 0 in the scores."""
@@ -95,7 +102,9 @@ class Recorder:
         """Squared norm of each segment's gradient for seeds of 1, over what was received so far. float64 [n]"""
         norm2_n = torch.zeros(self.num_segments, dtype=torch.float64, device=self.device)
         for segments, found in self._norm2.items():
-            norm2_n.index_add_(0, on_device(segments, self.device), torch.stack(found).sum(dim=0).view(-1))
+            norm2_n.index_add_(0, on_device(segments, self.device), torch.stack(found).sum(dim=0))
+        for segments, sum_mTT in self._token_products.items():
+            norm2_n.index_add_(0, on_device(segments, self.device), sum_mTT.sum(dim=(1, 2), dtype=torch.float64))
         if self._vector_norms:
             norm2_n += torch.stack(self._vector_norms).square().sum(dim=0)
         return norm2_n / on_device(self.weights.seed_n, self.device).double().square()
@@ -111,7 +120,7 @@ class Recorder:
 
     def measured(self, segments: tuple[int, ...], norm2_m: Tensor) -> None:
         """Part of the squared norms of `segments`. float64 [m], or a scalar for one segment"""
-        self._norm2.setdefault(segments, []).append(norm2_m)
+        self._norm2.setdefault(segments, []).append(norm2_m.view(-1))
 
     def parts(self, has_piece_n: Sequence[bool]) -> Iterator[Part]:
         """The segments in their order, as few parts as their weights and pieces allow."""
@@ -122,8 +131,15 @@ class Recorder:
                 for segments in together:
                     yield Part(segments=segments, has_piece=has_piece, ratio=run.ratio, scale=run.scale)
 
+    def source_of(self, input: Tensor) -> int:
+        """A number for the input of a module: that of the module before, if it has the same input."""
+        if self._source_input is None or self._source_input() is not input:
+            self._source_input = weakref.ref(input)
+            self._source += 1
+        return self._source
+
     def linear(self, weight: Tensor, grad_SO: Tensor, input_SI: Tensor, source: int) -> None:
-        """y = x W^T: the segments' G_i^T x_i. Maps of one input have one `source`, a number not below 0."""
+        """y = x W^T: the segments' G_i^T x_i. `source` is that of `source_of`."""
         if (index := self.index_of(weight)) is None or self.sums is None:
             return
         if self.has_norms:
@@ -131,8 +147,7 @@ class Recorder:
                 num_in=input_SI.shape[1], num_out=grad_SO.shape[1], has_product=self.sums.keeps_products
             )
             for batch in split.batches:
-                products_mTT = self._input_products(batch, input_SI, source)
-                self.measured(batch.segments, gram_norm2(batch, grad_SO, products_mTT))
+                self._add_products(batch, batch.products(grad_SO), self._input_products(batch, input_SI, source))
             self._multiply(index, split, grad_SO, input_SI)
         else:
             self.sums.add_product(index, grad_SO, input_SI)
@@ -153,12 +168,18 @@ class Recorder:
         self.measured((part.segments.start,), squared_norm(piece))
         self.sums.add(index, piece, ratio=part.ratio, score=part.scale)
 
+    def _add_products(self, batch: Batch, grad_mTT: Tensor, input_mTT: Tensor) -> None:
+        if (sum_mTT := self._token_products.get(batch.segments)) is None:
+            self._token_products[batch.segments] = grad_mTT.mul_(input_mTT)
+        else:
+            sum_mTT.addcmul_(grad_mTT, input_mTT)
+
     def _input_products(self, batch: Batch, input_SI: Tensor, source: int) -> Tensor:
-        if self._last_input[0] != source:
-            self._last_input = source, {}
-        known = self._last_input[1]
+        if self._products_of[0] != source:
+            self._products_of = source, {}
+        known = self._products_of[1]
         if batch.segments not in known:
-            known[batch.segments] = token_products(batch.rows(input_SI))
+            known[batch.segments] = batch.masked_products(input_SI)
         return known[batch.segments]
 
     def vectors(self, parameter: Tensor, grad_RD: Tensor) -> None:
@@ -176,7 +197,7 @@ class Recorder:
         if self.has_norms:
             self._vector_norms.append(torch.linalg.vector_norm(piece_nD, dim=1, dtype=torch.float64))
         if index is not None and self.sums is not None:
-            self.sums.add_weighted(index, piece_nD, self._weights())
+            self.sums.add_weighted(index, piece_nD, self._weights() if self.has_norms else None)
             self.sums.finish(index)
 
     def head_rows(self, index: int, rows_TD: Tensor) -> None:

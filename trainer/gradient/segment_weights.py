@@ -2,12 +2,12 @@
 
 Segment i enters the total with ratio_i score_i and the scores with score_i. Its score is split,
 
-    score_i = scale_i seed_i,    scale_i = 2^(-24 j) max score,    2^-24 < seed_i <= 1
+    score_i = scale_i seed_i,    scale_i = 2^(-24 j),    2^-22 < seed_i <= 4
 
 and seed_i multiplies the seed of the backward, so that every row of the segment's gradients has it already. Members of
-equal reward then have one ratio and, unless weights differ by more than 2^24, one scale: all their rows make one
-product. The steps of 2^24 keep the squares of small seeds far above float32's smallest number. Pure; independent of
-tensors and of what weights mean.
+equal reward then have one ratio, and one scale unless their weights are very different: all their rows make one
+product. Scales keep the squares of small seeds far above float32's smallest number. Pure; independent of tensors and of
+what weights mean.
 """
 
 from __future__ import annotations
@@ -17,13 +17,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-STEP = 24
-"""Powers of two by which a seed may be below 1."""
+STEP, TOP = 24, 2
+"""Powers of two between scales, and above 1 that a seed may be."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Segments that follow one another and have the same weight."""
+    """Segments that follow one another and have the same weight.
+
+    Example: `SegmentWeights.of([0.6, 0.6], [1.0, 1.0]).runs` is a single one.
+    """
 
     segments: range
     ratio: float  # of what the total gets to what the scores get
@@ -48,8 +51,7 @@ class SegmentWeights:
     @classmethod
     def of(cls, ratio_n: Sequence[float], score_n: Sequence[float]) -> SegmentWeights:
         """From ratios and scores, all finite, scores not negative. A score of 0 has the scale 0 and the seed 1."""
-        largest = max(score_n, default=0.0)
-        parts = [_parts(score, largest) for score in score_n]
+        parts = [_parts(score) for score in score_n]
         return cls(
             ratio_n=tuple(ratio_n),
             scale_n=tuple(scale for scale, _ in parts),
@@ -67,9 +69,9 @@ class SegmentWeights:
         ]
 
 
-def _parts(score: float, largest: float) -> tuple[float, float]:
+def _parts(score: float) -> tuple[float, float]:
     """(scale, seed)."""
-    if score <= 0 or score / largest == 0:
+    if score <= 0:
         return 0.0, 1.0
-    steps = int(-math.log2(score / largest)) // STEP
-    return math.ldexp(largest, -STEP * steps), math.ldexp(score / largest, STEP * steps)
+    steps = math.floor((TOP - math.log2(score)) / STEP)
+    return math.ldexp(1.0, -STEP * steps), math.ldexp(score, STEP * steps)

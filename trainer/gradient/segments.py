@@ -15,9 +15,10 @@ for F operations and W bytes a second: a piece costs 16 bytes an element more th
 (written, read for its square, and read once more and its sum written once more when it is added). Where no sums are
 kept, the piece's own 2 T I O operations count too, and its addition does not.
 
-Error of a token product, with u = 2^-24 (Higham, "Accuracy and Stability of Numerical Algorithms", section 3.1): at most
-(I + O + T + 2) u (sum_t |g_t| |x_t|)^2 in any order of addition. The tokens' own pieces cancel where they disagree: the
-squared norm of T independent ones is 1/T of that parenthesis. tests/trainer/gradient/test_segments.py measures both.
+Error of a token product, with u = 2^-24 (Higham, "Accuracy and Stability of Numerical Algorithms", section 3.1): at
+most (I + O + M) u (sum_t |g_t| |x_t|)^2 in any order of addition, for M maps whose products are added up. Pieces of
+tokens cancel where they disagree: for T independent ones the squared norm is 1/T of that parenthesis.
+tests/trainer/gradient/test_segments.py measures the error, which is about 2e-7 of the squared norm.
 
 Independent of models and sums.
 Shapes: _S tokens of a pack, _n its segments, _m segments of a batch, T tokens of its longest, I and O sizes of a map.
@@ -88,6 +89,8 @@ def batches(lengths: Sequence[int], width: int, launch_flop: float) -> list[list
 class Batch:
     """Segments whose token products are made together, padded to the longest.
 
+    Example: `(batch.products(grad_SO) * batch.masked_products(input_SI)).sum(dim=(1, 2))` are their squared norms. [m]
+
     `row_mT` has each row's position in the pack, or is None where the segments follow one another and are equally long.
     """
 
@@ -95,7 +98,7 @@ class Batch:
     start: int  # of the first segment
     length: int  # T
     row_mT: Tensor | None  # padding repeats a segment's last row, so that a NaN stays in its own segment
-    is_token_mT: Tensor | None  # 0 where padded
+    is_padding_mTT: Tensor | None  # where one of two tokens is padding
 
     def rows(self, rows_SD: Tensor) -> Tensor:
         """The batch's rows. [m, T, D]"""
@@ -104,15 +107,25 @@ class Batch:
             return rows_SD[at].view(len(self.segments), self.length, -1)
         return rows_SD.index_select(0, self.row_mT).view(len(self.segments), self.length, -1)
 
-    def masked_rows(self, rows_SD: Tensor) -> Tensor:
-        """The same with zeros in the padding."""
+    def products(self, rows_SD: Tensor) -> Tensor:
+        """Inner products of each segment's rows with one another, accumulated in float32. [m, T, T]"""
         rows_mTD = self.rows(rows_SD)
-        return rows_mTD if self.is_token_mT is None else rows_mTD * self.is_token_mT.to(rows_mTD.dtype)
+        if rows_mTD.dtype != torch.float32 and not rows_mTD.is_cpu:
+            return torch.bmm(rows_mTD, rows_mTD.mT, out_dtype=torch.float32)
+        return torch.bmm(rows_mTD.float(), rows_mTD.float().mT)
+
+    def masked_products(self, rows_SD: Tensor) -> Tensor:
+        """The same with 0 where a row is padding."""
+        products_mTT = self.products(rows_SD)
+        return products_mTT if self.is_padding_mTT is None else products_mTT.masked_fill_(self.is_padding_mTT, 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """Which segments of a pack have their norms from token products, for maps of one shape, and which from pieces."""
+    """Which segments of a pack have their norms from token products, for maps of one shape, and which from pieces.
+
+    Example: `Segments((0, 3, 5), device).split(num_in=16, num_out=48, has_product=True).has_piece_n`.
+    """
 
     batches: tuple[Batch, ...]
     has_piece_n: tuple[bool, ...]
@@ -125,7 +138,7 @@ class Segments:
 
         segments = Segments((0, 3, 5), device)
         split = segments.split(num_in=16, num_out=48, has_product=True)
-        norm2_m = gram_norm2(split.batches[0], grad_SO, token_products(split.batches[0].rows(input_SI)))
+        [batch.segments for batch in split.batches], split.has_piece_n
     """
 
     def __init__(self, bounds: Sequence[int], device: torch.device) -> None:
@@ -134,16 +147,12 @@ class Segments:
         self._device = device
         self._splits: dict[tuple[int, int, bool], Split] = {}
         self._batches: dict[tuple[int, ...], Batch] = {}
+        self._members: dict[torch.dtype, Tensor] = {}  # [S, n]: 1 where a token belongs to the segment
 
     @cached_property
     def segment_S(self) -> Tensor:
         """Each token's segment. int64"""
         return on_device([i for i, length in enumerate(self.lengths) for _ in range(length)], self._device)
-
-    @cached_property
-    def _member_Sn(self) -> Tensor:
-        """1 where a token belongs to the segment. float32"""
-        return torch.nn.functional.one_hot(self.segment_S, len(self.lengths)).float()
 
     def sums(self, value_S: Tensor) -> Tensor:
         """Each segment's sum of a number per token. float64 [n]"""
@@ -154,7 +163,10 @@ class Segments:
         """Each segment's sum of rows. float32 [n, D]"""
         if len(self.lengths) == 1:
             return rows_SD.sum(dim=0, keepdim=True, dtype=torch.float32)
-        return product(self._member_Sn.to(rows_SD.dtype), rows_SD)
+        if rows_SD.dtype not in self._members:
+            one_hot_Sn = torch.nn.functional.one_hot(self.segment_S, len(self.lengths))
+            self._members[rows_SD.dtype] = one_hot_Sn.to(rows_SD.dtype)
+        return product(self._members[rows_SD.dtype], rows_SD)
 
     def split(self, *, num_in: int, num_out: int, has_product: bool) -> Split:
         """The plan for the weight [num_out, num_in]."""
@@ -179,41 +191,20 @@ class Segments:
         lengths = [self.lengths[segment] for segment in segments]
         start, longest = self.bounds[segments[0]], max(lengths)
         if min(lengths) == longest and segments[-1] - segments[0] == len(segments) - 1:
-            return Batch(segments=segments, start=start, length=longest, row_mT=None, is_token_mT=None)
+            return Batch(segments=segments, start=start, length=longest, row_mT=None, is_padding_mTT=None)
         rows = [
             self.bounds[segment] + min(t, length - 1)
             for segment, length in zip(segments, lengths, strict=True)
             for t in range(longest)
         ]
-        is_token = [[[float(t < length)] for t in range(longest)] for length in lengths]
+        padding_mT = on_device([[t >= length for t in range(longest)] for length in lengths], self._device)
         return Batch(
             segments=segments,
             start=start,
             length=longest,
             row_mT=on_device(rows, self._device),
-            is_token_mT=None if min(lengths) == longest else on_device(is_token, self._device),
+            is_padding_mTT=None if min(lengths) == longest else padding_mT[:, :, None] | padding_mT[:, None, :],
         )
-
-
-def token_products(rows_mTD: Tensor) -> Tensor:
-    """Inner products of each segment's rows with one another, accumulated in float32. [m, T, T]"""
-    if rows_mTD.dtype == torch.float32:
-        return torch.bmm(rows_mTD, rows_mTD.mT)
-    if not rows_mTD.is_cpu:
-        return torch.bmm(rows_mTD, rows_mTD.mT, out_dtype=torch.float32)
-    wide_mTD = rows_mTD.float()
-    return torch.bmm(wide_mTD, wide_mTD.mT)
-
-
-def gram_norm2(batch: Batch, grad_SO: Tensor, input_mTT: Tensor) -> Tensor:
-    """|G_i^T X_i|^2 of the batch's segments, with `input_mTT` the token products of X. float64 [m]
-
-    >>> batch = Batch(segments=(0,), start=0, length=2, row_mT=None, is_token_mT=None)
-    >>> rows = torch.tensor([[1.0, 0.0], [0.0, 2.0]])
-    >>> gram_norm2(batch, rows, token_products(batch.rows(rows))).tolist()  # the piece is diag(1, 4)
-    [17.0]
-    """
-    return (token_products(batch.masked_rows(grad_SO)) * input_mTT).sum(dim=(1, 2), dtype=torch.float64)
 
 
 def lookup_norm2(segments: Segments, ids_S: Tensor, grad_SD: Tensor, num_ids: int) -> Tensor:

@@ -20,6 +20,12 @@ class SumPair:
     reward, are added to the scores alone, and the total gets their part when the ratio changes or the group closes. One
     sum is written per piece instead of two. Scores of a new group are written over those of the last one, which need
     no zeros.
+
+    >>> pair = SumPair(torch.zeros(2), torch.empty(2))
+    >>> pair.add(torch.tensor([1.0, 2.0]), ratio=0.5, score=1.0)
+    >>> pair.settle(shift=0.25)
+    >>> pair.total
+    tensor([0.2500, 0.5000])
     """
 
     def __init__(self, total: Tensor, scores: Tensor | None) -> None:
@@ -49,25 +55,33 @@ class SumPair:
         if weight_2S is None:
             self.total.index_add_(0, rows_S, grad_SD)
             return
-        self.total.index_add_(0, rows_S, grad_SD * self._not_deferred(weight_2S)[:, None])
+        now_S = weight_2S[0] - self.ratio * weight_2S[1] if self.ratio else weight_2S[0]  # the rest is deferred
+        self.total.index_add_(0, rows_S, grad_SD * now_S[:, None])
         if self.scores is not None:
             self._present_scores().index_add_(0, rows_S, grad_SD * weight_2S[1][:, None])
 
-    def add_weighted(self, piece_nD: Tensor, weight_2n: Tensor) -> None:
-        """The pieces of all n segments at once, weighted by weight_2n = (c, s)."""
-        self.total.add_(self._not_deferred(weight_2n) @ piece_nD)
-        if self.scores is not None:
-            self._present_scores().add_(weight_2n[1] @ piece_nD)
+    def add_weighted(self, piece_nD: Tensor, weight_2n: Tensor | None) -> None:
+        """The pieces of all n segments at once, weighted by weight_2n = (c, s), or by (1, 0) without weights."""
+        if weight_2n is None:
+            self.total.add_(piece_nD[0] if len(piece_nD) == 1 else piece_nD.sum(dim=0))
+            return
+        for_total_D, for_scores_D = weight_2n @ piece_nD
+        self.total.add_(for_total_D)
+        if self.scores is None:
+            return
+        if self.ratio is None:
+            self.scores.copy_(for_scores_D)
+            self.ratio = 0.0
+            return
+        self.scores.add_(for_scores_D)
+        if self.ratio:
+            self.total.add_(for_scores_D, alpha=-self.ratio)
 
     def settle(self, shift: float = 0.0) -> None:
         """Complete the total and move the baseline: total += (ratio - shift) scores. The scores then count as zero."""
         if self.ratio is not None and self.scores is not None:
             self.total.add_(self.scores, alpha=self.ratio - shift)
             self.ratio = None
-
-    def _not_deferred(self, weight_2n: Tensor) -> Tensor:
-        """What the total gets now, if the scores get theirs."""
-        return weight_2n[0] - self.ratio * weight_2n[1] if self.ratio else weight_2n[0]
 
     def _present_scores(self) -> Tensor:
         assert self.scores is not None
@@ -147,7 +161,7 @@ class GradientSums:
         the total and of the scores. Rows may be named several times."""
         self.pair(index).add_rows(rows_S, grad_SD, weight_2S)
 
-    def add_weighted(self, index: int, piece_nD: Tensor, weight_2n: Tensor) -> None:
+    def add_weighted(self, index: int, piece_nD: Tensor, weight_2n: Tensor | None = None) -> None:
         """The same for the pieces of all n segments, with weight_2n: of the total and of the scores."""
         self.pair(index).add_weighted(piece_nD, weight_2n)
 
@@ -213,17 +227,23 @@ class NoSums(GradientSums):
     def add_rows(self, index: int, rows_S: Tensor, grad_SD: Tensor, weight_2S: Tensor | None = None) -> None:
         """Drop the rows."""
 
-    def add_weighted(self, index: int, piece_nD: Tensor, weight_2n: Tensor) -> None:
+    def add_weighted(self, index: int, piece_nD: Tensor, weight_2n: Tensor | None = None) -> None:
         """Drop the pieces."""
 
 
-def product(left_SO: Tensor, right_SI: Tensor) -> Tensor:
+def product(left_SO: Tensor, right_SI: Tensor, *, out: Tensor | None = None) -> Tensor:
     """left^T right in float32, accumulated in float32 whatever the inputs' type. [O, I]"""
-    if left_SO.dtype == torch.float32:
-        return left_SO.t() @ right_SI
-    if not left_SO.is_cpu:
-        return torch.mm(left_SO.t(), right_SI, out_dtype=torch.float32)
-    return left_SO.float().t() @ right_SI.float()
+    if left_SO.dtype != torch.float32 and not left_SO.is_cpu:
+        return torch.mm(left_SO.t(), right_SI, out_dtype=torch.float32, out=out)
+    return torch.mm(left_SO.float().t(), right_SI.float(), out=out)
+
+
+def grown(piece: Tensor | None, left_SO: Tensor, right_SI: Tensor) -> Tensor:
+    """piece + left^T right, in float32, in the piece's memory. [O, I]"""
+    if piece is None:
+        return product(left_SO, right_SI)
+    _add_product(piece, left_SO, right_SI, beta=1.0, alpha=1.0)
+    return piece
 
 
 def _add_product(total: Tensor, left_SO: Tensor, right_SI: Tensor, *, beta: float, alpha: float) -> None:
@@ -233,7 +253,9 @@ def _add_product(total: Tensor, left_SO: Tensor, right_SI: Tensor, *, beta: floa
     elif beta:
         total.add_(product(left_SO, right_SI), alpha=alpha)
     else:
-        torch.mul(product(left_SO, right_SI), alpha, out=total)
+        product(left_SO, right_SI, out=total)
+        if alpha != 1.0:
+            total.mul_(alpha)
 
 
 def _zeros(shape: torch.Size, device: torch.device) -> Tensor:

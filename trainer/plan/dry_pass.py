@@ -103,7 +103,9 @@ def _backward(model: Any, kind: PassKind, sums: GradientSums, pack: Pack) -> Non
     )
     with recording(model, recorder):
         logprob_N = score(model, pack, recorder).logprob_N
-        recorder.score_n = [float(kind == "exact")] * recorder.num_segments
+        # Two rewards, as an episode mostly has.
+        ratio_n = [float(2 * segment >= recorder.num_segments) for segment in range(recorder.num_segments)]
+        recorder.weigh(ratio_n=ratio_n, score_n=[1.0] * recorder.num_segments)
         torch.autograd.backward(logprob_N, torch.ones_like(logprob_N))
 
 

@@ -89,7 +89,7 @@ def test_norms_of_large_weights_are_exact() -> None:
     recorder = Recorder(
         sums, bounds=(0, 2), action_bounds=(0, 2), has_norms=True, tied_weight=None, device=torch.device("cpu")
     )
-    recorder.linear(weight, grad_SO, input_SI)
+    recorder.linear(weight, grad_SO, input_SI, source=0)
     left, right = grad_SO.double(), input_SI.double()
     exact = float(((left @ left.t()) * (right @ right.t())).sum())
     assert abs(float(recorder.norm2_n[0]) / exact - 1) < 2e-6

@@ -49,9 +49,11 @@ def one_pass(model: Any, *, chunk_tokens: int | None = None) -> Sums:
     )
     with recording(model, recorder):
         logprob_N = score(model, pack, recorder, chunk_tokens=chunk_tokens).logprob_N
-        recorder.coefficient_n, recorder.score_n = list(COEFFICIENTS), list(SCORES)
-        torch.autograd.backward(logprob_N, torch.ones_like(logprob_N))
-    scores = flat(sums._scores)
+        ratios = [coefficient / score for coefficient, score in zip(COEFFICIENTS, SCORES, strict=True)]
+        recorder.weigh(ratio_n=ratios, score_n=SCORES)
+        seeds = zip(pack.per_segment(torch.ones_like(logprob_N)), recorder.weights.seed_n, strict=True)
+        torch.autograd.backward(logprob_N, torch.cat([ones_N * seed for ones_N, seed in seeds]))
+    scores = flat(sums.scores)
     sums.close_group(0.0)
     return recorder.norm2_n.sqrt(), flat(sums.total), scores
 

@@ -45,11 +45,11 @@ def make_step(sums: GradientSums, shares: list[int]) -> list[Tensor]:
             if rank not in shares:
                 continue
             for n, factor in enumerate(factor_n):
-                sums.add(0, pieces[0][n], coefficient=factor * (n - 1.5), score=factor)
-                sums.add_rows(0, ROWS, pieces[0][n][:2], coefficient=-factor, score=factor)
-                sums.add(2, pieces[2][n], coefficient=factor * n, score=factor)
+                sums.add(0, pieces[0][n], ratio=n - 1.5, score=factor)
+                sums.add_rows(0, ROWS, pieces[0][n][:2], torch.tensor([[-factor] * 2, [factor] * 2]))
+                sums.add(2, pieces[2][n], ratio=float(n), score=factor)
             coefficient_n = [factor * (n - 1.5) for n, factor in enumerate(factor_n)]
-            sums.add_weighted(1, pieces[1], coefficient_n=coefficient_n, score_n=factor_n)
+            sums.add_weighted(1, pieces[1], torch.tensor([coefficient_n, factor_n]))
         for index in range(3):
             sums.finish(index)
         sums.close_group(shift)

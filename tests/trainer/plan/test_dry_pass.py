@@ -40,8 +40,6 @@ def test_what_the_host_reads_from_a_tensor_without_content_is_zero() -> None:
     ids = torch.zeros(7, dtype=torch.int64, device="meta")
     with Counter("meta"):
         assert int(ids.sum()) == 0
-        found, inverse = torch.unique(ids, return_inverse=True)
-    assert found.shape == inverse.shape == (7,)  # the most that there can be
 
 
 def planned(*overrides: str) -> Config:

@@ -34,6 +34,7 @@ SMALL_FILES = {
     "agentrl/rollouts/monitored_env.py": "a wrapper that a run adds, independent of rollouts",
     "agentrl/supervision/backoff.py": "one rule, used by children, clients and retries",
     "agentrl/supervision/orphan_guard.py": "runs inside every child process",
+    "agentrl/tokens/vocabulary.py": "independent of turns and dialogues",
     "envs/adapters/questions.py": "shared by two adapters",
     "envs/adapters/seed_tasks.py": "shared by two adapters",
     "envs/aime.py": "one environment, one file",
@@ -49,6 +50,7 @@ SMALL_FILES = {
     "trainer/gradient/tiles.py": "one idea, which recorded passes and the model both need",
     "trainer/objective/registry.py": "the one place that knows every objective",
     "trainer/gpu_report/__main__.py": "the command of one cell",
+    "trainer/objective/imitation.py": "objectives without advantages",
     "trainer/schedules.py": "pure functions of the step's number, independent of DeepSpeed",
 }
 PACKAGE_NAMES = [name for name, path in MODULES.items() if path.name == "__init__.py"]

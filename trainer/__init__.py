@@ -2,8 +2,8 @@
 
 May import: `agentrl`, and `sandbox.client` for the warm start. Within the package each module imports earlier ones
 only: ranks, whole_folder, gpu_memory -> objective -> packing, step_stats -> gradient -> split_variance, diagnostics ->
-lora, model -> startup_proof -> weights -> deepspeed_settings, schedules, learner -> checkpoint, orchestrator_client ->
-loop -> __main__.
+lora, model -> startup_proof -> reference -> weights -> deepspeed_settings, schedules, learner -> checkpoint,
+orchestrator_client -> loop -> __main__.
 Three stand apart: warmstart/ makes a small model before a run, and its command shows errors as those of `agentrl` do
 (`agentrl.cli.options`); plan/ computes what a learner would take and gpu_report/ measures it; no run imports either.
 Start reading in `learner.py`; the loss is `objective/policy_gradient.py`, the norms `gradient/norms.py`, the weight

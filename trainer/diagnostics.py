@@ -70,6 +70,9 @@ def policy(groups: Sequence[GroupStats]) -> dict[str, float]:
     if num_actions := sum(trajectory.num_action_tokens for trajectory in finite):
         metrics["learner/kl"] = sum(trajectory.kl_sum for trajectory in finite) / num_actions
         metrics["learner/entropy"] = sum(trajectory.entropy_sum for trajectory in finite) / num_actions
+    scored = [(one.reference_kl_sum, one.num_action_tokens) for one in finite if one.reference_kl_sum is not None]
+    if num_scored := sum(size for _, size in scored):
+        metrics["learner/reference_kl"] = sum(kl for kl, _ in scored) / num_scored
     if (difference := parity(groups)) is not None:
         metrics["learner/parity_mean_abs"] = difference.mean_abs
         metrics["learner/parity_kl"] = difference.kl

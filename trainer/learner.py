@@ -18,7 +18,7 @@ import torch
 from agentrl.config import Config
 from agentrl.errors import LearnerError, StaleTrajectoryError
 from agentrl.types import Batch, StepOutput, Trajectory
-from trainer import diagnostics, packing, ranks, startup_proof
+from trainer import diagnostics, packing, ranks, reference, startup_proof
 from trainer.deepspeed_settings import set_rates, start_engine
 from trainer.gradient.logprobs import score
 from trainer.gradient.method_choice import is_recorded, make_method
@@ -26,7 +26,7 @@ from trainer.gradient.methods import own_share
 from trainer.gradient.norms import total_norm
 from trainer.model import keep_activations, load_model
 from trainer.objective import vcpo
-from trainer.packing import ActionTensors
+from trainer.objective.reference_kl import coefficient
 from trainer.schedules import rate_factor
 from trainer.split_variance import SplitVariance
 from trainer.step_stats import GroupStats
@@ -75,7 +75,8 @@ class Learner:
         startup_proof.prepare(self.model, is_recorded=is_recorded(config))
         self.engine = start_engine(self.model, config)
         """DeepSpeed's engine, which holds the weights and the optimizer."""
-        self._method = make_method(self.model, self.engine, config)
+        frozen = reference.load(config, self.model)
+        self._method = make_method(self.model, self.engine, config, None if frozen is None else frozen.logprobs)
         self._split_variance = SplitVariance(
             self.model,
             config.algorithm,
@@ -105,6 +106,7 @@ class Learner:
         self._check(batch)
         groups = self._estimate(batch)
         metrics = diagnostics.counts(groups) | diagnostics.policy(groups) | self._weight_metrics(groups)
+        metrics |= self._penalty()
         rho, update = _rho(groups), None
         broken = _refusals(groups) or ranks.gather(self._method.non_finite(), str)
         self._end_if_broken_for_good(broken)
@@ -162,7 +164,8 @@ class Learner:
         """
         if len(token_ids) < 2:
             return []
-        result: list[float] = score(self.model, packing.join([_probe(token_ids, self.device)])).logprob_N.tolist()
+        text = packing.all_actions(torch.tensor(token_ids, device=self.device))
+        result: list[float] = score(self.model, packing.join([text])).logprob_N.tolist()
         if not all(map(math.isfinite, result)):
             raise LearnerError(
                 f"the weights of version {self.policy_version} are broken: their logprobs are NaN or infinite. "
@@ -206,6 +209,10 @@ class Learner:
         return diagnostics.weights(
             groups, max_weight=algorithm.max_weight if algorithm.treatment == "truncate" else None
         )
+
+    def _penalty(self) -> dict[str, float]:
+        algorithm = self.config.algorithm
+        return {"learner/kl_beta": coefficient(algorithm, self.policy_version)} if algorithm.has_penalty else {}
 
     def _measured_variance(self, batch: Batch) -> dict[str, float]:
         every = self.config.algorithm.variance_every
@@ -256,19 +263,6 @@ def _scaled_rate(param_groups: Sequence[dict[str, Any]], scale: float) -> Iterat
     finally:
         for group, rate in zip(param_groups, rates, strict=True):
             group["lr"] = rate
-
-
-def _probe(token_ids: Sequence[int], device: torch.device) -> ActionTensors:
-    """A text whose tokens are all actions but the first."""
-    ids_T = torch.tensor(token_ids, device=device)
-    num_actions = len(token_ids) - 1
-    return ActionTensors(
-        input_ids_S=ids_T[:-1],
-        predictor_N=torch.arange(num_actions, device=device),
-        target_N=ids_T[1:],
-        behavior_logprob_N=torch.zeros(num_actions, dtype=torch.float64),
-        policy_version_N=torch.zeros(num_actions, dtype=torch.int64),
-    )
 
 
 def _refusals(groups: Sequence[GroupStats]) -> list[str]:

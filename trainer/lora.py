@@ -117,6 +117,24 @@ def perturbed(model: nn.Module) -> Iterator[None]:
                 adapter.up_OR.copy_(up_OR)
 
 
+@contextmanager
+def disabled(model: nn.Module) -> Iterator[None]:
+    """Inside, the model computes as its base model does.
+
+    By a scale of 0 and not by PEFT's `disable_adapter`, which leaves the adapters' modules out: ZeRO-3 gathers weights
+    in the order of the modules that it saw before.
+    """
+    layers = [layer for _, layer in _adapted_layers(base_of(model))]
+    scales = [layer.scaling[ADAPTER] for layer in layers]
+    for layer in layers:
+        layer.scaling[ADAPTER] = 0.0
+    try:
+        yield
+    finally:
+        for layer, scale in zip(layers, scales, strict=True):
+            layer.scaling[ADAPTER] = scale
+
+
 def is_adapted(module: nn.Module) -> bool:
     """Whether the module came from `with_adapters`."""
     return hasattr(module, "peft_config")

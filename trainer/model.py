@@ -26,19 +26,23 @@ def load_model(config: Config) -> Any:
     With `model.lora` it is a `PeftModel` of which only the adapters are trained. Raises ConfigError and
     MissingDependencyError.
     """
-    from transformers import AutoModelForCausalLM
-
-    try:
-        model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=getattr(torch, config.model.dtype))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot load model.path={config.model.path}: {error}") from error
-    if hasattr(model, "peft_config"):
-        raise ConfigError(
-            f"model.path={config.model.path} is an adapter, not a model: use the folder of the merged model"
-        )
+    model = pretrained(config.model.path, config.model.dtype, key="model.path")
     if config.model.lora is not None:
         model = lora.with_adapters(model, config.model.lora)
     return model.eval()
+
+
+def pretrained(path: str, dtype: str, *, key: str) -> Any:
+    """The model of a folder or hub name. Raises ConfigError, which names the config's `key`."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot load {key}={path}: {error}") from error
+    if hasattr(model, "peft_config"):
+        raise ConfigError(f"{key}={path} is an adapter, not a model: use the folder of the merged model")
+    return model
 
 
 def keep_activations(model: Any, settings: LearnerConfig) -> None:

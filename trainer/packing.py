@@ -86,6 +86,23 @@ def action_tensors(trajectory: Trajectory, device: torch.device) -> ActionTensor
     )
 
 
+def all_actions(ids_T: Tensor) -> ActionTensors:
+    """A text of at least two tokens, all of which are actions but the first."""
+    num_actions = len(ids_T) - 1
+    return ActionTensors(
+        input_ids_S=ids_T[:-1],
+        predictor_N=torch.arange(num_actions, device=ids_T.device),
+        target_N=ids_T[1:],
+        behavior_logprob_N=torch.zeros(num_actions, dtype=torch.float64),
+        policy_version_N=torch.zeros(num_actions, dtype=torch.int64),
+    )
+
+
+def shortest(device: torch.device) -> ActionTensors:
+    """A text of two tokens, for a pass whose result nobody needs: other ranks wait for it."""
+    return all_actions(torch.zeros(2, dtype=torch.int64, device=device))
+
+
 def join(members: Sequence[ActionTensors]) -> Pack:
     """Put trajectories into one pack, in this order. Each must have at least one action token."""
     bounds = (0, *accumulate(member.num_read for member in members))

@@ -1,7 +1,7 @@
-"""Settings that change with the step: the learning rate's factor, and a coefficient between two values. Pure.
+"""The learning rate's schedule: its factor in each step. Pure.
 
-Each is a function of the policy version, the number of steps done, so a resumed run continues without any saved state.
-A refused step counts too: versions advance.
+A function of the policy version, the number of steps done, so a resumed run continues without any saved state. A
+refused step counts too: versions advance.
 """
 
 from __future__ import annotations
@@ -36,13 +36,3 @@ def rate_factor(version: int, learner: LearnerConfig, *, num_steps: int) -> floa
             return (1 + math.cos(math.pi * share)) / 2
         case _:
             assert_never(learner.schedule)
-
-
-def annealed(version: int, *, start: float, end: float, num_steps: int) -> float:
-    """From `start` at version 0 to `end` at `num_steps` in equal steps, and `end` from there on.
-
-    >>> [round(annealed(version, start=0.012, end=0.004, num_steps=4), 3) for version in (0, 1, 4, 9)]
-    [0.012, 0.01, 0.004, 0.004]
-    """
-    share = min(1.0, version / num_steps) if num_steps else 1.0
-    return start + (end - start) * share

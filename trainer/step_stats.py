@@ -30,6 +30,7 @@ class TrajectoryStats:
     num_action_tokens: int
     kl_sum: float
     entropy_sum: float
+    reference_kl_sum: float | None  # log pi - log of the frozen model; None where it did not score
     num_parity_tokens: int  # action tokens sampled by the learner's present version
     parity_sum: float  # |learner - behaviour| logprob over those
     parity_max: float
@@ -41,7 +42,10 @@ class TrajectoryStats:
     def non_finite(self) -> list[str]:
         """Names of the numbers that are NaN or infinite."""
         names = ("reward", "log_weight", "weight", "score_norm", "kl_sum", "entropy_sum")
-        return [*(name for name in names if not math.isfinite(getattr(self, name))), *self.broken_parts]
+        broken = [name for name in names if not math.isfinite(getattr(self, name))]
+        if not math.isfinite(self.reference_kl_sum or 0.0):
+            broken.append("reference_kl_sum")
+        return [*broken, *self.broken_parts]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

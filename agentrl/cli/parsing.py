@@ -71,11 +71,11 @@ def override_for(argument: str, following: Sequence[str], *, options: set[str], 
     if difflib.get_close_matches(option, options, n=1, cutoff=CLOSE_TO_AN_OPTION):
         return ""
     from agentrl.config import reference
-    from agentrl.config.suggestions import absent, suggestions
+    from agentrl.config.suggestions import suggestions
 
     if not equals:
         value = next((word for word in following[:1] if not word.startswith("--")), "VALUE")
     found = suggestions(name, reference.key_paths(), near=near)
     if not found:
-        return absent(name)
+        return ""
     return "Keys of the config are written KEY=VALUE: " + " or ".join(f"{path}={value}" for path in found)

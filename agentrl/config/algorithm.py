@@ -12,6 +12,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from agentrl.config.presets import (
     OPTIMAL,
     PRESETS,
+    WHOLE_BATCH,
     Baseline,
     LengthNorm,
     Preset,
@@ -25,7 +26,11 @@ from agentrl.config.presets import (
 )
 from agentrl.config.section import Choices, Section
 
-OBJECTIVES = {"policy_gradient": "the settings of this section"}
+OBJECTIVES = {
+    "policy_gradient": "the settings of this section",
+    "distillation": "every token's advantage is the teacher's log-probability minus the policy's (docs/teacher.md)",
+    "imitation": "the likelihood of the episodes whose reward exceeds imitate_above",
+}
 """The names in trainer/objective/registry.py, with one line on each."""
 ObjectiveName = Annotated[
     str, Choices({**OBJECTIVES, "path/to/file.py:Class": "a class of your own; so is module:Class"})
@@ -53,6 +58,18 @@ BaselineNorms = Annotated[
     Literal["exact", "proxy"],
     Choices({"exact": "each trajectory's own gradient norm", "proxy": "a cheap stand-in, for large models"}),
 ]
+KlKind = Annotated[
+    Literal["k3", "k2", "reward"],
+    Choices(
+        {
+            "k3": "GRPO's term of the loss, whose gradient is that of KL(reference, policy) on the policy's own data",
+            "k2": "a term of the loss, whose gradient is that of KL(policy, reference) on the policy's own data",
+            "reward": "kl_beta times the episode's log(policy / reference) is subtracted from its reward (TBA)",
+        }
+    ),
+]
+LINEAR = ("none", "mean", "leave_one_out", "length_weighted")
+"""Baselines that are linear in the rewards."""
 
 
 class AlgorithmConfig(Section):
@@ -118,6 +135,16 @@ class AlgorithmConfig(Section):
     by the one with n (VCPO's published scripts)."""
     keep_equal_rewards: bool = False
     """Keep groups of equal rewards in the batch. They have no gradient, and count in B and rho."""
+    imitate_above: float = 0.0
+    """imitation: episodes with a larger reward are imitated."""
+    kl_beta: Annotated[float, Field(ge=0)] = 0.0
+    """Strength of the penalty on leaving model.reference (docs/teacher.md). 0: none."""
+    kl: KlKind = "k3"
+    """Form of that penalty."""
+    kl_beta_end: Annotated[float, Field(ge=0)] | None = None
+    """Where kl_beta goes, in equal steps. null: it stays."""
+    kl_beta_steps: PositiveInt = 500
+    """Steps that it takes to kl_beta_end."""
     ess_floor: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Below this ESS ratio for `ess_floor_steps` steps in a row, admission allows one version of lag less, down to 0.
     It allows one more after ten times as many steps above."""
@@ -159,6 +186,8 @@ class AlgorithmConfig(Section):
             low, high = getattr(self, name)
             if low > high:
                 raise ValueError(f"{name} must rise, got [{low:g}, {high:g}]")
+        if reason := self._objective_refusal() or self._penalty_refusal():
+            raise ValueError(reason)
         if self.refuse_below is not None and self.ess_floor is not None and self.refuse_below >= self.ess_floor:
             raise ValueError("refuse_below must be below ess_floor: a step is refused only where shrinking is too slow")
         return self
@@ -168,10 +197,61 @@ class AlgorithmConfig(Section):
         alone = {name: field.default for name, field in type(self).model_fields.items()} | dict(PRESETS[self.preset])
         return {name for name, value in self if value != alone[name]}
 
+    def _objective_refusal(self) -> str | None:
+        """Why a setting makes no sense under `objective`, and how to fix it; None where all do."""
+        changed = self._changed()
+        if self.objective != "imitation" and "imitate_above" in changed:
+            return "imitate_above does nothing but under objective=imitation; leave it out, or set preset: imitate"
+        if self.objective not in ("distillation", "imitation"):
+            return None
+        if given := sorted(changed & {"baseline", "normalize_by_std", "kl_beta", "kl_beta_end", "variance_every"}):
+            name = given[0]
+            return f"{name}={getattr(self, name)} does nothing under objective={self.objective}; leave it out"
+        if self.treatment in {"clip", *WHOLE_BATCH}:
+            return (
+                f"treatment={self.treatment} depends on the sign of the advantage, which objective={self.objective} "
+                "does not have; set treatment: truncate, mask or clip_weight"
+            )
+        return None
+
+    def _penalty_refusal(self) -> str | None:
+        """Why the settings of the penalty make no sense, and how to fix it; None where they do."""
+        if not self.has_penalty:
+            given = sorted(self._changed() & {"kl", "kl_beta_end", "kl_beta_steps"})
+            return f"{given[0]} does nothing under kl_beta=0; leave it out, or set kl_beta" if given else None
+        if self.kl_beta_end is None and "kl_beta_steps" in self._changed():
+            return "kl_beta_steps does nothing without kl_beta_end; leave it out, or set kl_beta_end"
+        if self.kl == "reward" and (self.baseline not in LINEAR or self.normalize_by_std):
+            return (
+                f"kl=reward changes a group's rewards once it is scored, which baseline={self.baseline} or "
+                f"normalize_by_std={str(self.normalize_by_std).lower()} cannot follow; set kl: k2, or baseline: mean "
+                "and normalize_by_std: false"
+            )
+        if self.variance_every:
+            return "variance_every compares baselines of rewards alone; leave it out under kl_beta"
+        return None
+
+    @property
+    def needs_reference(self) -> bool | None:
+        """Whether the objective needs `model.reference`; None for a class of the user's, which says so itself."""
+        if self.objective not in OBJECTIVES:
+            return None
+        return self.has_penalty or self.objective == "distillation"
+
+    @property
+    def has_penalty(self) -> bool:
+        """Whether there is a penalty on leaving `model.reference`."""
+        return self.kl_beta > 0 or bool(self.kl_beta_end)
+
+    @property
+    def compares_members(self) -> bool:
+        """Whether an episode's advantage depends on the other episodes of its group."""
+        return self.baseline != "none" or bool(self.normalize_by_std)
+
     @property
     def needs_spread(self) -> bool:
         """Whether a group of equal rewards has no gradient."""
-        return self.baseline != "none" or bool(self.normalize_by_std)
+        return self.compares_members and not self.has_penalty
 
     @property
     def drops_equal_rewards(self) -> bool:

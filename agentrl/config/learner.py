@@ -121,12 +121,13 @@ class LearnerConfig(Section):
         return self
 
 
-def method_refusal(method: GradientMethod, *, has_norms: bool, is_exact: bool, has_own_baselines: bool) -> str | None:
+def method_refusal(method: GradientMethod, *, has_norms: bool, is_exact: bool, needs_norms_first: bool) -> str | None:
     """Why `learner.gradient` cannot make the gradient of an objective, and how to fix it; None where it can.
 
-    `has_norms`: the objective needs score norms; `is_exact`: not by proxy; `has_own_baselines`: one for each episode.
+    `has_norms`: the objective needs score norms; `is_exact`: not by proxy; `needs_norms_first`: before
+    the gradient, since it has a baseline for each episode, or terms beside the policy gradient.
 
-    >>> method_refusal("one_pass", has_norms=True, is_exact=True, has_own_baselines=False)
+    >>> method_refusal("one_pass", has_norms=True, is_exact=True, needs_norms_first=False)
     """
     if method == "plain" and has_norms:
         return (
@@ -138,10 +139,11 @@ def method_refusal(method: GradientMethod, *, has_norms: bool, is_exact: bool, h
             "learner.gradient=one_pass_sharded divides the two sums of exact norms, and this objective measures none "
             "(algorithm.baseline, algorithm.baseline_norms): set learner.gradient: auto"
         )
-    if method in ("one_pass", "one_pass_sharded") and has_norms and has_own_baselines:
+    if method in ("one_pass", "one_pass_sharded") and has_norms and needs_norms_first:
         return (
             f"learner.gradient={method} moves one baseline for a whole group, and this objective has one for each "
-            "episode (algorithm.baseline): set learner.gradient: two_pass, or auto"
+            "episode (algorithm.baseline), or terms beside it (algorithm.kl_beta): set learner.gradient: two_pass, or "
+            "auto"
         )
     if method == "two_pass" and not has_norms:
         return (

@@ -28,13 +28,16 @@ Preset = Annotated[
         "m2po",
         "bapo",
         "reinforce",
+        "tba",
+        "distill",
+        "imitate",
     ],
     Choices(
         {
             "vcpo_safe": "as vcpo, with a baseline that never exceeds the group's mean",
             "vcpo": "VCPO's formulas: truncated sequence weights, optimal baseline, ESS-scaled step (arXiv 2602.17616)",
             "vcpo_published": "as vcpo, with the settings of its four published scripts",
-            "grpo": "token ratios, PPO's clip, advantages divided by their deviation; no KL term (arXiv 2402.03300)",
+            "grpo": "token ratios, PPO's clip, advantages divided by their deviation; for its KL: kl_beta",
             "dapo": "GRPO with a higher upper clip, every token of a group weighted alike (arXiv 2503.14476)",
             "gspo": "geometric-mean ratios with tight clips (arXiv 2507.18071)",
             "tis": "truncated importance sampling with the group's mean as baseline",
@@ -46,6 +49,9 @@ Preset = Annotated[
             "m2po": "a clip that moves until the ratios' second moment is small (arXiv 2510.01161)",
             "bapo": "clip bounds that move until positive advantages have their share (arXiv 2510.18927)",
             "reinforce": "on-policy, no baseline (Williams 1992)",
+            "tba": "trajectory balance: log(policy / reference) in the reward, no ratio (arXiv 2503.18929)",
+            "distill": "on-policy distillation: learns from a teacher's scores, not from rewards (arXiv 2306.13649)",
+            "imitate": "supervised: the likelihood of episodes with rewards above imitate_above (arXiv 2304.06767)",
         }
     ),
 ]
@@ -166,6 +172,16 @@ PRESETS: Mapping[Preset, Mapping[str, Any]] = {
         "normalize_by_length": "group",
     },
     "reinforce": {**_PLAIN, "baseline": "none"},
+    "tba": {**_PLAIN, "baseline": "mean", "kl": "reward", "kl_beta": 0.012, "kl_beta_end": 0.004},
+    "distill": {
+        "objective": "distillation",
+        "ratio": "token",
+        "treatment": "truncate",
+        "baseline": "none",
+        "step_scale": "none",
+        "normalize_by_length": "group",
+    },
+    "imitate": {**_PLAIN, "objective": "imitation", "baseline": "none", "normalize_by_length": True},
 }
 
 

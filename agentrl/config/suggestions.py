@@ -55,6 +55,8 @@ SYNONYMS: Mapping[str, Sequence[str]] = MappingProxyType(
             (("algorithm.clip_low", "algorithm.clip_high"), "epsilon eps_clip clip_eps clip_ratio clip_range"),
             (("algorithm.clip_low",), "epsilon_low clip_ratio_low"),
             (("algorithm.clip_high",), "epsilon_high clip_ratio_high"),
+            (("algorithm.kl_beta",), "beta kl_coef init_kl_coef kl_loss_coef use_kl_loss kl_penalty"),
+            (("model.reference",), "ref_model ref_model_path reference_model teacher teacher_model teacher_path"),
             (("algorithm.normalize_by_std",), "scale_rewards norm_adv_by_std_in_grpo"),
             (("train.steps",), "max_steps num_steps total_steps total_training_steps num_iterations"),
             (("train.steps",), "num_epochs epochs num_train_epochs total_epochs num_episodes max_epochs"),
@@ -67,15 +69,6 @@ SYNONYMS: Mapping[str, Sequence[str]] = MappingProxyType(
     }
 )
 """Names of TRL, verl, OpenRLHF, prime-rl and transformers -> our keys that come nearest."""
-
-_NO_KL = (
-    "there is no KL penalty and no reference model: algorithm.treatment and rollout.max_lag keep the policy near the "
-    "one that sampled"
-)
-ABSENT: Mapping[str, str] = MappingProxyType(
-    dict.fromkeys(["beta", "kl_coef", "init_kl_coef", "kl_loss_coef", "use_kl_loss", "kl_beta"], _NO_KL)
-)
-"""Names for what agentrl does not have -> a sentence that says so."""
 
 
 def suggestions(name: str, paths: Sequence[str], *, near: str = "") -> list[str]:
@@ -92,8 +85,6 @@ def suggestions(name: str, paths: Sequence[str], *, near: str = "") -> list[str]
     """
     name = name.strip("-").replace("-", "_")
     section, _, last = name.rpartition(".")
-    if last in ABSENT:
-        return []
     if name in paths and (not near or name.startswith(f"{near}.") or section):
         return [name]
     found = [path for path in paths if path == name]
@@ -114,20 +105,8 @@ def hint(name: str, paths: Sequence[str], *, near: str = "") -> str:
         >>> hint("lernr", ["learner", "learner.lr"])
         'did you mean learner?'
     """
-    if sentence := absent(name):
-        return sentence
     found = suggestions(name, paths, near=near)
     return f"did you mean {' or '.join(found)}?" if found else ""
-
-
-def absent(name: str) -> str:
-    """A sentence for a name of what agentrl does not have; else empty.
-
-    Example:
-        >>> absent("--kl-coef").partition(":")[0]
-        'there is no KL penalty and no reference model'
-    """
-    return ABSENT.get(name.rpartition(".")[2].strip("-").replace("-", "_"), "")
 
 
 def _similar(last: str, paths: Sequence[str]) -> list[str]:

@@ -30,6 +30,11 @@ Dtype = Annotated[
     Choices({"float32": "32 bits: exact on a CPU", "bfloat16": "16 bits: half the memory, for GPUs"}),
 ]
 
+Reference = Annotated[
+    str,
+    Choices({"initial": "model.path as it is before training; with model.lora the base model, without a second copy"}),
+]
+
 SinkName = Annotated[
     Literal["tensorboard", "wandb", "trackio", "mlflow"],
     Choices(
@@ -174,6 +179,9 @@ class ModelConfig(Section):
     """Number format of the weights, in engine and learner."""
     lora: LoraConfig | None = None
     """Train adapters instead of all weights (docs/algorithms.md, "LoRA"). null: all weights."""
+    reference: Reference | None = None
+    """Frozen second model that scores the policy's tokens, a reference policy or a teacher: a folder or hub name of the
+    same vocabulary, or `initial`. docs/teacher.md. null: none."""
 
 
 class SandboxConfig(Section):
@@ -287,7 +295,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _checks_across_sections(self) -> Config:
-        if self.algorithm.needs_spread and self.rollout.group_size < 2:
+        if self.algorithm.compares_members and self.rollout.group_size < 2:
             raise ValueError(
                 f"algorithm.baseline={self.algorithm.baseline} and algorithm.normalize_by_std="
                 f"{str(self.algorithm.normalize_by_std).lower()} need rollout.group_size >= 2; for single episodes set "
@@ -298,10 +306,11 @@ class Config(Section):
             self.learner.gradient,
             has_norms=baseline in OPTIMAL,
             is_exact=self.algorithm.baseline_norms == "exact",
-            has_own_baselines=baseline in PER_EPISODE,
+            needs_norms_first=baseline in PER_EPISODE or self.algorithm.has_penalty,
         )
         if reason and self.algorithm.objective == "policy_gradient":  # a class of one's own says itself what it needs
             raise ValueError(reason)
+        self._check_reference()
         if self.learner.warmup_steps >= self.train.steps:
             raise ValueError(
                 f"learner.warmup_steps={self.learner.warmup_steps} must be below train.steps={self.train.steps}: the "
@@ -331,3 +340,17 @@ class Config(Section):
                 "eval.top_p"
             )
         return self
+
+    def _check_reference(self) -> None:
+        """Raises ValueError for a reference that is missing, or that nothing uses."""
+        given, algorithm = self.model.reference, self.algorithm
+        if given is None and algorithm.needs_reference:
+            raise ValueError(
+                f"algorithm.objective={algorithm.objective} with algorithm.kl_beta={algorithm.kl_beta:g} needs a "
+                "frozen model to compare with: set model.reference=initial, or model.reference=PATH"
+            )
+        if given is not None and algorithm.needs_reference is False:
+            raise ValueError(
+                f"model.reference={given} does nothing: leave it out, or set algorithm.kl_beta, or "
+                "algorithm.preset=distill"
+            )

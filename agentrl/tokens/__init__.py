@@ -6,6 +6,7 @@
     tool_formats.py    how tool calls are written; tool_calls.py parses them
     context_window.py  the token record of an episode that our loop plays
     branches.py        the token record of an agent's calls, which may branch
+    vocabulary.py      whether two models read the same ids alike
 
 May import: `agentrl.types`, `agentrl.errors`, `agentrl.config`. Start reading in `tokenizer.py`.
 """

@@ -18,6 +18,7 @@ from agentrl.engine import hub
 from agentrl.engine.model_files import CONFIG, check_files, read_json, why_no_folder
 from agentrl.errors import ConfigError
 from agentrl.run_folder import OUT_DIR
+from agentrl.tokens.vocabulary import check_same_vocabulary
 
 ADAPTER_CONFIG = "adapter_config.json"  # PEFT's
 ORIGIN = "agentrl.json"
@@ -145,6 +146,21 @@ def check_trainable(config: Config) -> None:
         file = hub.file_of(name, CONFIG)
     if file is not None and (reason := why_not_trainable(read_json(file))):
         raise ConfigError(f"model.path={name} {reason}")
+
+
+def check_reference(config: Config) -> None:
+    """Raises ConfigError where `model.reference` is no model, or reads token ids in another way than the policy.
+
+    The learner repeats the comparison; here it comes before anything is started. A policy that a warm start has still
+    to make passes.
+    """
+    name, policy = config.model.reference, config.model.path
+    if name is None or name == "initial":
+        return
+    if Path(name).exists() and not is_model_folder(Path(name)):
+        raise ConfigError(f"model.reference={name} {why_no_folder(Path(name))}")
+    if is_model_folder(Path(policy)) or config.model.warmstart is None:
+        check_same_vocabulary(policy, name, key="model.reference")
 
 
 def why_not_trainable(model_config: Mapping[str, Any]) -> str | None:

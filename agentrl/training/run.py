@@ -35,7 +35,7 @@ from agentrl.supervision.serving import serving
 from agentrl.supervision.watchdog import supervised
 from agentrl.training import launch, launch_ranks
 from agentrl.training.learner_api import create_app
-from agentrl.training.model_folder import check_model, check_trainable, is_model_folder
+from agentrl.training.model_folder import check_model, check_reference, check_trainable, is_model_folder
 from agentrl.training.orchestrator import Orchestrator, RolloutParts
 from agentrl.wrappers import load_wrappers
 
@@ -74,6 +74,7 @@ class Training:
     ) -> None:
         check_trainable(config)
         check_model(config)
+        check_reference(config)
         check_installed(config.metrics.sinks)
         if learner_at is None:
             launch_ranks.check_hosts(config.learner)

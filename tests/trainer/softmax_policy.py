@@ -22,6 +22,7 @@ class Episode:
     states: Tensor  # [N]
     actions: Tensor  # [N]
     behavior: Tensor  # [N] log mu
+    reference: Tensor  # [N] log-probability under a frozen model
     reward: float
 
 
@@ -51,7 +52,8 @@ def _episode(theta: Tensor, reward: float, off_policy: float, generator: torch.G
     actions = torch.randint(0, NUM_ACTIONS, (length,), generator=generator)
     scored = theta.detach().log_softmax(-1)[states, actions]
     noise = off_policy * torch.randn(length, generator=generator, dtype=torch.float64)
-    return Episode(states=states, actions=actions, behavior=scored + noise, reward=reward)
+    frozen = scored + 0.5 * torch.sin(scored * length)
+    return Episode(states=states, actions=actions, behavior=scored + noise, reference=frozen, reward=reward)
 
 
 def float64(values: list[float]) -> Tensor:
@@ -76,6 +78,8 @@ def objective_gradient(theta: Tensor, batch: Groups, algorithm: AlgorithmConfig)
             plain = score(theta, logprobs(theta, episode).sum() / length[i])
             weighted = score(theta, (member.weight_N * logprobs(theta, episode)).sum() / length[i])
             total += weighted * advantage[i] / size
+            if member.logprob_seed_N is not None:
+                total += score(theta, (member.logprob_seed_N * logprobs(theta, episode)).sum() / length[i]) / size
             scores += weighted * objective.score_scale(reward) / size
             used.append(objective.log_in_baseline(member))
             norms.append(objective.norm_in_baseline(float(plain.norm()), float(length[i])))
@@ -108,7 +112,10 @@ def _all_weights(theta: Tensor, batch: Groups, objective: Objective) -> dict[tup
                     advantage=0.0 if advantage is None else float(advantage[i]),
                     reward=episode.reward,
                     group=number,
+                    episode=i,
+                    logprob_N=logprob,
                     logit_norm2_N=logit_norm2(logprob, sum_pi2),
+                    reference_logprob_N=episode.reference,
                 )
             )
             keys.append((number, i))

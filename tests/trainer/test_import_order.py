@@ -20,6 +20,7 @@ ORDER = (
         "lora",
         "model",
         "startup_proof",
+        "reference",
         "weights",
         "deepspeed_settings",
         "schedules",

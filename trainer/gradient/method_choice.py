@@ -17,12 +17,13 @@ from trainer import ranks
 from trainer.gradient.methods import GradientMethod, OnePass
 from trainer.gradient.plain import Plain
 from trainer.gradient.spread_methods import OnePassSharded, TwoPass
+from trainer.gradient.step_members import ReferenceLogprobs
 from trainer.objective.registry import make_objective
 
 log = logging.getLogger(__name__)
 
 
-def make_method(model: Any, engine: Any, config: Config) -> GradientMethod:
+def make_method(model: Any, engine: Any, config: Config, reference: ReferenceLogprobs | None = None) -> GradientMethod:
     """The method of `config`. Raises ConfigError where it cannot make the objective's gradient.
 
     Example: `make_method(model, start_engine(model, config), config).estimate(groups, ...)`.
@@ -32,13 +33,13 @@ def make_method(model: Any, engine: Any, config: Config) -> GradientMethod:
     log.info("learner.gradient: %s%s", method, " (auto)" if config.learner.gradient == "auto" else "")
     match method:
         case "plain":
-            return Plain(model, engine, config)
+            return Plain(model, engine, config, reference)
         case "one_pass_sharded":
-            return OnePassSharded(model, engine, config)
+            return OnePassSharded(model, engine, config, reference)
         case "two_pass":
-            return TwoPass(model, engine, config)
+            return TwoPass(model, engine, config, reference)
         case _:
-            return OnePass(model, engine, config)
+            return OnePass(model, engine, config, reference)
 
 
 def is_recorded(config: Config) -> bool:
@@ -52,12 +53,12 @@ def chosen(config: Config) -> MethodName:
     if method == "auto":
         if not objective.needs_norms:
             return "plain"
-        return "two_pass" if objective.has_own_baselines else "one_pass"
+        return "two_pass" if objective.needs_norms_first else "one_pass"
     reason = method_refusal(
         method,
         has_norms=objective.needs_norms,
         is_exact=config.algorithm.baseline_norms == "exact",
-        has_own_baselines=objective.has_own_baselines,
+        needs_norms_first=objective.needs_norms_first,
     )
     if reason:
         raise ConfigError(reason)

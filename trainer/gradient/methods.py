@@ -19,6 +19,7 @@ from trainer import ranks
 from trainer.gradient import handoff
 from trainer.gradient.norms import total_norm
 from trainer.gradient.step_gradient import Estimator
+from trainer.gradient.step_members import ReferenceLogprobs
 from trainer.packing import share_of_rank
 from trainer.step_stats import GroupStats
 
@@ -78,10 +79,14 @@ class OnePass:
     Example: see `GradientMethod`.
     """
 
-    def __init__(self, model: Any, engine: Any, config: Config) -> None:
+    def __init__(self, model: Any, engine: Any, config: Config, reference: ReferenceLogprobs | None = None) -> None:
         self._engine = engine
         self._estimator = Estimator(
-            model, config.algorithm, pack_tokens=config.learner.pack_tokens, gather=ranks.gather_data
+            model,
+            config.algorithm,
+            pack_tokens=config.learner.pack_tokens,
+            gather=ranks.gather_data,
+            reference=reference,
         )
         self._log_cost_of_exact_norms(config)
 

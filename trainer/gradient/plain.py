@@ -23,7 +23,7 @@ from trainer.gradient.methods import own_share
 from trainer.gradient.norms import total_norm
 from trainer.gradient.passes import Passes, Weigh, weighted
 from trainer.gradient.scored import ScoredTrajectory
-from trainer.gradient.step_members import StepMembers
+from trainer.gradient.step_members import ReferenceLogprobs, StepMembers
 from trainer.gradient.sums import GradientSums
 from trainer.step_stats import GroupStats
 
@@ -64,10 +64,14 @@ class Plain:
     Example: see `GradientMethod`.
     """
 
-    def __init__(self, model: Any, engine: Any, config: Config) -> None:
+    def __init__(self, model: Any, engine: Any, config: Config, reference: ReferenceLogprobs | None = None) -> None:
         self._engine = engine
         self._members = StepMembers(
-            model, config.algorithm, pack_tokens=config.learner.pack_tokens, gather=ranks.gather_data
+            model,
+            config.algorithm,
+            pack_tokens=config.learner.pack_tokens,
+            gather=ranks.gather_data,
+            reference=reference,
         )
         self._passes = PlainPasses(model, engine)
 
@@ -84,6 +88,7 @@ class Plain:
         scored = members.scored(own_share(groups), policy_version=policy_version)
         idle = [member for group in scored for member in group.idle]
         trained = [member for group in scored for member in group.trained]
+        members.score_reference([*trained, *idle])
         packs = members.packed(trained)
         members.each(members.packed(idle), self._passes.forward_only)
         if members.objective.needs_batch:

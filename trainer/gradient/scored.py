@@ -119,6 +119,11 @@ class ScoredTrajectory:
         parts = {"advantage": self.advantage or 0.0, "terms": terms}
         return tuple(f"{name} of algorithm.objective" for name, value in parts.items() if not math.isfinite(value))
 
+    def _reference_kl_sum(self) -> float | None:
+        if self.reference_logprob_N is None:
+            return None
+        return float((self.log_ratio_N + self.tensors.behavior_logprob_N - self.reference_logprob_N).sum())
+
     def stats(self, policy_version: int, *, is_sound: bool) -> TrajectoryStats:
         """Its numbers for diagnostics, once the learner's passes at `policy_version` are done.
 
@@ -142,6 +147,7 @@ class ScoredTrajectory:
             num_action_tokens=tensors.num_actions,
             kl_sum=float(ratios.behavior_kl(self.log_ratio_N).sum()),
             entropy_sum=float(self.entropy_N.sum()),
+            reference_kl_sum=self._reference_kl_sum(),
             num_parity_tokens=len(error_N),
             parity_sum=float(error_N.sum()),
             parity_max=float(error_N.max()) if len(error_N) else 0.0,

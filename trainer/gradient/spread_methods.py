@@ -20,7 +20,7 @@ from trainer.gradient.norms import total_norm
 from trainer.gradient.passes import Passes
 from trainer.gradient.scored import ScoredGroup, ScoredTrajectory
 from trainer.gradient.sharded_sums import ShardedSums
-from trainer.gradient.step_members import StepMembers
+from trainer.gradient.step_members import ReferenceLogprobs, StepMembers
 from trainer.gradient.sums import GradientSums
 from trainer.step_stats import GroupStats
 
@@ -35,9 +35,9 @@ class OnePassSharded:
     Example: see `GradientMethod`.
     """
 
-    def __init__(self, model: Any, engine: Any, config: Config) -> None:
+    def __init__(self, model: Any, engine: Any, config: Config, reference: ReferenceLogprobs | None = None) -> None:
         self._engine = engine
-        self._members = _members(model, config)
+        self._members = _members(model, config, reference)
         self._sums = ShardedSums(
             self._members.parameters, rank=ranks.index(), num_ranks=ranks.count(), scatter=ranks.add_up_parts
         )
@@ -60,6 +60,7 @@ class OnePassSharded:
         self._sums.drop_scores()
         idle = [member for group in scored for member in group.idle]
         mine = _mine(self._members, idle)
+        self._members.score_reference(mine)
         self._members.each(self._members.packed(mine), self._passes.forward_only)
         self._members.exchange(idle, mine)
         self._members.weigh_all(idle, is_everyone=True)
@@ -79,6 +80,7 @@ class OnePassSharded:
 
     def _train(self, group: ScoredGroup, num_episodes: int) -> None:
         mine = _mine(self._members, group.trained)
+        self._members.score_reference(mine)
 
         def make_pass(pack: list[ScoredTrajectory]) -> None:
             self._passes.with_norms(pack, self._members.weigh_as_one, num_episodes=num_episodes)
@@ -98,9 +100,9 @@ class TwoPass:
     Example: see `GradientMethod`.
     """
 
-    def __init__(self, model: Any, engine: Any, config: Config) -> None:
+    def __init__(self, model: Any, engine: Any, config: Config, reference: ReferenceLogprobs | None = None) -> None:
         self._engine = engine
-        self._members = _members(model, config)
+        self._members = _members(model, config, reference)
         self._sums = GradientSums(self._members.parameters, has_scores=False)
         self._passes = Passes(model, self._sums)
         is_exact = config.algorithm.baseline_norms == "exact"
@@ -120,6 +122,7 @@ class TwoPass:
         trained = [member for group in scored for member in group.trained]
         idle = [member for group in scored for member in group.idle]
         mine, mine_idle = _mine(self._members, trained), _mine(self._members, idle)
+        self._members.score_reference([*mine, *mine_idle])
         packs = self._members.packed(mine)
         self._members.each(packs, self._measure)
         self._members.each(self._members.packed(mine_idle), self._passes.forward_only)
@@ -144,8 +147,14 @@ class TwoPass:
         handoff.discard(self._engine)
 
 
-def _members(model: Any, config: Config) -> StepMembers:
-    return StepMembers(model, config.algorithm, pack_tokens=config.learner.pack_tokens, gather=ranks.gather_data)
+def _members(model: Any, config: Config, reference: ReferenceLogprobs | None) -> StepMembers:
+    return StepMembers(
+        model,
+        config.algorithm,
+        pack_tokens=config.learner.pack_tokens,
+        gather=ranks.gather_data,
+        reference=reference,
+    )
 
 
 def _mine(members: StepMembers, every: Sequence[ScoredTrajectory]) -> list[ScoredTrajectory]:

@@ -23,7 +23,7 @@ from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.types import TrajectoryGroup
 from trainer.gradient.passes import Passes
 from trainer.gradient.scored import ScoredGroup, ScoredTrajectory
-from trainer.gradient.step_members import Gather, StepMembers
+from trainer.gradient.step_members import Gather, ReferenceLogprobs, StepMembers
 from trainer.gradient.sums import GradientSums
 from trainer.step_stats import GroupStats
 
@@ -43,6 +43,7 @@ class Estimator:
         model: on which `attention.install` was called.
         pack_tokens: budget of a pack; a longer trajectory has a pack of its own.
         gather: collects a list over ranks, in the order of ranks; the identity for a single rank.
+        reference: scores packs under the frozen model, for objectives that need it.
     """
 
     def __init__(
@@ -52,12 +53,13 @@ class Estimator:
         *,
         pack_tokens: int = DEFAULT_PACK_TOKENS,
         gather: Gather = lambda records, kind: records,
+        reference: ReferenceLogprobs | None = None,
     ) -> None:
-        self._members = StepMembers(model, algorithm, pack_tokens=pack_tokens, gather=gather)
+        self._members = StepMembers(model, algorithm, pack_tokens=pack_tokens, gather=gather, reference=reference)
         self._objective = self._members.objective
         self._needs_norms = self._objective.needs_norms
         self._is_exact = algorithm.baseline_norms == "exact"
-        self._has_scores = self._needs_norms and self._is_exact and not self._objective.has_own_baselines
+        self._has_scores = self._needs_norms and self._is_exact and not self._objective.needs_norms_first
         self.parameters = self._members.parameters
         """The trained parameters, in the order of `sums.total`."""
         self.sums = GradientSums(self.parameters, has_scores=self._has_scores)
@@ -74,6 +76,7 @@ class Estimator:
         """
         self.sums.reset()
         scored = self._members.scored(groups, policy_version=policy_version)
+        self._members.score_reference([member for group in scored for member in group.members])
         active = [group for group in scored if group.has_advantages]
         idle = [member for group in scored for member in group.idle]
         if self._has_scores:

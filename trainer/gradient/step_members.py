@@ -16,19 +16,23 @@ import torch
 from torch import Tensor
 
 from agentrl.config.algorithm import AlgorithmConfig
+from agentrl.errors import ConfigError
 from agentrl.types import Trajectory, TrajectoryGroup
 from trainer import packing
 from trainer.gradient.scored import ScoredGroup, ScoredTrajectory, give_advantage
 from trainer.objective import calls
 from trainer.objective.interface import Group, Member, MemberWeights
 from trainer.objective.registry import make_objective
-from trainer.packing import action_tensors
+from trainer.packing import Pack, action_tensors
 from trainer.ranks import is_divided
 from trainer.step_stats import GroupStats
 
 _WITHOUT_ACTIONS = MemberWeights(
     weight_N=torch.zeros(0, dtype=torch.float64), log_weight=0.0, log_used=0.0, num_clipped=0, num_weights=0
 )
+
+ReferenceLogprobs = Callable[[Pack], Tensor]
+"""log p of each action token of a pack under the frozen model (trainer/reference.py). float64 [N], on the CPU."""
 
 Gather = Callable[[list[Any], Any], list[Any]]
 """Collects a list over ranks, in the order of ranks: (records, their type) -> everyone's records."""
@@ -62,6 +66,7 @@ class StepMembers:
     Args:
         pack_tokens: budget of a pack; a longer trajectory has a pack of its own.
         gather: the identity for a single rank.
+        reference: scores packs under the frozen model. Raises ConfigError where the objective needs it and it is None.
     """
 
     def __init__(
@@ -71,8 +76,15 @@ class StepMembers:
         *,
         pack_tokens: int,
         gather: Gather = lambda records, kind: records,
+        reference: ReferenceLogprobs | None = None,
     ) -> None:
         self.objective = make_objective(algorithm)
+        if self.objective.needs_reference and reference is None:
+            raise ConfigError(
+                f"algorithm.objective={algorithm.objective} needs the log-probabilities of a frozen model: set "
+                "model.reference=initial, or model.reference=PATH"
+            )
+        self._reference = reference if self.objective.needs_reference else None
         self.parameters: list[Tensor] = [one for one in model.parameters() if one.requires_grad]
         """The trained parameters."""
         self._device: torch.device = model.device
@@ -110,6 +122,21 @@ class StepMembers:
             make_pass(pack)
         for _ in range(num_passes - len(packs)):
             make_pass([])
+
+    def score_reference(self, members: Sequence[ScoredTrajectory]) -> None:
+        """Fill in the frozen model's log-probabilities, where the objective needs them.
+
+        Call it on every rank, with the trajectories that this rank computes, before any is weighed.
+        """
+        if self._reference is not None:
+            self.each(self.packed([one for one in members if one.tensors.num_actions]), self._reference_pass)
+
+    def _reference_pass(self, members: Sequence[ScoredTrajectory]) -> None:
+        assert self._reference is not None
+        texts = [one.tensors for one in members] or [packing.shortest(self._device)]
+        pack = packing.join(texts)
+        for one, logprob_N in zip(members, pack.per_segment(self._reference(pack)), strict=False):
+            one.reference_logprob_N = logprob_N
 
     def spread(self, members: Sequence[ScoredTrajectory], *, rank: int, num_ranks: int) -> list[ScoredTrajectory]:
         """Those of `members` that one rank computes: single trajectories are dealt out, balanced by tokens."""

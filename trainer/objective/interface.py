@@ -129,10 +129,12 @@ class Objective(ABC):
 
     needs_norms: bool = False
     """Each trajectory's score norm is measured, and `baseline` called with the norms of its group. Then a trajectory
-    must have one weight and no further terms."""
+    must have one weight."""
     has_own_baselines: bool = False
     """`baseline` gives each episode its own number: the norms must be known before the gradient is made
     (`learner.gradient: two_pass`)."""
+    has_terms: bool = False
+    """`terms` may be other than None. Beside norms they must be known before the gradient is made too."""
     needs_batch: bool = False
     """`batch_weights` is called with every trajectory of the step, once all are scored, in place of `weights`."""
     needs_logits: bool = False
@@ -142,6 +144,11 @@ class Objective(ABC):
 
     def __init__(self, algorithm: AlgorithmConfig) -> None:
         self.algorithm = algorithm
+
+    @property
+    def needs_norms_first(self) -> bool:
+        """Whether score norms, where they are needed, must be known before the gradient is made."""
+        return self.has_own_baselines or self.has_terms
 
     @abstractmethod
     def advantages(self, group: Group) -> Tensor | Sequence[Tensor] | None:

@@ -21,8 +21,8 @@ from torch import Tensor
 from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.config.presets import OPTIMAL, PER_EPISODE, WHOLE_BATCH
 from agentrl.report.statistics import has_spread
-from trainer.objective import baselines, ratios, vcpo
-from trainer.objective.interface import Group, Member, MemberWeights, Objective, by_group
+from trainer.objective import baselines, ratios, reference_kl, vcpo
+from trainer.objective.interface import Group, Member, MemberWeights, Objective, Terms, by_group
 
 
 class PolicyGradient(Objective):
@@ -43,7 +43,10 @@ class PolicyGradient(Objective):
         self.needs_norms = algorithm.baseline in OPTIMAL
         self.has_own_baselines = algorithm.baseline in PER_EPISODE
         self.needs_logits = algorithm.baseline == "otb"
-        self.needs_batch = self.needs_logits or algorithm.treatment in WHOLE_BATCH
+        self.needs_reference = type(self).needs_reference or algorithm.has_penalty
+        self.has_terms = type(self).has_terms or algorithm.has_penalty
+        self._penalizes_rewards = algorithm.has_penalty and algorithm.kl == "reward"
+        self.needs_batch = self.needs_logits or self._penalizes_rewards or algorithm.treatment in WHOLE_BATCH
 
     def advantages(self, group: Group) -> Tensor | None:
         """(R - b_0) / s, with b_0 the reference baseline. [E] None: the group has no gradient.
@@ -54,18 +57,29 @@ class PolicyGradient(Objective):
         reward_E = group.reward_E.double()
         if self.algorithm.needs_spread and not has_spread(reward_E.tolist()):
             return None
-        scale = self.score_scale(reward_E)
+        if self.needs_logits:
+            return torch.full_like(reward_E, self.score_scale(reward_E))
+        return self._centered(reward_E, group.num_actions_E) * self.score_scale(reward_E)
+
+    def _centered(self, value_E: Tensor, num_actions_E: Tensor) -> Tensor:
+        """The values minus b_0. [E]"""
         match self.algorithm.baseline:
             case "none":
-                return reward_E * scale
-            case "mean" | "opob" | "opob_safe" | "opob_leave_one_out":
-                return (reward_E - baselines.mean(reward_E)) * scale
+                return value_E
             case "leave_one_out":
-                return (reward_E - baselines.leave_one_out(reward_E)) * scale
+                return value_E - baselines.leave_one_out(value_E)
             case "length_weighted":
-                return (reward_E - baselines.length_weighted(reward_E, group.num_actions_E)) * scale
-            case "otb":
-                return torch.full_like(reward_E, scale)
+                return value_E - baselines.length_weighted(value_E, num_actions_E)
+            case _:
+                return value_E - baselines.mean(value_E)
+
+    def terms(self, member: Member) -> Terms | None:
+        """The penalty on leaving the frozen model, where it is a term of the loss."""
+        if not self.algorithm.has_penalty or self._penalizes_rewards:
+            return None
+        beta = reference_kl.coefficient(self.algorithm, member.step)
+        seed = reference_kl.k2_seed if self.algorithm.kl == "k2" else reference_kl.k3_seed
+        return Terms(logprob_seed_N=beta * seed(reference_kl.log_ratio_N(member)))
 
     def score_scale(self, reward_E: Tensor) -> float:
         """1/s, which multiplies a trajectory's weight in the score sum. 1.0 for a group without spread."""
@@ -111,12 +125,18 @@ class PolicyGradient(Objective):
         """The weights of all trajectories of the step, in the members' order. Their groups must be complete."""
         if not members:  # no trajectory of the step has an action token
             return []
+        given = members
+        if self._penalizes_rewards:
+            beta = reference_kl.coefficient(self.algorithm, members[0].step)
+            members = reference_kl.with_penalty(members, beta, self._centered)
         log_weights = [ratios.log_weights(one.log_ratio_N.double(), self.algorithm.ratio) for one in members]
         treated = self._treated_together(members, log_weights)
         found = [
             self._member(member, log_weight_N, log_used_N)
             for member, log_weight_N, log_used_N in zip(members, log_weights, treated, strict=True)
         ]
+        if self._penalizes_rewards:
+            return [_moved(*each) for each in zip(given, members, found, strict=True)]
         return self._times_token_advantage(members, found) if self.needs_logits else found
 
     def _treated_together(self, members: Sequence[Member], log_weights: Sequence[Tensor]) -> list[Tensor]:
@@ -189,6 +209,11 @@ class PolicyGradient(Objective):
             for i, reward, baseline_N in zip(index_G, reward_G, baseline_G, strict=True):
                 weighted[i] = replace(found[i], weight_N=found[i].weight_N * (reward - baseline_N))
         return weighted
+
+
+def _moved(given: Member, penalized: Member, found: MemberWeights) -> MemberWeights:
+    """The seeds that turn the weight's advantage into the penalized one."""
+    return replace(found, logprob_seed_N=found.weight_N * (penalized.advantage - given.advantage))
 
 
 def _required(logit_norm2_N: Tensor | None) -> Tensor:

@@ -8,10 +8,15 @@ from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.env.registry import load_object
 from agentrl.errors import ConfigError
 from trainer.objective import trial
+from trainer.objective.imitation import Distillation, Imitation
 from trainer.objective.interface import Objective
 from trainer.objective.policy_gradient import PolicyGradient
 
-OBJECTIVES: Mapping[str, type[Objective]] = {"policy_gradient": PolicyGradient}
+OBJECTIVES: Mapping[str, type[Objective]] = {
+    "policy_gradient": PolicyGradient,
+    "distillation": Distillation,
+    "imitation": Imitation,
+}
 """Name in `algorithm.objective` -> class. The names and a line on each are in agentrl/config/algorithm.py."""
 
 

@@ -179,11 +179,12 @@ def ports(engine: EngineConfig, sandbox: SandboxConfig) -> list[Finding]:
 
 def model(config: Config) -> Finding:
     """Whether the model exists, or can be made."""
-    from agentrl.training.model_folder import check_model, check_trainable, is_model_folder
+    from agentrl.training.model_folder import check_model, check_reference, check_trainable, is_model_folder
 
     path = config.model.path
     check_trainable(config)
     check_model(config)
+    check_reference(config)
     if config.model.warmstart is not None and not is_model_folder(Path(path)):
         return ok("model", f"{path} does not exist yet: the warm start makes it in the first run")
     size = model_size(path)

@@ -161,7 +161,10 @@ def test_a_mistake_in_a_class_is_named_before_the_first_step(
 
 
 def test_an_unknown_name_and_arguments_that_nothing_takes_are_refused_by_the_config() -> None:
-    with pytest.raises(ValueError, match=r"objective=ppo is not known: policy_gradient; your own: path/to/file\.py"):
+    with pytest.raises(
+        ValueError,
+        match=r"objective=ppo is not known: policy_gradient, .*; your own: path/to/file\.py",
+    ):
         AlgorithmConfig(objective="ppo")
     with pytest.raises(ValueError, match="takes no arguments of its own"):
         AlgorithmConfig(objective_kwargs={"bonus": 1.0})

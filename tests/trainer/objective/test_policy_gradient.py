@@ -256,6 +256,39 @@ def vcpo(theta: Tensor, batch: Groups, *, is_safe: bool = False) -> Tensor:
     return total / sum(map(len, batch))
 
 
+def tba(theta: Tensor, batch: Groups) -> Tensor:
+    """J = -beta / 2 mean_k (log Z + d_k - R_k / beta)^2, log Z = mean_k (R_k / beta - d_k)    TBA, arXiv 2503.18929"""
+    beta = 0.012
+
+    def of_group(group: list[Episode]) -> Tensor:
+        d_K = torch.stack([(logprobs(theta, e) - e.reference).sum() for e in group])
+        log_z = (rewards(group) / beta - d_K).mean()
+        return -beta / 2 * (log_z + d_K - rewards(group) / beta).square().mean()
+
+    return gradient_of_mean(theta, batch, of_group)
+
+
+def distill(theta: Tensor, batch: Groups) -> Tensor:
+    """J = -1/sum|o| sum_t min(r, 8) (log pi - log teacher)^2 / 2, r a constant: reverse KL on the student's tokens."""
+
+    def of_group(group: list[Episode]) -> Tensor:
+        losses = [
+            ratio(theta, e).detach().clamp(max=8.0) * (logprobs(theta, e) - e.reference).square() / 2 for e in group
+        ]
+        return -torch.cat(losses).mean()
+
+    return gradient_of_mean(theta, batch, of_group)
+
+
+def imitate(theta: Tensor, batch: Groups) -> Tensor:
+    """J = 1/B sum_i [R_i > 0] mean_t log pi    RAFT, arXiv 2304.06767, with failures in B"""
+
+    def of_group(group: list[Episode]) -> Tensor:
+        return torch.stack([logprobs(theta, e).mean() * (e.reward > 0) for e in group]).mean()
+
+    return gradient_of_mean(theta, batch, of_group)
+
+
 REFERENCES: References = {
     "vcpo": vcpo,
     "vcpo_published": vcpo_published,
@@ -272,6 +305,9 @@ REFERENCES: References = {
     "m2po": m2po,
     "bapo": bapo,
     "reinforce": reinforce_with(torch.ones_like, lambda group: torch.zeros(()), by_length=False),
+    "tba": tba,
+    "distill": distill,
+    "imitate": imitate,
 }
 
 

@@ -15,9 +15,11 @@ from agentrl.config.presets import PRESETS
 from agentrl.testing import episode_of, with_members
 from agentrl.types import Trajectory, TrajectoryGroup
 from tests.trainer.trainer_builders import mixed_groups
+from trainer.gradient import attention
 from trainer.gradient.step_gradient import Estimator
-from trainer.objective import Group, Member, PolicyGradient, calls
+from trainer.objective import Group, Member, PolicyGradient, calls, make_objective
 from trainer.objective.baselines import logit_norm2
+from trainer.reference import Reference
 
 
 def scored(model: Any, trajectory: Trajectory) -> tuple[Tensor, Tensor, Tensor]:
@@ -29,8 +31,19 @@ def scored(model: Any, trajectory: Trajectory) -> tuple[Tensor, Tensor, Tensor]:
     return log_p.gather(1, ids[1:][acted][:, None])[:, 0], log_p.detach().exp().square().sum(-1), behavior
 
 
+def frozen_copy(model: Any) -> Any:
+    """Another model, for objectives that compare with one."""
+    other, generator = copy.deepcopy(model), torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.02)
+    attention.install(other)
+    return other
+
+
 def reference(model: Any, groups: list[Any], algorithm: AlgorithmConfig) -> Tensor:
-    model, objective = copy.deepcopy(model).double(), PolicyGradient(algorithm)
+    frozen = frozen_copy(model).double()
+    model, objective = copy.deepcopy(model).double(), make_objective(algorithm)
     parameters = list(model.parameters())
     members, scores, coefficients = [], [], []
     for number, group in enumerate(groups):
@@ -46,7 +59,14 @@ def reference(model: Any, groups: list[Any], algorithm: AlgorithmConfig) -> Tens
             log_ratio, energy = logprob.detach() - behavior, logit_norm2(logprob.detach(), sum_pi2)
             members.append(
                 Member(
-                    log_ratio_N=log_ratio, advantage=value, reward=trajectory.reward, group=number, logit_norm2_N=energy
+                    log_ratio_N=log_ratio,
+                    advantage=value,
+                    reward=trajectory.reward,
+                    group=number,
+                    episode=i,
+                    logprob_N=logprob.detach(),
+                    logit_norm2_N=energy,
+                    reference_logprob_N=scored(frozen, trajectory)[0].detach(),
                 )
             )
             scores.append((logprob, float(length[i])))
@@ -54,7 +74,9 @@ def reference(model: Any, groups: list[Any], algorithm: AlgorithmConfig) -> Tens
     weights = calls.weigh(objective, members)
     total = torch.zeros(sum(p.numel() for p in parameters), dtype=torch.float64)
     for weight, (logprob, length), coefficient in zip(weights, scores, coefficients, strict=True):
-        loss = coefficient / length * (weight.weight_N * logprob).sum() / len(members)
+        seed = coefficient * weight.weight_N
+        seed = seed if weight.logprob_seed_N is None else seed + weight.logprob_seed_N
+        loss = (seed * logprob).sum() / length / len(members)
         total += torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)])
     return total
 
@@ -64,7 +86,8 @@ def test_a_preset_is_estimated_exactly_from_packs(tiny_model: Any, preset: Any) 
     """Presets without norms; those of VCPO are in test_step_gradient.py."""
     groups = mixed_groups(tiny_model, off_policy=0.4)
     algorithm = AlgorithmConfig(preset=preset)
-    estimator = Estimator(tiny_model, algorithm, pack_tokens=40)
+    frozen = Reference(frozen_copy(tiny_model)).logprobs
+    estimator = Estimator(tiny_model, algorithm, pack_tokens=40, reference=frozen)
     estimator.estimate(groups, policy_version=0, num_episodes=12)
     ours = torch.cat([total.flatten() for total in estimator.sums.total]).double()
     theirs = reference(tiny_model, groups, algorithm)
@@ -78,7 +101,8 @@ def test_a_step_in_which_nobody_acted_has_no_gradient(tiny_model: Any, preset: A
         with_members(one, tuple(replace(member, turns=()) for member in one.trajectories))
         for one in mixed_groups(tiny_model)[:2]
     ]
-    estimator = Estimator(tiny_model, AlgorithmConfig(preset=preset))
+    frozen = Reference(frozen_copy(tiny_model)).logprobs
+    estimator = Estimator(tiny_model, AlgorithmConfig(preset=preset), reference=frozen)
     stats = estimator.estimate(silent, policy_version=0, num_episodes=8)
     assert not any(total.any() for total in estimator.sums.total)
     assert [(group.has_spread, group.has_gradient) for group in stats] == [(True, False)] * 2

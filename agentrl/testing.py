@@ -153,6 +153,9 @@ class ScriptedEngine:
     async def init_transfer(self, init: TransferInit) -> None:
         """No-op: there is no group to join."""
 
+    async def pause(self) -> None:
+        """No-op: its answers take no time that a pause could interrupt."""
+
     async def sleep(self) -> None:
         """No-op: it holds no memory of a GPU."""
 

@@ -104,9 +104,10 @@ class Learner:
         """
         started_s = time.perf_counter()
         self._check(batch)
+        batch, mask_metrics = self._masked(batch)
         groups = self._estimate(batch)
         metrics = diagnostics.counts(groups) | diagnostics.policy(groups) | self._weight_metrics(groups)
-        metrics |= self._penalty()
+        metrics |= mask_metrics | self._penalty()
         rho, update = _rho(groups), None
         broken = _refusals(groups) or ranks.gather(self._method.non_finite(), str)
         self._end_if_broken_for_good(broken)
@@ -199,6 +200,14 @@ class Learner:
         newest = max(trajectory.policy_versions())
         if newest > self.policy_version:
             raise LearnerError(f"trajectory {trajectory.id} has tokens of the future version {newest}")
+
+    def _masked(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
+        """The batch without tokens of older weights, where they are to be left out, and their share."""
+        if self.config.rollout.partial == "keep":
+            return batch, {}
+        masked = packing.without_older_tokens(batch)
+        num_all, num_left = (sum(one.num_action_tokens for one in b.trajectories()) for b in (batch, masked))
+        return masked, {"learner/masked_share": 1 - num_left / max(1, num_all)}
 
     def _estimate(self, batch: Batch) -> list[GroupStats]:
         """Leave the gradient in the method. Statistics of all ranks' groups."""

@@ -7,14 +7,16 @@ Shapes: _S tokens of a pack that the model reads, _N its action tokens, _n its s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
 from agentrl.errors import LearnerError
-from agentrl.types import Trajectory, TrajectoryGroup
+from agentrl.types import Batch, Completion, FinishReason, Trajectory, TrajectoryGroup, Turn, VersionSpan
+
+_NOTHING = Completion(token_ids=(), behavior_logprobs=(), version_spans=(), finish_reason=FinishReason.ABORT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +66,50 @@ class Pack:
         """Split a tensor over the pack's action tokens into one part per segment."""
         lengths = [end - start for start, end in pairwise(self.action_bounds)]
         return torch.split(values_N, lengths)
+
+
+def without_older_tokens(batch: Batch) -> Batch:
+    """The batch as if weights before its version had sampled nothing: their tokens are read like observations.
+
+    So they are in no importance ratio, no length and no gradient (`rollout.partial: mask`; the mask_offpolicy option of
+    slime's partial rollouts, APRIL, arXiv 2509.18521).
+    """
+    return replace(batch, groups=tuple(_group_since(batch.policy_version, group) for group in batch.groups))
+
+
+def _group_since(version: int, group: TrajectoryGroup) -> TrajectoryGroup:
+    episodes = (
+        replace(episode, segments=tuple(_trajectory_since(version, one) for one in episode.segments))
+        for episode in group.episodes
+    )
+    return replace(group, episodes=tuple(episodes))
+
+
+def _trajectory_since(version: int, trajectory: Trajectory) -> Trajectory:
+    if not trajectory.num_action_tokens or trajectory.policy_version >= version:
+        return trajectory
+    turns: list[Turn] = []
+    read: list[int] = []
+    for turn in trajectory.turns:
+        read += turn.observation_ids
+        for span in turn.completion.version_spans:
+            if span.version < version:
+                read += turn.completion.token_ids[span.start : span.end]
+            else:
+                turns.append(Turn(observation_ids=tuple(read), completion=_part(turn.completion, span)))
+                read = []
+    if read:  # what ends the trajectory: nothing was sampled after it
+        turns.append(Turn(observation_ids=tuple(read), completion=_NOTHING))
+    return replace(trajectory, turns=tuple(turns))
+
+
+def _part(completion: Completion, span: VersionSpan) -> Completion:
+    return Completion(
+        token_ids=completion.token_ids[span.start : span.end],
+        behavior_logprobs=completion.behavior_logprobs[span.start : span.end],
+        version_spans=(VersionSpan(version=span.version, start=0, end=span.end - span.start),),
+        finish_reason=completion.finish_reason,
+    )
 
 
 def action_tensors(trajectory: Trajectory, device: torch.device) -> ActionTensors:

@@ -6,7 +6,8 @@ There are `(max_lag + 1) * groups_per_step` slots. This number is derived, not t
 so all that are outstanding when a group is admitted are consumed within `max_lag` further steps, and a group that
 finishes in its turn is never stale. A group that others overtake while it still runs can become stale: `on_stale` of
 the config drops it, issues its task again, lets the learner wait for it, or has it trained all the same (`finish`).
-max_lag = 0 is exactly synchronous.
+max_lag = 0 is exactly synchronous, unless `oversample` lets more groups be outstanding than a step consumes (APRIL,
+arXiv 2509.18521): the step begins with the first that finish, and the others go on after it.
 
 max_lag may be a fraction, the asynchronous ratio alpha of ROLL Flash (arXiv 2510.11345): of a batch at most the share
 alpha mod 1 has the largest lag, ceil(alpha). Slots and that share are both rounded down (ROLL rounds the slots up), so
@@ -39,11 +40,17 @@ class StalenessRule:
     groups_per_step: int
     max_lag: float
     on_stale: OnStale = "drop"
+    oversample: float = 1.0  # at max_lag 0: groups that may be outstanding, as a multiple of groups_per_step
 
     @classmethod
     def of(cls, config: RolloutConfig) -> StalenessRule:
         """The rule of a run."""
-        return cls(groups_per_step=config.groups_per_step, max_lag=config.max_lag, on_stale=config.on_stale)
+        return cls(
+            groups_per_step=config.groups_per_step,
+            max_lag=config.max_lag,
+            on_stale=config.on_stale,
+            oversample=config.oversample,
+        )
 
     @property
     def is_bounded(self) -> bool:
@@ -71,7 +78,7 @@ class StalenessRule:
         lag = self.max_lag if lag is None else lag
         if not 0 <= lag <= self.max_lag:
             raise ValueError(f"lag {lag:g} is outside [0, {self.max_lag:g}]")
-        return self._whole(lag + 1)
+        return max(self._whole(lag + 1), math.ceil(round(self.oversample * self.groups_per_step, 6)))
 
     def is_stale(self, group_version: int, *, version: int) -> bool:
         """Whether a group whose oldest token is of `group_version` is too old for a learner at `version`.

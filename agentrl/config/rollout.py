@@ -26,6 +26,15 @@ OnStale = Annotated[
         }
     ),
 ]
+Partial = Annotated[
+    Literal["keep", "mask"],
+    Choices(
+        {
+            "keep": "train them, with the ratio that they have",
+            "mask": "leave them out: they are read and neither weighed nor trained",
+        }
+    ),
+]
 TaskChoice = Annotated[
     Literal["shuffled", "difficulty"],
     Choices(
@@ -108,6 +117,11 @@ class RolloutConfig(Section):
     batch (docs/staleness.md)."""
     on_stale: OnStale = "drop"
     """What happens to data that is too old."""
+    oversample: Annotated[float, Field(ge=1)] = 1.0
+    """At max_lag 0: groups played at once, as a multiple of `groups_per_step`. A step begins once `groups_per_step` are
+    finished; the others pause, and go on after it (APRIL; docs/staleness.md). Needs on_stale=finish."""
+    partial: Partial = "keep"
+    """What happens to tokens of such an episode that older weights sampled."""
     replay: ReplayConfig | None = None
     """Train groups more than once (docs/staleness.md). null: each group once."""
     task_choice: TaskChoice = "shuffled"
@@ -157,6 +171,23 @@ class RolloutConfig(Section):
                 f"group of a batch, so it changes nothing. Set max_lag={math.floor(self.max_lag)}, or at least "
                 f"{math.floor(self.max_lag) + 1 / self.groups_per_step:.3g}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _oversamples_without_lag(self) -> RolloutConfig:
+        given = f"oversample={self.oversample:g}"
+        if self.oversample > 1 and self.max_lag:
+            raise ValueError(
+                f"{given} with max_lag={self.max_lag:g}: groups already run ahead of the learner. Set max_lag=0, or "
+                "oversample=1 and a larger max_lag"
+            )
+        if self.oversample > 1 and self.on_stale != "finish":
+            raise ValueError(
+                f"{given} with on_stale={self.on_stale}: every group that goes on in the next step would be too old "
+                "when it ends. Set on_stale=finish"
+            )
+        if self.partial == "mask" and self.oversample == 1:
+            raise ValueError("partial=mask has an effect only with oversample above 1; leave it out")
         return self
 
     @property

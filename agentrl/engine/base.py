@@ -52,6 +52,13 @@ class TrainableEngine(Engine, Protocol):
         """Let those of the last `receivers` join the learner's group. Raises EngineError, WeightsWanted."""
         ...
 
+    async def pause(self) -> None:
+        """Stop at the next token until the next `update_weights`. Requests wait meanwhile and go on where they were.
+
+        Raises EngineError.
+        """
+        ...
+
     async def sleep(self) -> None:
         """Release the GPU memory of weights and KV cache until the next `update_weights`. Requests wait meanwhile.
 

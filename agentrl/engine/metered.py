@@ -24,31 +24,43 @@ class BusyClock:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._num_running = 0
-        self._since = 0.0
+        self._is_held = False
+        self._since: float | None = None  # when the current period began
         self._total_s = 0.0
 
     def start(self) -> None:
         """One more piece of work begins."""
-        if self._num_running == 0:
-            self._since = self._clock()
         self._num_running += 1
+        self._note()
 
     def stop(self) -> None:
         """One piece of work ends."""
         self._num_running -= 1
-        if self._num_running == 0:
-            self._total_s += self._clock() - self._since
+        self._note()
+
+    def hold(self, is_held: bool) -> None:
+        """Whether all work stands still from now on: such time is not busy."""
+        self._is_held = is_held
+        self._note()
 
     @property
     def seconds(self) -> float:
         """Busy time so far, the current period included."""
-        return self._total_s + (self._clock() - self._since if self._num_running else 0.0)
+        return self._total_s + (0.0 if self._since is None else self._clock() - self._since)
+
+    def _note(self) -> None:
+        is_busy = self._num_running > 0 and not self._is_held
+        if is_busy and self._since is None:
+            self._since = self._clock()
+        elif not is_busy and self._since is not None:
+            self._total_s += self._clock() - self._since
+            self._since = None
 
 
 class MeteredEngine:
     """An engine that counts its tokens and its busy seconds, and notes every call in `wait_graph`.
 
-    Time in which it is paused for new weights does not count as busy.
+    Time in which it is paused or asleep until its new weights does not count as busy.
 
     Example:
         engine = MeteredEngine(VLLMEngine(url))
@@ -96,15 +108,24 @@ class MeteredEngine:
         with self.wait_graph.waiting("learner", on=self.name, what="joining its group"):
             await self._engine.init_transfer(init)
 
+    async def pause(self) -> None:
+        """See TrainableEngine.pause."""
+        with self.wait_graph.waiting("training loop", on=self.name, what="pausing"):
+            await self._engine.pause()
+        self.busy.hold(True)
+
     async def sleep(self) -> None:
         """See TrainableEngine.sleep."""
         with self.wait_graph.waiting("training loop", on=self.name, what="releasing its memory"):
             await self._engine.sleep()
+        self.busy.hold(True)
 
     async def update_weights(self, ref: WeightsRef) -> WeightUpdate:
         """See TrainableEngine.update_weights."""
         with self.wait_graph.waiting("learner", on=self.name, what="taking new weights"):
-            return await self._engine.update_weights(ref)
+            update = await self._engine.update_weights(ref)
+        self.busy.hold(False)
+        return update
 
     def metrics(self) -> dict[str, float]:
         """See TrainableEngine.metrics."""

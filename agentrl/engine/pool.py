@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Self
@@ -137,6 +137,14 @@ class EnginePool:
         """Let the engines of the last `receivers` join the learner's group. Raises WeightsWanted when one cannot."""
         await self._group.join(init)
 
+    async def pause(self) -> None:
+        """Stop every engine that serves at its next token; one that cannot leaves the pool.
+
+        Raises EngineError when none stopped.
+        """
+        async with self._updating:
+            await self._stopped(lambda client: client.pause())
+
     async def sleep(self) -> None:
         """Release the GPU memory of every engine that serves; one that cannot leaves the pool.
 
@@ -144,10 +152,7 @@ class EnginePool:
         """
         async with self._updating:
             self._awake.clear()
-            serving = [member for member in self._engines if member.is_serving]
-            errors = [error for error in await asyncio.gather(*map(self._slept, serving)) if error is not None]
-        if errors and len(errors) == len(serving):
-            raise errors[0]
+            await self._stopped(lambda client: client.sleep())
 
     async def update_weights(self, ref: WeightsRef) -> WeightUpdate:
         """Swap weights in every engine that serves; one that cannot leaves, and takes them when it returns.
@@ -283,13 +288,19 @@ class EnginePool:
         async with self._changed:
             self._changed.notify_all()
 
-    async def _slept(self, member: PooledEngine) -> EngineError | None:
-        try:
-            await member.client.sleep()
-        except EngineError as error:
-            await self._eject(member, error)
-            return error
-        return None
+    async def _stopped(self, stop: Callable[[Replica], Awaitable[None]]) -> None:
+        async def stopped(member: PooledEngine) -> EngineError | None:
+            try:
+                await stop(member.client)
+            except EngineError as error:
+                await self._eject(member, error)
+                return error
+            return None
+
+        serving = [member for member in self._engines if member.is_serving]
+        errors = [error for error in await asyncio.gather(*map(stopped, serving)) if error is not None]
+        if errors and len(errors) == len(serving):
+            raise errors[0]
 
     async def _renewed(self, member: PooledEngine) -> None:
         await self._awake.wait()

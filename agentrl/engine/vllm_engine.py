@@ -181,6 +181,10 @@ class VLLMEngine:
         """Join the learner's group. Raises EngineError; WeightsWanted where the server died meanwhile."""
         await self._weights.join(init.init_info)
 
+    async def pause(self) -> None:
+        """Stop at the next token until the next update; requests wait, and later go on. Raises EngineError."""
+        await self._weights.pause()
+
     async def sleep(self) -> None:
         """Release the GPU memory of weights and KV cache until the next update; requests wait. Raises EngineError."""
         await self._weights.sleep()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,12 +134,20 @@ class WeightUpdater:
         """Log p(token[t+1] | token[:t+1]) under the weights it holds now. [T] -> [T-1]. Raises EngineError."""
         return await self._control.score(token_ids, model=self._model, cache_salt=self.salt)
 
+    async def pause(self) -> None:
+        """See VLLMEngine.pause. A server that dies meanwhile goes on generating once it is back."""
+        await self._stopped(lambda: self._control.pause(clear_cache=False))
+
     async def sleep(self) -> None:
         """See VLLMEngine.sleep. A server that dies meanwhile is awaited and put to sleep after its restart."""
+        await self._stopped(self._released)
+
+    async def _stopped(self, stop: Callable[[], Awaitable[None]]) -> None:
+        """Stop the server until the next update; after a failure it is open as before."""
         async with self._changing:
             self._open.clear()
             try:
-                await self._released()
+                await stop()
             except BaseException:
                 self._open.set()
                 raise

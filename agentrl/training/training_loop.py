@@ -194,6 +194,8 @@ class TrainingLoop:
         self._lag = max(batch.policy_version - group.policy_version for group in new_groups)
         if self._config.engine.sleep_while_training:
             await parts.engine.sleep()  # until the new weights wake it
+        elif self._config.rollout.oversample > 1:
+            await parts.engine.pause()  # unfinished groups go on with the new weights
         within_s = self._config.learner.step_timeout_s
         if self._publication is not None and not self._publication.done():
             within_s += publication_timeout_s(self._config.engine)  # the learner reports the step after it

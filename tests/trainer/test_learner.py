@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from agentrl.config import parse
 from agentrl.errors import ConfigError, LearnerError, StaleTrajectoryError
 from agentrl.testing import group, with_members
-from agentrl.types import TrajectoryGroup
+from agentrl.types import Trajectory, TrajectoryGroup, VersionSpan
 from tests.trainer.trainer_builders import batch, config, divide_small_weights, episode, mixed_groups, whole_weights
 from trainer import deepspeed_settings
 from trainer.gradient import handoff
@@ -245,6 +246,34 @@ def test_what_is_trained_again_may_have_any_lag(learner: Learner) -> None:
     learner.policy_version = 3
     with pytest.raises(StaleTrajectoryError):
         learner.step(replace(again, groups=tuple(reversed(groups))))
+
+
+@pytest.mark.parametrize("partial", ["keep", "mask"])
+def test_of_partial_episodes_only_old_tokens_have_weights_other_than_one(
+    tiny_model_dir: Path, tiny_model: Any, partial: str
+) -> None:
+    """Each completion's first token is of the version before, and was 0.25 nats likelier then."""
+
+    def partly_old(one: Trajectory) -> Trajectory:
+        turns = []
+        for turn in one.turns:
+            said, end = turn.completion, len(turn.completion.token_ids)
+            first = VersionSpan(version=1, start=0, end=1)
+            rest = (VersionSpan(version=2, start=1, end=end),) if end > 1 else ()
+            logprobs = (said.behavior_logprobs[0] - 0.25, *said.behavior_logprobs[1:])
+            turns.append(
+                replace(turn, completion=replace(said, behavior_logprobs=logprobs, version_spans=(first, *rest)))
+            )
+        return replace(one, turns=tuple(turns))
+
+    members = [partly_old(episode(str(m), reward=m, seed=m, model=tiny_model)) for m in (0, 1)]
+    rollout = {"max_lag": 0, "on_stale": "finish", "oversample": 2, "partial": partial}
+    settings = parse(config(tiny_model_dir).model_dump() | {"rollout": rollout}, source="test")
+    learner = Learner(settings, policy_version=2)
+    metrics = learner.step(replace(batch([group(0, members)], version=2), max_lag=None)).metrics
+    expected = {"keep": (math.exp(2 * 0.25), 1), "mask": (1.0, 0)}[partial]  # two turns each
+    assert (metrics["learner/max_weight"], metrics["learner/lag_max"]) == pytest.approx(expected, rel=1e-4)
+    assert metrics.get("learner/masked_share") == (None if partial == "keep" else pytest.approx(2 / 7))
 
 
 def test_tokens_of_a_future_version_are_refused(learner: Learner) -> None:

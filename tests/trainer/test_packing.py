@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -12,9 +13,9 @@ from hypothesis import strategies as st
 
 from agentrl.errors import LearnerError
 from agentrl.testing import completion, group, trajectory
-from agentrl.types import Turn
+from agentrl.types import Batch, Trajectory, Turn, VersionSpan
 from tests.trainer.trainer_builders import episode, mixed_groups
-from trainer.packing import action_tensors, join, num_tokens, plan, share_of_rank
+from trainer.packing import action_tensors, join, num_tokens, plan, share_of_rank, without_older_tokens
 
 CPU = torch.device("cpu")
 LENGTHS = st.lists(st.integers(1, 200), max_size=40)
@@ -38,6 +39,45 @@ def test_only_a_trajectory_that_exceeds_the_budget_alone_has_a_pack_beyond_it(le
 def test_no_two_packs_fit_into_one(lengths: list[int], budget: int) -> None:
     loads = sorted(sum(lengths[index] for index in pack) for pack in plan(lengths, budget))
     assert len(loads) < 2 or loads[0] + loads[1] > budget
+
+
+def spans(*pairs: tuple[int, int]) -> tuple[VersionSpan, ...]:
+    """(version, number of tokens) of each."""
+    ends = [sum(count for _, count in pairs[: at + 1]) for at in range(len(pairs))]
+    return tuple(VersionSpan(version=v, start=end - n, end=end) for (v, n), end in zip(pairs, ends, strict=True))
+
+
+def partial_episode(old_logprob: float) -> Trajectory:
+    """Two turns; version 3 sampled the second, and the last token of the first."""
+    first = replace(
+        completion((11, 12, 13), (old_logprob, old_logprob, -0.3), 2), version_spans=spans((1, 1), (2, 1), (3, 1))
+    )
+    turns = [
+        Turn(observation_ids=(1, 2), completion=first),
+        Turn(observation_ids=(4,), completion=completion((14, 15), (-0.4, -0.5), 3)),
+    ]
+    return trajectory("partial", turns, reward=1.0)
+
+
+def test_tokens_of_older_weights_are_read_and_not_trained() -> None:
+    whole, old = partial_episode(-0.1), trajectory("old", [partial_episode(-0.1).turns[0]], reward=0.0)
+    masked = without_older_tokens(Batch(policy_version=3, max_lag=None, groups=(group(0, [whole, old]),)))
+    one, other = masked.trajectories()
+    assert one.token_ids() == whole.token_ids() and one.num_action_tokens == 3 and one.policy_version == 3
+    tensors = action_tensors(one, CPU)
+    assert tensors.target_N.tolist() == [13, 14, 15] and tensors.predictor_N.tolist() == [3, 5, 6]
+    assert tensors.behavior_logprob_N.tolist() == [-0.3, -0.4, -0.5]
+    assert other.action_mask() == [0, 0, 0, 0, 1]
+    later = without_older_tokens(Batch(policy_version=4, max_lag=None, groups=(group(0, [whole]),))).trajectories()[0]
+    assert later.num_action_tokens == 0 and later.token_ids() == whole.token_ids()
+
+
+def test_nothing_of_a_masked_batch_depends_on_the_old_logprobs() -> None:
+    batches = [
+        without_older_tokens(Batch(policy_version=3, max_lag=None, groups=(group(0, [partial_episode(old)]),)))
+        for old in (-0.1, -7.0)
+    ]
+    assert batches[0] == batches[1]
 
 
 def test_packs_are_evened_out() -> None:

@@ -56,7 +56,10 @@ class BufferMachine(RuleBasedStateMachine):
     @initialize(max_lag=st.sampled_from([0, 0.5, 1, 1, 1.4, 2, 2.5, 3, 5, 16, 128]), groups_per_step=st.integers(1, 3))
     def begin(self, max_lag: float, groups_per_step: int) -> None:
         self.max_lag, self.n = max_lag, groups_per_step
-        self.rule = StalenessRule(groups_per_step=self.n, max_lag=max_lag, on_stale=self.on_stale)
+        self.oversample = 2 if self.on_stale == "finish" and not max_lag else 1
+        self.rule = StalenessRule(
+            groups_per_step=self.n, max_lag=max_lag, on_stale=self.on_stale, oversample=self.oversample
+        )
         self.kept = self.version = self.goes_on_at = self.num_fresh = self.num_useless = 0
         self.model = Model()
         self.batches: dict[int, tuple[TrajectoryGroup, ...]] = {}  # by step, as they were first taken
@@ -216,9 +219,9 @@ class BufferMachine(RuleBasedStateMachine):
         self.check_ledger()
         self.check_tasks()
         if self.is_caught_up:
-            assert self.model.num_outstanding() <= int((self.max_lag + 1) * self.n)
+            assert self.model.num_outstanding() <= self.slots(self.max_lag)
         if self.asking:
-            assert self.model.num_outstanding() >= int((self.lag + 1) * self.n), "a slot is free and a task waits"
+            assert self.model.num_outstanding() >= self.slots(self.lag), "a slot is free and a task waits"
         if self.taking and self.has_batch:
             assert self.on_stale == "wait" and self.in_flight, "a batch is ready and the learner waits"
         elif self.taking:
@@ -271,7 +274,10 @@ class BufferMachine(RuleBasedStateMachine):
     @property
     def patience(self) -> int:
         """Groups without signal in a row after which a run ends."""
-        return 8 * int((self.max_lag + 1) * self.n)
+        return 8 * self.slots(self.max_lag)
+
+    def slots(self, lag: float) -> int:
+        return max(int((lag + 1) * self.n), self.oversample * self.n)
 
     def draw(self) -> tuple[Task, int]:
         if self.returned:
@@ -406,5 +412,10 @@ def test_lag_ledger_journal_and_progress_hold_under_any_interleaving(on_stale: O
     machine = type(f"{on_stale.title()}Machine", (BufferMachine,), {"on_stale": on_stale})
     run_state_machine_as_test(
         machine,
-        settings=settings(max_examples=30, stateful_step_count=20, deadline=None, suppress_health_check=[*HealthCheck]),
+        settings=settings(
+            max_examples=15 if on_stale == "finish" else 30,
+            stateful_step_count=20,
+            deadline=None,
+            suppress_health_check=[*HealthCheck],
+        ),
     )

@@ -38,6 +38,12 @@ def test_of_a_fraction_the_last_batch_has_few_places_for_the_oldest() -> None:
     assert rule.would_strand(Counter({4: 1}), Counter({4: 2}), version=5)
 
 
+@pytest.mark.parametrize(("oversample", "slots"), [(1, 2), (1.2, 3), (2, 4)])
+def test_without_lag_more_groups_may_be_played_than_a_step_consumes(oversample: float, slots: int) -> None:
+    rule = StalenessRule(groups_per_step=2, max_lag=0, on_stale="finish", oversample=oversample)
+    assert rule.num_slots() == slots
+
+
 def test_what_is_finished_whatever_its_age_is_never_stale() -> None:
     rule = StalenessRule(groups_per_step=2, max_lag=0, on_stale="finish")
     rule.check(7, 0, version=500)

@@ -36,6 +36,20 @@ def test_a_fraction_of_lag_that_is_no_group_is_refused() -> None:
         parse(tree(max_lag=0.1), source="x")
 
 
+@pytest.mark.parametrize(
+    ("rollout", "what"),
+    [
+        ({"oversample": 2, "on_stale": "finish"}, r"oversample=2 with max_lag=2: .* Set max_lag=0"),
+        ({"oversample": 1.5, "max_lag": 0}, r"oversample=1.5 with on_stale=drop: .* Set on_stale=finish"),
+        ({"partial": "mask", "max_lag": 0, "on_stale": "finish"}, "only with oversample above 1"),
+    ],
+)
+def test_oversampling_that_cannot_work_is_refused_with_the_fix(rollout: dict[str, Any], what: str) -> None:
+    parse(tree(oversample=2, max_lag=0, on_stale="finish", partial="mask"), source="x")
+    with pytest.raises(ConfigError, match=what):
+        parse(tree(**rollout), source="x")
+
+
 def test_an_unknown_format_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="one of auto, hermes, fences, retool"):
         parse(tree(tool_format="xml"), source="x")

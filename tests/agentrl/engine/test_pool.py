@@ -82,6 +82,10 @@ class Breakable:
         self.joins.append((init.init_info["rank_offset"], init.init_info["world_size"]))
         self._fail("join")
 
+    async def pause(self) -> None:
+        self._fail("pause")
+        self.updates.append(("pause", self.version))
+
     async def sleep(self) -> None:
         self._fail("sleep")
         self.updates.append(("sleep", self.version))

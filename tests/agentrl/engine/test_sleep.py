@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,6 +49,34 @@ async def test_weights_are_there_before_the_cache_is_woken_and_generation_goes_o
         double.calls.clear()
         await engine.update_weights(ref(3))
         assert double.calls == ["pause", *TAKE, "resume", *PROVE]  # it was awake
+
+
+async def test_a_paused_engine_takes_no_token_and_goes_on_with_the_new_weights(double: VLLMDouble) -> None:
+    async with VLLMEngine(double.url) as engine:
+        await engine.update_weights(ref(1))
+        double.calls.clear()
+        await engine.pause()
+        request = asyncio.create_task(engine.generate([1, 2], Sampling(max_tokens=8), request_id="a-0"))
+        await asyncio.sleep(0.05)
+        assert not request.done() and double.calls == ["pause"]
+        await engine.update_weights(ref(2))
+        assert double.calls[:6] == ["pause", "pause", *TAKE, "resume"]
+        assert set((await request).policy_versions()) == {2}
+        double.refuses = lambda path: path == "pause"
+        with pytest.raises(EngineError, match=r"POST /pause.* failed with status 500"):
+            await engine.pause()
+        double.refuses = lambda path: False
+        await engine.update_weights(ref(3))
+        await engine.generate([1, 2], Sampling(max_tokens=8), request_id="b-0")
+    assert double.lies == []
+
+
+async def test_an_engine_that_cannot_pause_leaves_its_pool() -> None:
+    broken = Breakable("b", breaks=lambda what: EngineError("no") if what == "pause" else None)
+    whole = Breakable("a")
+    async with pool_of(whole, broken) as pool:
+        await pool.pause()
+        assert whole.updates == [("pause", 0)] and pool.metrics()["engine/num_serving"] == 1
 
 
 async def test_a_request_that_meets_a_sleeping_engine_gets_the_new_weights(double: VLLMDouble) -> None:
@@ -163,8 +191,9 @@ async def test_a_pool_of_which_none_can_sleep_says_so() -> None:
 
 
 @pytest.mark.engine
-async def test_the_real_server_keeps_running_requests_over_a_sleep(
-    vllm_server: VLLMServer, judge: Judge, tiny_model_dir: Path
+@pytest.mark.parametrize("stop", [VLLMEngine.sleep, VLLMEngine.pause])
+async def test_the_real_server_keeps_running_requests_over_a_sleep_and_a_pause(
+    vllm_server: VLLMServer, judge: Judge, tiny_model_dir: Path, stop: Callable[[VLLMEngine], Awaitable[None]]
 ) -> None:
     """vLLM's CPU build releases nothing, but its scheduler, its tags and its routes are those of a GPU."""
     updates = UpdateSettings(parity_bound=parity_bound())
@@ -173,7 +202,7 @@ async def test_the_real_server_keeps_running_requests_over_a_sleep(
         await engine.update_weights(judge.ref(first, 0))
         running = start_many(engine, 16, 900)  # enough that some still run where this process is slow to look
         await until_streaming(engine, 20)
-        await engine.sleep()
+        await stop(engine)
         assert await engine.control.is_paused() and not all(request.done() for request in running)
         await engine.update_weights(judge.ref(first + 1, 1))
         assert not await engine.control.is_paused()

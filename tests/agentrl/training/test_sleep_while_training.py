@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,10 @@ import pytest
 from agentrl.config import Config
 from agentrl.engine.base import WeightUpdate
 from agentrl.engine.vllm_engine import VLLMEngine
+from agentrl.report.metrics import read
 from agentrl.tokens.tokenizer import TurnTokenizer
 from agentrl.training.learner_api import LearnerSession
-from agentrl.types import Batch, StepOutput, WeightsRef
+from agentrl.types import Batch, Completion, Sampling, StepOutput, WeightsRef
 from tests.agentrl.engine.vllm_double import vllm_double
 from tests.agentrl.training.test_troubleshooting_engine import provable
 from tests.agentrl.training.whole_run import YesAndNo, make_config, obedient_learner, orchestrating, run_with
@@ -58,6 +60,43 @@ async def test_the_learner_has_the_gpu_to_itself_from_the_batch_to_the_new_weigh
             asleep = call == "sleep" or (asleep and call != "wake_up kv_cache")
             assert not (asleep and call == "inference/v1/generate")
         assert double.lies == []
+
+
+class HalfSlow(YesAndNo):
+    """Takes its time for every second group."""
+
+    async def generate(
+        self, token_ids: Sequence[int], sampling: Sampling, *, request_id: str, session_id: str | None = None
+    ) -> Completion:
+        group_id = int((session_id or "").split("-")[1])
+        await asyncio.sleep(0.15 if group_id % 2 else 0.005)
+        return await super().generate(token_ids, sampling, request_id=request_id, session_id=session_id)
+
+
+async def test_unfinished_groups_pause_while_the_learner_steps_and_are_trained_later(
+    tmp_path: Path, tokenizer: TurnTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = HalfSlow(tokenizer)
+    config = make_config(tmp_path, steps=6, eval_every=0, max_lag=0, oversample=2, on_stale="finish")
+    paused: list[bool] = []
+    async with vllm_double(script) as double, Sleeping(double.url) as engine:
+        engine.script = script
+        train = LearnerSession.train
+
+        async def watched(session: LearnerSession, batch: Batch, *, within_s: float) -> StepOutput:
+            paused.append(await engine.control.is_paused())
+            return await train(session, batch, within_s=within_s)
+
+        monkeypatch.setattr(LearnerSession, "train", watched)
+        summary, seen = await run_with(config, engine, tokenizer)
+        assert summary.num_steps == len(seen) == 6 and paused == [True] * 6
+        ids = [group.group_id for batch in seen for group in batch.groups]
+        assert len(ids) == len(set(ids)) == 12
+        assert any(batch.policy_version > group.policy_version for batch in seen for group in batch.groups)
+        assert ids != sorted(ids), "no slow group was overtaken"
+        assert double.lies == []
+    last = [line for line in read(tmp_path / "t" / "metrics.jsonl") if line.kind == "step"][-1].values
+    assert (last["ledger/trained"], last["ledger/dropped_stale"]) == (12, 0)
 
 
 async def test_a_learner_that_dies_while_the_engine_sleeps_wakes_it_when_it_is_back(

@@ -8,6 +8,7 @@ same sum, which should then be zero. Independent of episodes and DeepSpeed.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -27,6 +28,8 @@ from trainer.gradient.recorder import Recorder
 from trainer.gradient.sums import GradientSums
 from trainer.packing import ActionTensors
 
+log = logging.getLogger(__name__)
+
 # Largest |packed - unpacked| log-probability in nats; largest relative error of score norms and of the gradient sum.
 LOGPROB_BOUND = {torch.float32: 1e-4, torch.bfloat16: 0.25}
 GRADIENT_BOUND = {torch.float32: 1e-3, torch.bfloat16: 0.1}
@@ -37,6 +40,9 @@ _COEFFICIENTS = (1.0, -0.5, 2.0)
 def prepare(model: Any, *, is_recorded: bool = True) -> None:
     """Make `model` attend within segments only, and prove that this changes nothing.
 
+    Where nothing is recorded, a model that cannot do so keeps its own attention: each trajectory then has a pack of its
+    own (`attention.is_installed`).
+
     Args:
         is_recorded: prove gradients by trajectory and their norms too, as recorders make them; else the gradient that
             autograd makes of a pack.
@@ -45,32 +51,65 @@ def prepare(model: Any, *, is_recorded: bool = True) -> None:
     differ from the model's own log-probabilities or from autograd's gradients.
     """
     check_modules(model, is_recorded=is_recorded)
+    attention.check_positions(model)
     logit_rule(model)
+    loaded = model.config._attn_implementation
+    with lora.perturbed(model):
+        try:
+            attention.check_layers(model)
+            attention.install(model)
+            _prove(model, is_recorded=is_recorded)
+        except ConfigError as error:
+            if is_recorded or ranks.sequence_count() > 1:
+                raise
+            _prove_alone(model, loaded, reason=error)
+    if model.device.type == "cuda":
+        torch.cuda.empty_cache()  # an engine on the same GPU, and DeepSpeed's large buffers, need it whole
+
+
+def _prove_alone(model: Any, loaded: str, *, reason: ConfigError) -> None:
+    """The proof without packs, with the attention that the model was loaded with, or its plainest."""
+    for name in dict.fromkeys((loaded, "eager")):
+        if not attention.choose_own(model, name):
+            continue
+        try:
+            _prove(model, is_recorded=False)
+        except ConfigError:
+            continue
+        log.warning(
+            "%s; so each episode has a forward of its own, with the model's %s attention: slower than packs where "
+            "episodes are short",
+            reason,
+            name,
+        )
+        return
+    raise reason
+
+
+def _prove(model: Any, *, is_recorded: bool) -> None:
+    """Raise ConfigError if the results differ from those of the model's plainest attention and of autograd."""
     members = [_text(model, index, *lengths) for index, lengths in enumerate(_LENGTHS)]
     sums = GradientSums([p for p in model.parameters() if p.requires_grad], has_scores=False)
     sums.reset()
-    with lora.perturbed(model):
-        own_N, own_norms = _by_autograd(model, members, sums)
-        own_norm = total_norm(sums.total)
-        attention.install(model)
-        with ranks.without_sequence_groups():
-            packed_N, norms = (_by_one_pass if is_recorded else _by_plain_pass)(model, members, sums)
-        if ranks.sequence_count() > 1:
-            packed_N = score(model, packing.join(members)).logprob_N
+    used = model.config._attn_implementation
+    attention.choose_own(model, "eager")  # others leave out what they cannot compute, a soft cap say
+    own_N, own_norms = _by_autograd(model, members, sums)
+    attention.choose_own(model, used)
+    own_norm = total_norm(sums.total)
+    with ranks.without_sequence_groups():
+        packed_N, norms = (_by_one_pass if is_recorded else _by_plain_pass)(model, members, sums)
+    if ranks.sequence_count() > 1:
+        packed_N = score(model, packing.join(members)).logprob_N
     difference = total_norm(sums.total) / own_norm
-    del sums
-    if model.device.type == "cuda":
-        torch.cuda.empty_cache()  # an engine on the same GPU, and DeepSpeed's large buffers, need it whole
-    dtype = model.dtype
     error = float((packed_N - own_N).abs().max())
-    if not error <= LOGPROB_BOUND[dtype]:
+    if not error <= LOGPROB_BOUND[model.dtype]:
         raise ConfigError(
             f"{type(model).__name__}: log-probabilities of packed episodes differ from its own by {error:.2g} nats; "
             "its attention or its logits have a feature that this learner does not support"
         )
     norm_error = 0.0 if norms is None else float((norms - own_norms).norm() / own_norms.norm())
     relative = max(norm_error, float(difference))
-    if not relative <= GRADIENT_BOUND[dtype]:
+    if not relative <= GRADIENT_BOUND[model.dtype]:
         of = "by trajectory" if is_recorded else "of packed episodes"
         raise ConfigError(f"{type(model).__name__}: gradients {of} differ from autograd's by {relative:.2g} (relative)")
 
@@ -95,7 +134,7 @@ def _by_autograd(model: Any, members: list[ActionTensors], sums: GradientSums) -
     head = model.get_output_embeddings()
     logprobs, norms = [], []
     for member, coefficient in zip(members, _COEFFICIENTS, strict=True):
-        with forwards([(head, lambda hidden: F.linear(hidden.float(), head.weight.float()))]):
+        with forwards([(head, _float32_head(head))]):
             logits_SV = model(input_ids=member.input_ids_S[None], use_cache=False).logits[0]
         log_p_NV = logits_SV[member.predictor_N].float().log_softmax(dim=-1)
         logprob_N = log_p_NV.gather(1, member.target_N[:, None])[:, 0]
@@ -110,6 +149,12 @@ def _by_autograd(model: Any, members: list[ActionTensors], sums: GradientSums) -
         norms.append(torch.stack(squares).sum().sqrt())
         logprobs.append(logprob_N.detach())
     return torch.cat(logprobs), torch.stack(norms)
+
+
+def _float32_head(head: Any) -> Callable[[Tensor], Tensor]:
+    return lambda hidden: F.linear(
+        hidden.float(), head.weight.float(), None if head.bias is None else head.bias.float()
+    )
 
 
 @contextmanager
@@ -154,16 +199,17 @@ def _by_one_pass(model: Any, members: list[ActionTensors], sums: GradientSums) -
 
 
 def _by_plain_pass(model: Any, members: list[ActionTensors], sums: GradientSums) -> tuple[Tensor, None]:
-    """Log-probabilities from one packed forward; sums += the weighted gradients that autograd makes."""
-    pack = packing.join(members)
-    logprob_N = score(model, pack, call=model).logprob_N
-    coefficient_N = torch.cat(
-        [one.new_full((len(one),), c) for one, c in zip(pack.per_segment(logprob_N), _COEFFICIENTS, strict=True)]
-    )
+    """Log-probabilities from packs, or from single texts; sums += the weighted gradients that autograd makes."""
 
     def add(index: int, gradient: Tensor) -> None:
         sums.total[index].add_(gradient)
 
-    with _each_gradient(sums.parameters, add):
-        torch.autograd.backward(logprob_N, coefficient_N)
-    return logprob_N.detach(), None
+    logprobs, coefficients = [], iter(_COEFFICIENTS)
+    for together in [members] if attention.is_installed(model) else [[one] for one in members]:
+        pack = packing.join(together)
+        logprob_N = score(model, pack, call=model).logprob_N
+        seed_N = torch.cat([torch.full_like(one, next(coefficients)) for one in pack.per_segment(logprob_N)])
+        with _each_gradient(sums.parameters, add):
+            torch.autograd.backward(logprob_N, seed_N)
+        logprobs.append(logprob_N.detach())
+    return torch.cat(logprobs), None

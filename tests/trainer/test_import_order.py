@@ -41,6 +41,7 @@ GRADIENT_ORDER = (
         "tiles",
         "recorded_modules",
         "sequence",
+        "capped_attention",
         "attention",
         "logit_rule",
         "logprobs",

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from agentrl.errors import ConfigError
 from trainer import ranks
 from trainer.gradient import sequence
+from trainer.gradient.capped_attention import capped_attention
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +33,9 @@ HALF = (torch.bfloat16, torch.float16)
 LARGEST_FLASH_HEAD = 256
 FLASH_CAPABILITY = (8, 0)  # Ampere
 # Arguments by which some architectures change attention. None of them is supported here.
-_UNKNOWN = ("softcap", "s_aux", "position_bias", "cache")
+_UNKNOWN = ("position_bias", "cache")
+# Layers whose only exchange between tokens is attention as computed here.
+_KNOWN_LAYERS = frozenset({"full_attention", "sliding_attention"})
 # Their frequencies depend on the longest text of a call, so a long segment would change every short one of its pack.
 _MOVING_ROPES = ("dynamic", "longrope")
 
@@ -82,7 +85,7 @@ def install(model: Any) -> None:
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    _check_positions(model)
+    check_positions(model)
     sequence.check_heads(model.config)
     AttentionInterface.register(NAME, _attend)
     AttentionMaskInterface.register(NAME, _no_mask)
@@ -96,6 +99,27 @@ def install(model: Any) -> None:
     log.info("attention of packs: %s%s", kernel, f" ({reason})" if reason else "")
 
 
+def check_layers(model: Any) -> None:
+    """Raise ConfigError if a layer passes something from token to token besides attention, or sees chunks of a text."""
+    others = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - _KNOWN_LAYERS
+    if others:
+        raise ConfigError(f"{type(model).__name__} has layers of type {', '.join(sorted(others))}")
+
+
+def is_installed(model: Any) -> bool:
+    """Whether packs of several segments may be given to this model."""
+    return bool(model.config._attn_implementation == NAME)
+
+
+def choose_own(model: Any, name: str) -> bool:
+    """Let the model use another of its attention implementations; False where it has none of that name."""
+    try:
+        model.set_attn_implementation(name)
+    except (ValueError, ImportError):
+        return False
+    return True
+
+
 def segment_arguments(bounds: Sequence[int], device: torch.device) -> dict[str, Any]:
     """Keyword arguments of the model's call for segments at `bounds`; add position ids and `use_cache=False`."""
     arguments: dict[str, Any] = {"segment_bounds": tuple(bounds)}
@@ -104,8 +128,11 @@ def segment_arguments(bounds: Sequence[int], device: torch.device) -> dict[str, 
     return arguments
 
 
-def _check_positions(model: Any) -> None:
-    """Rotary modules of transformers have a `rope_type`: one name, or one per kind of layer."""
+def check_positions(model: Any) -> None:
+    """Raise ConfigError if positions would depend on other segments of a pack.
+
+    Rotary modules of transformers have a `rope_type`: one name, or one per kind of layer.
+    """
     for name, module in model.named_modules():
         rope_type = getattr(module, "rope_type", "")
         for one in rope_type.values() if isinstance(rope_type, dict) else (rope_type,):
@@ -166,14 +193,20 @@ def _attend_whole(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     segment_bounds: tuple[int, ...] | None = None,
     segment_bounds_on_device: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Without bounds, every row of the batch is one segment."""
+    """Without bounds, every row of the batch is one segment. `s_aux` are the heads' sinks."""
     if attention_mask is not None or dropout or any(others.get(name) is not None for name in _UNKNOWN):
         raise ConfigError(f"{type(module).__name__} needs an attention feature that packed attention does not support")
-    if segment_bounds_on_device is not None and segment_bounds is not None:
+    if sliding_window is None and getattr(module, "sliding_window", None) is not None:
+        raise ConfigError(f"{type(module).__name__} has a sliding window of which packed attention is not told")
+    scaling = query_1HSD.shape[3] ** -0.5 if scaling is None else scaling
+    has_kernel = softcap is None and s_aux is None and value_1KSD.shape[3] == query_1HSD.shape[3]
+    if has_kernel and segment_bounds_on_device is not None and segment_bounds is not None:
         kernel, _ = _chosen(query_1HSD.device, query_1HSD.dtype, query_1HSD.shape[3])
         if kernel is not Kernel.LOOP:
             out_SHD = _KERNELS[kernel](
@@ -188,8 +221,22 @@ def _attend_whole(
     bounds = segment_bounds or (0, query_1HSD.shape[2])
     lengths = [end - start for start, end in itertools.pairwise(bounds)]
     parts = zip(*(torch.split(tensor, lengths, dim=2) for tensor in (query_1HSD, key_1KSD, value_1KSD)), strict=True)
-    out = [_causal(*part, scaling=scaling, sliding_window=sliding_window) for part in parts]
+    if softcap is None and s_aux is None:
+        out = [_causal(*part, scaling=scaling, sliding_window=sliding_window) for part in parts]
+    else:
+        sink_H = _own_heads(s_aux)
+        out = [
+            capped_attention(*part, scaling=scaling, window=sliding_window, cap=softcap, sink_H=sink_H)
+            for part in parts
+        ]
     return torch.cat(out, dim=2).transpose(1, 2).contiguous(), None
+
+
+def _own_heads(sink_H: Tensor | None) -> Tensor | None:
+    """The sinks of the heads that this rank attends with; all without sequence parallelism."""
+    if sink_H is None or ranks.sequence_count() == 1:
+        return sink_H
+    return sink_H.chunk(ranks.sequence_count())[ranks.sequence_index()]
 
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None, sliding_window: int | None) -> Tensor:

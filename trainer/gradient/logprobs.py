@@ -81,14 +81,26 @@ def score(
     with torch.set_grad_enabled(has_graph), forwards([(head, scored)]):
         zero_1N1 = (call or model)(
             input_ids=part.pack.input_ids_S[None],
-            position_ids=part.pack.position_ids_S[None],
             use_cache=False,  # with a cache object transformers would ignore the bounds of segments
             logits_to_keep=part.pack.predictor_N,
-            **attention.segment_arguments(part.bounds, device),
+            **(_of_segments(part, device) if attention.is_installed(model) else _of_one_text(part)),
         ).logits
         found[0] = found[0] + zero_1N1.flatten()
         logprob_N, entropy_N, sum_pi2_N = (sequence.whole(one_N, part) for one_N in found)
     return TokenScores(logprob_N=logprob_N, entropy_N=entropy_N, sum_pi2_N=sum_pi2_N)
+
+
+def _of_segments(part: sequence.Part, device: torch.device) -> dict[str, Any]:
+    return {
+        "position_ids": part.pack.position_ids_S[None],
+        **attention.segment_arguments(part.bounds, device),
+    }
+
+
+def _of_one_text(part: sequence.Part) -> dict[str, Any]:
+    """A model with its own attention is given a text alone."""
+    assert part.pack.num_segments == 1, "this model reads one text at a time: attention.install was not called"
+    return {}
 
 
 class _Head(torch.autograd.Function):

@@ -19,6 +19,7 @@ from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.errors import ConfigError
 from agentrl.types import Trajectory, TrajectoryGroup
 from trainer import packing
+from trainer.gradient import attention
 from trainer.gradient.scored import ScoredGroup, ScoredTrajectory, give_advantage
 from trainer.objective import calls
 from trainer.objective.interface import Group, Member, MemberWeights
@@ -88,7 +89,8 @@ class StepMembers:
         self.parameters: list[Tensor] = [one for one in model.parameters() if one.requires_grad]
         """The trained parameters."""
         self._device: torch.device = model.device
-        self._pack_tokens = pack_tokens
+        # A model that cannot be given packs reads one trajectory at a time: see trainer/startup_proof.py.
+        self._pack_tokens = pack_tokens if attention.is_installed(model) else 1
         self._gather = gather
 
     def scored(self, groups: Sequence[TrajectoryGroup], *, policy_version: int) -> list[ScoredGroup]:

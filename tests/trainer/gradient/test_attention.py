@@ -50,7 +50,7 @@ def test_without_bounds_each_row_is_one_segment() -> None:
     torch.testing.assert_close(packed(query, key, value), theirs)
 
 
-@pytest.mark.parametrize("other", [{"softcap": 30.0}, {"dropout": 0.1}])
+@pytest.mark.parametrize("other", [{"position_bias": 1.0}, {"dropout": 0.1}])
 def test_what_it_does_not_do_is_refused(other: dict[str, float]) -> None:
     query, key, value = torch.randn(3, 1, 2, 5, 8)
     with pytest.raises(ConfigError, match="Identity"):

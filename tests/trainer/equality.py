@@ -208,12 +208,28 @@ def worst(differences: Sequence[Difference]) -> Difference:
     return Difference(**{name: max(row[name] for row in rows) for name in rows[0]})
 
 
+METHODS = {"one_pass": "vcpo", "one_pass_sharded": "vcpo", "two_pass": "vcpo", "plain": "grpo"}
+"""Each method, and the preset with which it is compared with `one_pass` on one rank in stage 0."""
+
+
 def grid() -> Iterator[Setting]:
     for dtype in ("float32", "bfloat16"):
-        for zero_stage in range(4):
-            for offload in (False, True) if zero_stage else (False,):
-                for checkpointing in (False, True):
-                    yield Setting(dtype=dtype, zero_stage=zero_stage, offload=offload, checkpointing=checkpointing)
+        for method, preset in METHODS.items():
+            for zero_stage in range(4):
+                for is_lean in (False, True):
+                    yield Setting(
+                        dtype=dtype,
+                        method=method,
+                        algorithm={"preset": preset},
+                        zero_stage=zero_stage,
+                        offload=is_lean and zero_stage > 0,
+                        checkpointing=is_lean,
+                    )
+
+
+def reference_of(setting: Setting, dtype: str) -> Setting:
+    """The same steps on one rank in stage 0 by `one_pass`."""
+    return Setting(dtype=dtype, method="one_pass", algorithm=setting.algorithm)
 
 
 def on_two_ranks(model_dir: Path, settings: Sequence[Setting], out: Path, *, timeout_s: float) -> list[Outcome]:
@@ -235,20 +251,25 @@ def print_table(model_dir: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         two = on_two_ranks(model_dir, settings, Path(folder) / "out.pt", timeout_s=900)
     one = [outcome(model_dir, setting) for setting in settings]
-    references = {dtype: one[settings.index(Setting(dtype=dtype))] for dtype in ("float32", "bfloat16")}
+    found = [(s, 1, o) for s, o in zip(settings, one, strict=True)]
+    found += [(s, 2, o) for s, o in zip(settings, two, strict=True)]
+    made = {str(reference_of(s, s.dtype)): s for s in settings}
+    references = {name: outcome(model_dir, reference_of(s, s.dtype)) for name, s in made.items()}
     names = list(Difference.__annotations__)
-    sys.stdout.write("| against | dtype | ranks | ZeRO | " + " | ".join(names) + " |\n")
-    for base in ("float32", "bfloat16"):
-        for dtype in ("float32", "bfloat16") if base == "float32" else ("bfloat16",):
-            for number, found in ((1, one), (2, two)):
-                for stage in range(4):
+    sys.stdout.write("| against | dtype | method | ranks | ZeRO | " + " | ".join(names) + " |\n")
+    for base, dtype in (("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16")):
+        for method in METHODS:
+            for number in (1, 2):
+                for stages in ((0,), (1, 2, 3)):
                     rows = [
-                        difference(o, references[base])
-                        for s, o in zip(settings, found, strict=True)
-                        if (s.dtype, s.zero_stage) == (dtype, stage)
+                        difference(o, references[str(reference_of(s, base))])
+                        for s, ranks_used, o in found
+                        if (s.dtype, s.method, ranks_used) == (dtype, method, number) and s.zero_stage in stages
                     ]
                     values = " | ".join(f"{value:.1e}" for value in asdict(worst(rows)).values())
-                    sys.stdout.write(f"| {base} | {dtype} | {number} | {stage} | {values} |\n")
+                    sys.stdout.write(
+                        f"| {base} | {dtype} | {method} | {number} | {stages[0]} to {stages[-1]} | {values} |\n"
+                    )
 
 
 def main() -> None:

@@ -53,7 +53,8 @@ def chosen(config: Config) -> MethodName:
     if method == "auto":
         if not objective.needs_norms:
             return "plain"
-        return "two_pass" if objective.needs_norms_first else "one_pass"
+        is_first = objective.needs_norms_first or config.algorithm.baseline_norms == "proxy"
+        return "two_pass" if is_first else "one_pass"
     reason = method_refusal(
         method,
         has_norms=objective.needs_norms,

@@ -18,10 +18,11 @@ from trainer import ranks
 from trainer.gradient import handoff
 from trainer.gradient.norms import total_norm
 from trainer.gradient.passes import Passes
+from trainer.gradient.plain import Plain
 from trainer.gradient.scored import ScoredGroup, ScoredTrajectory
 from trainer.gradient.sharded_sums import ShardedSums
 from trainer.gradient.step_members import ReferenceLogprobs, StepMembers
-from trainer.gradient.sums import GradientSums
+from trainer.gradient.sums import NoSums
 from trainer.step_stats import GroupStats
 
 
@@ -68,7 +69,8 @@ class OnePassSharded:
 
     def non_finite(self) -> list[str]:
         """Whether this rank's part overflows."""
-        return _overflow(self._sums)
+        is_finite = math.isfinite(float(total_norm(self._sums.total)))
+        return [] if is_finite else ["the summed gradient overflows"]
 
     def hand_over(self) -> None:
         """Each rank gives its part of every sum, and zeros for the others'."""
@@ -91,60 +93,42 @@ class OnePassSharded:
         self._sums.close_group(float(group.move_baseline(self._members.objective)[0]))
 
 
-class TwoPass:
-    """A backward per pack for the norms, which keeps nothing, then one for the gradient.
+class TwoPass(Plain):
+    """A recorded backward per pack for the norms, which keeps nothing, then the plain method's passes.
 
-    Everything is known before the second: packs hold trajectories of any groups, and a baseline may differ from episode
-    to episode of a group.
+    Everything is known before the gradient is made: packs hold trajectories of any groups, and a baseline may differ
+    from episode to episode of a group. The first pass needs recorded modules.
 
     Example: see `GradientMethod`.
     """
 
     def __init__(self, model: Any, engine: Any, config: Config, reference: ReferenceLogprobs | None = None) -> None:
-        self._engine = engine
-        self._members = _members(model, config, reference)
-        self._sums = GradientSums(self._members.parameters, has_scores=False)
-        self._passes = Passes(model, self._sums)
-        is_exact = config.algorithm.baseline_norms == "exact"
-        self._measure = self._passes.exact_norms if is_exact else self._passes.proxy_norms
-
-    @property
-    def parameters(self) -> list[Tensor]:
-        """The trained parameters."""
-        return self._members.parameters
+        super().__init__(model, engine, config, reference)
+        first = Passes(model, NoSums(self.parameters))
+        self._measure = first.exact_norms if config.algorithm.baseline_norms == "exact" else first.proxy_norms
 
     def estimate(
         self, groups: Sequence[TrajectoryGroup], *, policy_version: int, num_episodes: int
     ) -> list[GroupStats]:
-        """Leave the gradient of this rank's trajectories here."""
-        self._sums.reset()
-        scored = self._members.scored(groups, policy_version=policy_version)
+        """Leave the gradient in DeepSpeed."""
+        members = self._members
+        scored = members.scored(groups, policy_version=policy_version)
         trained = [member for group in scored for member in group.trained]
         idle = [member for group in scored for member in group.idle]
-        mine, mine_idle = _mine(self._members, trained), _mine(self._members, idle)
-        self._members.score_reference([*mine, *mine_idle])
-        packs = self._members.packed(mine)
-        self._members.each(packs, self._measure)
-        self._members.each(self._members.packed(mine_idle), self._passes.forward_only)
-        self._members.exchange([*trained, *idle], [*mine, *mine_idle])
-        self._members.weigh_all([*trained, *idle], is_everyone=True)
+        mine, mine_idle = _mine(members, trained), _mine(members, idle)
+        members.score_reference([*mine, *mine_idle])
+        packs = members.packed(mine)
+        members.each(packs, self._measure)
+        members.each(members.packed(mine_idle), self._passes.forward_only)
+        members.exchange([*trained, *idle], [*mine, *mine_idle])
+        members.weigh_all([*trained, *idle], is_everyone=True)
         for group in scored:
             if group.trained:
-                group.move_baseline(self._members.objective)
-        self._members.each(packs, lambda pack: self._passes.plain(pack, self._members.weigh, num_episodes=num_episodes))
-        return self._members.stats(scored, policy_version)
-
-    def non_finite(self) -> list[str]:
-        """Whether this rank's sum overflows."""
-        return _overflow(self._sums)
-
-    def hand_over(self) -> None:
-        """Give every parameter's sum away inside DeepSpeed's own backward."""
-        handoff.hand_over(self._engine, self._sums, factor=-float(ranks.count()))
-
-    def discard(self) -> None:
-        """The next step's sums start with zeros."""
-        handoff.discard(self._engine)
+                group.move_baseline(members.objective)
+        # Before the second pass, which scores again: every rank has the same statistics, from the same bytes.
+        stats = members.stats(scored, policy_version)
+        self._passes.differentiate(members.evenly(packs), members.weigh, num_episodes=num_episodes)
+        return stats
 
 
 def _members(model: Any, config: Config, reference: ReferenceLogprobs | None) -> StepMembers:
@@ -159,8 +143,3 @@ def _members(model: Any, config: Config, reference: ReferenceLogprobs | None) ->
 
 def _mine(members: StepMembers, every: Sequence[ScoredTrajectory]) -> list[ScoredTrajectory]:
     return members.spread(every, rank=ranks.data_index(), num_ranks=ranks.data_count())
-
-
-def _overflow(sums: GradientSums) -> list[str]:
-    is_finite = math.isfinite(float(total_norm(sums.total)))
-    return [] if is_finite else ["the summed gradient overflows"]

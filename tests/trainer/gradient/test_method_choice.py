@@ -38,6 +38,10 @@ def test_auto_makes_two_passes_where_each_episode_has_its_own_baseline() -> None
     assert choose("auto", LEAVE_ONE_OUT) == "two_pass"
 
 
+def test_auto_keeps_no_sums_where_norms_are_by_proxy() -> None:
+    assert choose("auto", {"preset": "vcpo", "baseline_norms": "proxy"}) == "two_pass"
+
+
 @pytest.mark.parametrize(
     ("method", "algorithm", "fix"),
     [

@@ -28,6 +28,9 @@ HEALTHY_MEAN_WEIGHT = (0.8, 1.25)
 PARITY_WIDTHS = (1, 4, 16)  # of PARITY_BLOCK tokens
 MIN_SUMS = 4  # for a standard deviation
 
+SPURIOUS_SHARE = 1e-3
+"""Share of spurious tokens above which the bounds are too wide: ten times what STAPO (arXiv 2602.15620) reports."""
+
 # The compared baselines as functions of a group's weighted score norms, rewards and lengths (per episode).
 # otb would need every token's own score; trainer/split_variance.py measures its variance instead.
 _RULES: Mapping[str, Callable[[Tensor, Tensor, Tensor], Tensor | None]] = {
@@ -160,7 +163,7 @@ def weights(groups: Sequence[GroupStats], *, max_weight: float | None) -> dict[s
 def breakdowns(
     groups: Sequence[GroupStats], *, algorithm: AlgorithmConfig, grad_norm: float | None
 ) -> dict[str, float]:
-    """Weights by lag and by length, and the variance of the gradient under each baseline.
+    """Weights by lag and by length, the variance of the gradient under each baseline, and the share of spurious tokens.
 
     `grad_norm` is the norm of the step's gradient before clipping; None if the step was refused.
     """
@@ -168,7 +171,8 @@ def breakdowns(
     by_lag = _buckets(finite, "lag", LAG_BUCKETS, lambda trajectory: trajectory.lag)
     by_length = _buckets(finite, "length", LENGTH_BUCKETS, lambda trajectory: trajectory.num_action_tokens)
     variances = {} if grad_norm is None else variance(groups, algorithm=algorithm, grad_norm=grad_norm)
-    return by_lag | by_length | variances
+    spurious = {} if algorithm.spurious is None else {"learner/spurious_share": spurious_share(groups)}
+    return by_lag | by_length | variances | spurious
 
 
 def variance(groups: Sequence[GroupStats], *, algorithm: AlgorithmConfig, grad_norm: float) -> dict[str, float]:
@@ -206,15 +210,28 @@ def mean_weight(groups: Sequence[GroupStats]) -> float | None:
     return float(_weights(finite).mean()) if finite else None
 
 
-def alarms(mean_weight: float | None) -> list[str]:
+def spurious_share(groups: Sequence[GroupStats]) -> float:
+    """Share of the action tokens that were left out because they are spurious."""
+    finite = _finite(groups)
+    num_actions = sum(trajectory.num_action_tokens for trajectory in finite)
+    return sum(trajectory.num_silenced for trajectory in finite) / max(1, num_actions)
+
+
+def alarms(mean_weight: float | None, spurious_share: float = 0.0) -> list[str]:
     """Messages about numbers that need a person's attention now."""
+    found = []
     low, high = HEALTHY_MEAN_WEIGHT
-    if mean_weight is None or low <= mean_weight <= high:
-        return []
-    return [
-        f"mean importance weight {mean_weight:.3g} is outside [{low}, {high}]: the policy is leaving the data; "
-        "lower rollout.max_lag or learner.lr"
-    ]
+    if mean_weight is not None and not low <= mean_weight <= high:
+        found.append(
+            f"mean importance weight {mean_weight:.3g} is outside [{low}, {high}]: the policy is leaving the data; "
+            "lower rollout.max_lag or learner.lr"
+        )
+    if spurious_share > SPURIOUS_SHARE:
+        found.append(
+            f"{spurious_share:.2%} of the action tokens are left out as spurious, the paper's share is 0.01%: lower "
+            "algorithm.spurious.probability, or its bound of the entropy"
+        )
+    return found
 
 
 def _finite(groups: Sequence[GroupStats]) -> list[TrajectoryStats]:

@@ -122,7 +122,7 @@ class Learner:
             metrics |= update.metrics()
         grad_norm = None if update is None else update.grad_norm
         metrics |= diagnostics.breakdowns(groups, algorithm=self.config.algorithm, grad_norm=grad_norm)
-        for alarm in diagnostics.alarms(diagnostics.mean_weight(groups)):
+        for alarm in diagnostics.alarms(diagnostics.mean_weight(groups), diagnostics.spurious_share(groups)):
             log.warning("step %d: %s", self.policy_version + 1, alarm)
         self.policy_version += 1
         step_s = time.perf_counter() - started_s

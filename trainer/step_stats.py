@@ -37,6 +37,7 @@ class TrajectoryStats:
     parity_kl_sum: float  # KL(engine || learner), estimated on those
     parity_square_sum: float  # (learner - behaviour)^2 over those
     parity_blocks: tuple[float, ...]  # sums of learner - behaviour over PARITY_BLOCK of those in a row
+    num_silenced: int = 0  # action tokens left out because they are spurious
     broken_parts: tuple[str, ...] = ()  # what the objective gave that is NaN or infinite, from finite rewards
 
     def non_finite(self) -> list[str]:

@@ -72,6 +72,28 @@ LINEAR = ("none", "mean", "leave_one_out", "length_weighted")
 """Baselines that are linear in the rewards."""
 
 
+class SpuriousConfig(Section):
+    """Tokens that are left out of the gradient: unlikely ones where the policy was sure, in rewarded episodes (STAPO).
+
+    Example:
+        >>> SpuriousConfig(probability=0.01, entropy_quantile=0.05).entropy is None
+        True
+    """
+
+    probability: Annotated[float, Field(gt=0, lt=1)]
+    """A token is spurious if its probability is below this,"""
+    entropy: PositiveFloat | None = None
+    """and the entropy of the distribution that it was sampled from below this, in nats;"""
+    entropy_quantile: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """or, in its place, below this quantile of the entropies of the batch's tokens."""
+
+    @model_validator(mode="after")
+    def _has_one_bound(self) -> SpuriousConfig:
+        if (self.entropy is None) == (self.entropy_quantile is None):
+            raise ValueError("give either entropy, in nats, or entropy_quantile, a share of the batch's tokens")
+        return self
+
+
 class AlgorithmConfig(Section):
     """The policy gradient as settings over independent axes. docs/algorithms.md has the equations.
 
@@ -94,6 +116,10 @@ class AlgorithmConfig(Section):
     """What the importance ratio pi/mu is taken of."""
     treatment: Treatment = "truncate"
     """What happens to large ratios w."""
+    vtrace_rho: PositiveFloat = 1.0
+    """ratio suffix: the bound of a token's own ratio, and of the last one's in the product of later ones."""
+    vtrace_c: PositiveFloat = 1.0
+    """ratio suffix: the bound of the other later ratios; at most vtrace_rho."""
     max_weight: PositiveFloat = 8.0
     """The c of truncate, min(w, c), and the upper end of mask."""
     min_weight: Annotated[float, Field(ge=0)] = 0.0
@@ -133,6 +159,12 @@ class AlgorithmConfig(Section):
     normalize_by_std: StdNorm = False
     """Divide a group's advantages by the standard deviation of its rewards (n - 1 in its denominator). population:
     by the one with n (VCPO's published scripts)."""
+    spurious: SpuriousConfig | None = None
+    """Leave unlikely tokens out where the policy was sure and the advantage is positive, and divide by the number of
+    those that stay. null: none."""
+    entropy_coef: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of an entropy term: the mean entropy of each episode's tokens (by normalize_by_length) is added to the
+    objective."""
     keep_equal_rewards: bool = False
     """Keep groups of equal rewards in the batch. They have no gradient, and count in B and rho."""
     imitate_above: float = 0.0
@@ -172,6 +204,8 @@ class AlgorithmConfig(Section):
             raise ValueError(reason)
         if reason := unread(self.treatment, self._changed()):
             raise ValueError(reason)
+        if reason := self._unread_terms():
+            raise ValueError(reason)
         if self.baseline_norms == "proxy" and self.baseline not in OPTIMAL:
             raise ValueError(f"baseline={self.baseline} uses no norms; leave baseline_norms out")
         if "baseline_weights" in self._changed() and self.baseline not in OPTIMAL:
@@ -192,6 +226,20 @@ class AlgorithmConfig(Section):
             raise ValueError("refuse_below must be below ess_floor: a step is refused only where shrinking is too slow")
         return self
 
+    def _unread_terms(self) -> str | None:
+        """Why V-trace's bounds or the spurious tokens make no sense with the other settings, and the fix; else None."""
+        for name in ("vtrace_rho", "vtrace_c"):
+            if self.ratio != "suffix" and name in self._changed():
+                return f"{name} does nothing under ratio={self.ratio}; leave it out, or set ratio: suffix"
+        if self.vtrace_c > self.vtrace_rho:
+            return f"vtrace_c={self.vtrace_c:g} must be at most vtrace_rho={self.vtrace_rho:g}"
+        if self.spurious is not None and self.baseline in OPTIMAL | {"otb"}:
+            return (
+                f"spurious depends on the sign of the advantage, which baseline={self.baseline} derives from the "
+                "weights; leave it out, or set baseline: mean"
+            )
+        return None
+
     def _changed(self) -> set[str]:
         """Names of the settings that differ from what the preset alone gives."""
         alone = {name: field.default for name, field in type(self).model_fields.items()} | dict(PRESETS[self.preset])
@@ -207,6 +255,8 @@ class AlgorithmConfig(Section):
         if given := sorted(changed & {"baseline", "normalize_by_std", "kl_beta", "kl_beta_end", "variance_every"}):
             name = given[0]
             return f"{name}={getattr(self, name)} does nothing under objective={self.objective}; leave it out"
+        if self.objective == "distillation" and self.spurious is not None:
+            return "spurious tokens have a positive advantage, and objective=distillation has none; leave spurious out"
         if self.treatment in {"clip", *WHOLE_BATCH}:
             return (
                 f"treatment={self.treatment} depends on the sign of the advantage, which objective={self.objective} "
@@ -247,6 +297,11 @@ class AlgorithmConfig(Section):
     def compares_members(self) -> bool:
         """Whether an episode's advantage depends on the other episodes of its group."""
         return self.baseline != "none" or bool(self.normalize_by_std)
+
+    @property
+    def has_terms(self) -> bool:
+        """Whether the objective has terms beside advantages times weights."""
+        return self.entropy_coef > 0 or self.has_penalty
 
     @property
     def needs_spread(self) -> bool:

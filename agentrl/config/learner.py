@@ -124,8 +124,8 @@ class LearnerConfig(Section):
 def method_refusal(method: GradientMethod, *, has_norms: bool, is_exact: bool, needs_norms_first: bool) -> str | None:
     """Why `learner.gradient` cannot make the gradient of an objective, and how to fix it; None where it can.
 
-    `has_norms`: the objective needs score norms; `is_exact`: not by proxy; `needs_norms_first`: before
-    the gradient, since it has a baseline for each episode, or terms beside the policy gradient.
+    `has_norms`: the objective needs score norms; `is_exact`: not by proxy; `needs_norms_first`:
+    before its gradient is made, since each episode has its own baseline or there are further terms.
 
     >>> method_refusal("one_pass", has_norms=True, is_exact=True, needs_norms_first=False)
     """
@@ -141,9 +141,9 @@ def method_refusal(method: GradientMethod, *, has_norms: bool, is_exact: bool, n
         )
     if method in ("one_pass", "one_pass_sharded") and has_norms and needs_norms_first:
         return (
-            f"learner.gradient={method} moves one baseline for a whole group, and this objective has one for each "
-            "episode (algorithm.baseline), or terms beside it (algorithm.kl_beta): set learner.gradient: two_pass, or "
-            "auto"
+            f"learner.gradient={method} moves one baseline for a whole group once its gradient is made, and this "
+            "objective has one for each episode (algorithm.baseline), or terms beside the advantages "
+            "(algorithm.entropy_coef, kl_beta): set learner.gradient: two_pass, or auto"
         )
     if method == "two_pass" and not has_norms:
         return (

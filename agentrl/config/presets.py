@@ -27,6 +27,7 @@ Preset = Annotated[
         "otb",
         "m2po",
         "bapo",
+        "vtrace",
         "reinforce",
         "tba",
         "distill",
@@ -48,6 +49,7 @@ Preset = Annotated[
             "otb": "on-policy, optimal baseline for each token (arXiv 2602.07078)",
             "m2po": "a clip that moves until the ratios' second moment is small (arXiv 2510.01161)",
             "bapo": "clip bounds that move until positive advantages have their share (arXiv 2510.18927)",
+            "vtrace": "each token weighted by its own and all later ratios, each cut at 1 (IMPALA, arXiv 1802.01561)",
             "reinforce": "on-policy, no baseline (Williams 1992)",
             "tba": "trajectory balance: log(policy / reference) in the reward, no ratio (arXiv 2503.18929)",
             "distill": "on-policy distillation: learns from a teacher's scores, not from rewards (arXiv 2306.13649)",
@@ -56,11 +58,12 @@ Preset = Annotated[
     ),
 ]
 Ratio = Annotated[
-    Literal["none", "token", "sequence", "geometric_mean"],
+    Literal["none", "token", "suffix", "sequence", "geometric_mean"],
     Choices(
         {
             "none": "no correction: 1",
             "token": "each token's own ratio",
+            "suffix": "each token's own ratio times those of all later tokens, each cut (V-trace)",
             "sequence": "one for the episode: exp of the sum of its log ratios",
             "geometric_mean": "one for the episode: exp of the mean of its log ratios",
         }
@@ -108,6 +111,9 @@ StepScale = Annotated[
 ]
 LengthNorm = bool | Literal["group"]
 StdNorm = bool | Literal["population"]
+
+PER_TOKEN: frozenset[str] = frozenset({"token", "suffix"})
+"""Ratios that differ among the tokens of a trajectory."""
 
 OPTIMAL: frozenset[str] = frozenset({"opob", "opob_safe", "opob_leave_one_out"})
 PER_EPISODE: frozenset[str] = frozenset({"opob_leave_one_out"})
@@ -171,6 +177,7 @@ PRESETS: Mapping[Preset, Mapping[str, Any]] = {
         "dual_clip": 3.0,
         "normalize_by_length": "group",
     },
+    "vtrace": {"ratio": "suffix", "treatment": "none", "baseline": "leave_one_out", "step_scale": "none"},
     "reinforce": {**_PLAIN, "baseline": "none"},
     "tba": {**_PLAIN, "baseline": "mean", "kl": "reward", "kl_beta": 0.012, "kl_beta_end": 0.004},
     "distill": {
@@ -203,13 +210,15 @@ def unread(treatment: Treatment, changed: Collection[str]) -> str | None:
 
 def refusal(*, ratio: Ratio, treatment: Treatment, baseline: Baseline) -> str | None:
     """Why a combination makes no sense, and how to fix it; None where it makes sense."""
+    if ratio == "suffix" and treatment != "none":
+        return f"ratio=suffix cuts its ratios itself, by vtrace_rho and vtrace_c; set treatment: none, not {treatment}"
     if ratio == "none" and treatment != "none":
         return f"treatment={treatment} has no weights to treat under ratio=none; set treatment: none, or another ratio"
     if treatment in WHOLE_BATCH and ratio != "token":
         return f"treatment={treatment} is defined over the tokens of the batch; set ratio: token"
-    if baseline in OPTIMAL and ratio == "token":
+    if baseline in OPTIMAL and ratio in PER_TOKEN:
         return (
-            f"baseline={baseline} needs one weight for each trajectory, ratio=token has one for each token; "
+            f"baseline={baseline} needs one weight for each trajectory, ratio={ratio} has one for each token; "
             "set ratio: sequence or geometric_mean, or baseline: mean or otb"
         )
     if baseline in OPTIMAL | {"otb"} and treatment in {"clip", *WHOLE_BATCH}:

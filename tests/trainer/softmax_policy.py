@@ -105,7 +105,7 @@ def _all_weights(theta: Tensor, batch: Groups, objective: Objective) -> dict[tup
         advantage = _of_group(group, objective)[2]
         for i, episode in enumerate(group):
             logprob = logprobs(theta, episode).detach()
-            sum_pi2 = theta.detach().softmax(-1)[episode.states].square().sum(-1)
+            pi = theta.detach().softmax(-1)[episode.states]
             members.append(
                 Member(
                     log_ratio_N=logprob - episode.behavior,
@@ -114,7 +114,8 @@ def _all_weights(theta: Tensor, batch: Groups, objective: Objective) -> dict[tup
                     group=number,
                     episode=i,
                     logprob_N=logprob,
-                    logit_norm2_N=logit_norm2(logprob, sum_pi2),
+                    entropy_N=-(pi * pi.log()).sum(-1),
+                    logit_norm2_N=logit_norm2(logprob, pi.square().sum(-1)),
                     reference_logprob_N=episode.reference,
                 )
             )

@@ -109,7 +109,7 @@ class ScoredTrajectory:
             )
             raise ConfigError(
                 f"algorithm.objective: {type(objective).__name__} has {what}, which exact score norms in one pass do "
-                "not take: set algorithm.baseline_norms: proxy, or a baseline without norms (needs_norms = False)"
+                "not take: set has_terms = True in the class, so that the norms are measured first"
             )
 
     def _broken_parts(self) -> tuple[str, ...]:
@@ -154,6 +154,7 @@ class ScoredTrajectory:
             parity_kl_sum=float(ratios.behavior_kl(same_N).sum()),
             parity_square_sum=float(same_N.square().sum()),
             parity_blocks=_block_sums(same_N),
+            num_silenced=self.used.num_silenced,
             broken_parts=self._broken_parts() if is_sound else (),
         )
 

@@ -75,6 +75,7 @@ class MemberWeights:
     log_used: float  # log of the weight in use where the trajectory has one weight; else log of the mean of its weights
     num_clipped: int  # how many of its weights were truncated, masked or clipped
     num_weights: int  # its action tokens, or 1 where the whole sequence has one weight
+    num_silenced: int = 0  # tokens left out because they are spurious (`algorithm.spurious`)
     logprob_seed_N: Tensor | None = None  # e; `Objective.terms` are added to it
     entropy_seed_N: Tensor | None = None  # h; likewise
 
@@ -128,13 +129,13 @@ class Objective(ABC):
     """
 
     needs_norms: bool = False
-    """Each trajectory's score norm is measured, and `baseline` called with the norms of its group. Then a trajectory
-    must have one weight."""
+    """Each trajectory's score norm is measured, and `baseline` called with the norms of its group."""
     has_own_baselines: bool = False
     """`baseline` gives each episode its own number: the norms must be known before the gradient is made
     (`learner.gradient: two_pass`)."""
     has_terms: bool = False
-    """`terms` may be other than None. Beside norms they must be known before the gradient is made too."""
+    """`terms` may return seeds, or weights or advantages may differ among a trajectory's tokens. Read where norms are
+    needed only: they must then be known before the gradient is made."""
     needs_batch: bool = False
     """`batch_weights` is called with every trajectory of the step, once all are scored, in place of `weights`."""
     needs_logits: bool = False
@@ -147,8 +148,8 @@ class Objective(ABC):
 
     @property
     def needs_norms_first(self) -> bool:
-        """Whether score norms, where they are needed, must be known before the gradient is made."""
-        return self.has_own_baselines or self.has_terms
+        """Whether score norms are needed before the gradient is made (`learner.gradient: two_pass`)."""
+        return self.needs_norms and (self.has_own_baselines or self.has_terms)
 
     @abstractmethod
     def advantages(self, group: Group) -> Tensor | Sequence[Tensor] | None:

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from agentrl.config.algorithm import AlgorithmConfig
-from agentrl.config.presets import OPTIMAL, PER_EPISODE, WHOLE_BATCH
+from agentrl.config.presets import OPTIMAL, PER_EPISODE, PER_TOKEN, WHOLE_BATCH
 from agentrl.report.statistics import has_spread
-from trainer.objective import baselines, ratios, reference_kl, vcpo
+from trainer.objective import baselines, ratios, reference_kl, silencing, vcpo
 from trainer.objective.interface import Group, Member, MemberWeights, Objective, Terms, by_group
 
 
@@ -44,9 +44,10 @@ class PolicyGradient(Objective):
         self.has_own_baselines = algorithm.baseline in PER_EPISODE
         self.needs_logits = algorithm.baseline == "otb"
         self.needs_reference = type(self).needs_reference or algorithm.has_penalty
-        self.has_terms = type(self).has_terms or algorithm.has_penalty
+        self.has_terms = type(self).has_terms or algorithm.has_terms
         self._penalizes_rewards = algorithm.has_penalty and algorithm.kl == "reward"
-        self.needs_batch = self.needs_logits or self._penalizes_rewards or algorithm.treatment in WHOLE_BATCH
+        looks_at_batch = algorithm.treatment in WHOLE_BATCH or silencing.needs_batch(algorithm)
+        self.needs_batch = type(self).needs_batch or self.needs_logits or self._penalizes_rewards or looks_at_batch
 
     def advantages(self, group: Group) -> Tensor | None:
         """(R - b_0) / s, with b_0 the reference baseline. [E] None: the group has no gradient.
@@ -56,7 +57,7 @@ class PolicyGradient(Objective):
         """
         reward_E = group.reward_E.double()
         if self.algorithm.needs_spread and not has_spread(reward_E.tolist()):
-            return None
+            return torch.zeros_like(reward_E) if self.has_terms else None
         if self.needs_logits:
             return torch.full_like(reward_E, self.score_scale(reward_E))
         return self._centered(reward_E, group.num_actions_E) * self.score_scale(reward_E)
@@ -74,12 +75,12 @@ class PolicyGradient(Objective):
                 return value_E - baselines.mean(value_E)
 
     def terms(self, member: Member) -> Terms | None:
-        """The penalty on leaving the frozen model, where it is a term of the loss."""
-        if not self.algorithm.has_penalty or self._penalizes_rewards:
-            return None
-        beta = reference_kl.coefficient(self.algorithm, member.step)
-        seed = reference_kl.k2_seed if self.algorithm.kl == "k2" else reference_kl.k3_seed
-        return Terms(logprob_seed_N=beta * seed(reference_kl.log_ratio_N(member)))
+        """The entropy term, and the penalty on leaving the frozen model where it is a term of the loss."""
+        coef, seed_N = self.algorithm.entropy_coef, None
+        if self.algorithm.has_penalty and not self._penalizes_rewards:
+            seed = reference_kl.k2_seed if self.algorithm.kl == "k2" else reference_kl.k3_seed
+            seed_N = reference_kl.coefficient(self.algorithm, member.step) * seed(reference_kl.log_ratio_N(member))
+        return Terms(logprob_seed_N=seed_N, entropy_seed_N=torch.full_like(member.log_ratio_N, coef) if coef else None)
 
     def score_scale(self, reward_E: Tensor) -> float:
         """1/s, which multiplies a trajectory's weight in the score sum. 1.0 for a group without spread."""
@@ -119,7 +120,8 @@ class PolicyGradient(Objective):
         if self.needs_batch:
             raise ValueError(f"{self.algorithm.treatment}, {self.algorithm.baseline}: call batch_weights")
         log_weight_N = ratios.log_weights(member.log_ratio_N.double(), self.algorithm.ratio)
-        return self._member(member, log_weight_N, self._treated(member, log_weight_N))
+        found = self._member(member, log_weight_N, self._treated(member, log_weight_N))
+        return silencing.silenced([member], [found], self.algorithm)[0]
 
     def batch_weights(self, members: Sequence[Member]) -> list[MemberWeights]:
         """The weights of all trajectories of the step, in the members' order. Their groups must be complete."""
@@ -135,6 +137,7 @@ class PolicyGradient(Objective):
             self._member(member, log_weight_N, log_used_N)
             for member, log_weight_N, log_used_N in zip(members, log_weights, treated, strict=True)
         ]
+        found = silencing.silenced(members, found, self.algorithm)
         if self._penalizes_rewards:
             return [_moved(*each) for each in zip(given, members, found, strict=True)]
         return self._times_token_advantage(members, found) if self.needs_logits else found
@@ -181,13 +184,15 @@ class PolicyGradient(Objective):
                 )
             case "clip_weight":
                 return ratios.clipped_weight(log_weight_N, self._bounds)
+            case "none" if algorithm.ratio == "suffix":
+                return ratios.vtrace(member.log_ratio_N.double(), rho=algorithm.vtrace_rho, c=algorithm.vtrace_c)
             case "none" | "second_moment" | "second_moment_mask" | "adaptive_clip":  # _treated_together: the last three
                 return log_weight_N
             case _:
                 assert_never(algorithm.treatment)
 
     def _member(self, member: Member, log_weight_N: Tensor, log_used_N: Tensor) -> MemberWeights:
-        if self.algorithm.ratio != "token":  # one weight, repeated at every token
+        if self.algorithm.ratio not in PER_TOKEN:  # one weight, repeated at every token
             log_weight_N, log_first_N = log_weight_N[:1], log_used_N[:1]
         else:
             log_first_N = log_used_N

@@ -30,8 +30,8 @@ class Bounds:
 def log_weights(log_ratio_N: Tensor, ratio: Ratio) -> Tensor:
     """Log of each token's weight, from log r = log pi - log mu. [N]
 
-    token: log r_t. sequence: sum_t log r_t at every token. geometric_mean: that sum divided by N (GSPO, arXiv
-    2507.18071). none: 0, no correction.
+    token: log r_t. suffix: sum_{s >= t} log r_s. sequence: sum_t log r_t at every token. geometric_mean: that sum
+    divided by N (GSPO, arXiv 2507.18071). none: 0, no correction.
 
     >>> log_weights(torch.tensor([0.5, 1.5]), "sequence").tolist()
     [2.0, 2.0]
@@ -42,10 +42,29 @@ def log_weights(log_ratio_N: Tensor, ratio: Ratio) -> Tensor:
             return log_ratio_N * 0
         case "token":
             return log_ratio_N
+        case "suffix":
+            return vtrace(log_ratio_N, rho=math.inf, c=math.inf)
         case "sequence":
             return log_ratio_N.sum().expand_as(log_ratio_N)
         case "geometric_mean":
             return (log_ratio_N.sum() / max(1, len(log_ratio_N))).expand_as(log_ratio_N)
+
+
+def vtrace(log_ratio_N: Tensor, *, rho: float, c: float) -> Tensor:
+    """Log of V-trace's weight of each token (IMPALA, arXiv 1802.01561, eq. 1 and section 4.2), without a critic. [N]
+
+        w_N = min(rho, r_N),   w_t = min(rho, r_t) prod_{t < s < N} min(c, r_s) min(rho, r_N)
+
+    The policy gradient rho_t (r_t + gamma v_{t+1} - V) grad log pi_t with V the same number b everywhere, gamma 1 and a
+    reward R at the end alone is w_t (R - b) grad log pi_t.
+
+    >>> [round(w, 2) for w in vtrace(torch.tensor([2.0, 0.5, 3.0]).log(), rho=1.0, c=1.0).exp().tolist()]
+    [0.5, 0.5, 1.0]
+    """
+    own_N = log_ratio_N.clamp(max=math.log(rho))
+    later_N = torch.cat([log_ratio_N[:-1].clamp(max=math.log(c)), own_N[-1:]])
+    after_N = later_N.flip(0).cumsum(0).flip(0)[1:]  # of the tokens after t
+    return own_N + torch.cat([after_N, torch.zeros_like(own_N[-1:])])
 
 
 def exp(log_weight: Tensor) -> Tensor:
@@ -176,6 +195,18 @@ def adaptive_bounds(
     while share(bounds) < positive_share and bounds.high < high[1]:
         bounds = Bounds(low=bounds.low, high=min(bounds.high + step[1], high[1]))
     return bounds
+
+
+def is_spurious(
+    logprob_N: Tensor, entropy_N: Tensor, advantage_N: Tensor, *, probability: float, entropy: float
+) -> Tensor:
+    """Whether A > 0, pi(a) < `probability` and H < `entropy` (STAPO's S2T mask, arXiv 2602.15620). bool [N]
+
+    >>> pi, entropy, advantage = torch.tensor([0.5, 0.001, 0.001]), torch.tensor([1.0, 0.1, 2.0]), torch.ones(3)
+    >>> is_spurious(pi.log(), entropy, advantage, probability=0.002, entropy=0.5).tolist()
+    [False, True, False]
+    """
+    return (advantage_N > 0) & (logprob_N < math.log(probability)) & (entropy_N < entropy)
 
 
 def behavior_kl(log_ratio_N: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ def test_all_problems_are_named_with_their_places(tmp_path: Path) -> None:
         "overrides: rollout.group_size must be an integer >= 1; got 0",
         "overrides: lerner: unknown key; did you mean learner?",
         "overrides: algorithm.preset must be one of vcpo_safe, vcpo, vcpo_published, grpo, dapo, gspo, tis, mis, "
-        "cispo, rloo, opo, otb, m2po, bapo, reinforce, tba, distill, imitate; got 'grop'; did you mean grpo?; "
+        "cispo, rloo, opo, otb, m2po, bapo, vtrace, reinforce, tba, distill, imitate; got 'grop'; did you mean grpo?; "
         "`agentrl config --describe algorithm.preset` "
         "explains them",
         "overrides: 'train.stall_timeout_s' is not section.key=value: write train.stall_timeout_s=VALUE",

@@ -104,6 +104,17 @@ class Rule(PolicyGradient):
     assert relative_error(ours, autograd_of(tiny_model, groups, loss)) < 1e-5
 
 
+def test_terms_beside_a_baseline_of_norms_are_added_to_its_gradient(tiny_model: Any) -> None:
+    """J = VCPO's + 0.3/B sum_i mean_t H_t"""
+    groups = mixed_groups(tiny_model, off_policy=0.4)[:2]
+    ours, without = (
+        estimated(tiny_model, groups, AlgorithmConfig(preset="vcpo", entropy_coef=c), num_episodes=8)
+        for c in (0.3, 0.0)
+    )
+    theirs = without + autograd_of(tiny_model, groups, lambda one, _, entropy_N: 0.3 * entropy_N.mean())
+    assert relative_error(ours, theirs) < 1e-5
+
+
 def test_advantages_may_differ_among_the_tokens_of_an_episode(tmp_path: Path, tiny_model: Any) -> None:
     """A_t = t + 1, counted over the segments of an episode, against the same written out."""
     source = IMITATION.replace(
@@ -205,6 +216,7 @@ def test_exact_norms_in_one_pass_refuse_what_differs_among_the_tokens(
     with pytest.raises(ConfigError) as found:
         estimated(tiny_model, groups, named(tmp_path, source))
     assert NEEDS_ONE.is_in(found.value)
+    estimated(tiny_model, groups, named(tmp_path, source.replace("\n", "\n    has_terms = True\n", 1)))
     assert estimated(tiny_model, groups, named(tmp_path, source, baseline_norms="proxy")).norm() > 0
 
 

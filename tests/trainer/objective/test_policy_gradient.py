@@ -235,6 +235,24 @@ def vcpo_published(theta: Tensor, batch: Groups) -> Tensor:
     return total / sum(map(len, batch))
 
 
+def vtrace(theta: Tensor, batch: Groups) -> Tensor:
+    """rho_s (v_{s+1} - b) grad log pi_s with V = b, R at the end alone, bars at 1    IMPALA, arXiv 1802.01561
+
+    v_s - V = sum_{t >= s} prod_{s <= i < t} c_i rho_t (r_t + V' - V), of which only t = T, R - b, is not 0.
+    """
+
+    def of_group(group: list[Episode]) -> Tensor:
+        stats = []
+        for episode, baseline in zip(group, others_mean(group).tolist(), strict=True):
+            r = ratio(theta, episode).detach().clamp(max=1.0)
+            target = [float(r[t:-1].prod() * r[-1]) * (episode.reward - baseline) for t in range(1, len(r))]
+            advantage = float64([*target, episode.reward - baseline])
+            stats.append((r * advantage * logprobs(theta, episode)).mean())
+        return torch.stack(stats).mean()
+
+    return gradient_of_mean(theta, batch, of_group)
+
+
 def vcpo(theta: Tensor, batch: Groups, *, is_safe: bool = False) -> Tensor:
     """g = 1/B sum wbar (R - b*) grad, b* = sum w^2 n^2 R / sum w^2 n^2    VCPO, arXiv 2602.17616, sec. 4
 
@@ -304,6 +322,7 @@ REFERENCES: References = {
     "otb": otb,
     "m2po": m2po,
     "bapo": bapo,
+    "vtrace": vtrace,
     "reinforce": reinforce_with(torch.ones_like, lambda group: torch.zeros(()), by_length=False),
     "tba": tba,
     "distill": distill,

@@ -41,6 +41,7 @@ def stats(**given: Any) -> TrajectoryStats:
         "parity_kl_sum": 0.0,
         "parity_square_sum": 0.0,
         "parity_blocks": (),
+        "reference_kl_sum": None,
     }
     return TrajectoryStats(**values | given)
 

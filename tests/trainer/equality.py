@@ -58,6 +58,7 @@ class Setting:
     method: str = "auto"
     pack_tokens: int = 8192
     algorithm: dict[str, Any] = field(default_factory=lambda: {"preset": "vcpo"})
+    model: dict[str, Any] = field(default_factory=dict)  # further keys of the section
     split: str = "own"  # which rank gets which groups: see SHARES
     sequence_parallel: int = 1
     num_groups: int = 3
@@ -140,8 +141,9 @@ def outcome(model_dir: Path, setting: Setting) -> Outcome:
         "num_ranks": setting.sequence_parallel,  # more only matters to who starts them
     }
     algorithm = {"rho_base": 1.0, **setting.algorithm}
+    model_section = {"path": str(model_dir), "dtype": setting.dtype, **setting.model}
     learner = with_steady_updates(
-        Watched(config(model_dir, dtype=setting.dtype, learner=settings, algorithm=algorithm))
+        Watched(config(model_dir, model=model_section, learner=settings, algorithm=algorithm))
     )
     before = whole_weights(learner.model)
     batches = [batch(groups, version=version) for version in range(setting.num_steps)]

@@ -74,7 +74,8 @@ def test_going_on_from_a_checkpoint_is_bit_identical_to_never_having_stopped(
 def test_adapters_go_on_too_and_frozen_weights_are_not_written(
     tiny_model_dir: Path, tiny_model: Any, tmp_path: Path
 ) -> None:
-    settings = config(tiny_model_dir, learner=SETTINGS, model={"path": str(tiny_model_dir), "lora": {"rank": 2}})
+    model = {"path": str(tiny_model_dir), "reference": "initial", "lora": {"rank": 2}}
+    settings = config(tiny_model_dir, learner=SETTINGS, model=model, algorithm={"preset": "tba", "kl_beta_steps": 2})
     groups = mixed_groups(tiny_model)
     whole, again = Learner(settings), Learner(settings)
     steps(whole, groups, 0, 1)

@@ -130,6 +130,24 @@ TWO_RANKS = {
         pack_tokens=30,
         algorithm={"preset": "vcpo", "baseline_norms": "proxy"},
     ),
+    "a penalty on adapters, stage 3, packs of unequal number": Setting(
+        zero_stage=3,
+        pack_tokens=30,
+        algorithm={"preset": "tba", "kl_beta": 0.5, "kl_beta_end": None},
+        model={"reference": "initial", "lora": {"rank": 2}},
+    ),
+    "two passes, a penalty, stage 2": Setting(
+        zero_stage=2,
+        method="two_pass",
+        algorithm={"preset": "vcpo", "kl_beta": 0.5},
+        model={"reference": "initial"},
+    ),
+    "packs divided, a penalty, stage 1": Setting(
+        zero_stage=1,
+        sequence_parallel=2,
+        algorithm={"preset": "grpo", "kl_beta": 0.5, "kl": "k2"},
+        model={"reference": "initial"},
+    ),
     "bfloat16, stage 0": Setting(dtype="bfloat16"),
     "bfloat16, stage 3, offloaded": Setting(dtype="bfloat16", zero_stage=3, offload=True),
 }
@@ -160,7 +178,7 @@ def reference(tiny_model_dir: Path) -> Callable[[Setting], Outcome]:
             split="own",
             pack_tokens=Setting.pack_tokens,
             sequence_parallel=1,
-            method="auto" if setting.algorithm.get("baseline") == "opob_leave_one_out" else "one_pass",
+            method="auto" if setting.algorithm.keys() & {"baseline", "kl_beta"} else "one_pass",
         )
         if str(plain) not in found:
             found[str(plain)] = outcome(tiny_model_dir, plain)

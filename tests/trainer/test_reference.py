@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from agentrl.config import WarmstartConfig
+from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.errors import ConfigError
 from tests.trainer.trainer_builders import (
     action_logprobs,
@@ -20,6 +22,7 @@ from tests.trainer.trainer_builders import (
 )
 from trainer import deepspeed_settings, lora, reference
 from trainer.gradient import attention
+from trainer.gradient.step_gradient import Estimator
 from trainer.learner import Learner
 from trainer.model import load_model
 from trainer.packing import Pack, action_tensors, join
@@ -165,3 +168,30 @@ def test_a_penalty_beside_exact_norms_takes_two_passes(tiny_model_dir: Path, tin
     assert learner.step(batch(groups)).metrics["learner/grad_norm"] > 0
     with pytest.raises(ConfigError, match=r"set learner\.gradient: two_pass, or auto"):
         Learner(config(tiny_model_dir, model=model, algorithm=algorithm, learner={"gradient": "one_pass"}))
+
+
+def test_a_config_without_the_model_that_its_objective_needs_is_refused_and_so_is_an_unused_one(
+    tiny_model_dir: Path, tiny_model: Any
+) -> None:
+    model = {"path": str(tiny_model_dir)}
+    for algorithm in ({"preset": "tba"}, {"preset": "distill"}, {"preset": "grpo", "kl_beta": 0.1}):
+        with pytest.raises(ConfigError, match=r"needs a frozen model .* set model\.reference=initial"):
+            config(tiny_model_dir, model=model, algorithm=algorithm)
+    with pytest.raises(ConfigError, match=r"model\.reference=initial does nothing"):
+        config(tiny_model_dir, model={**model, "reference": "initial"}, algorithm={"preset": "grpo"})
+    with pytest.raises(ConfigError, match=r"needs the log-probabilities of a frozen model: set model\.reference"):
+        Estimator(tiny_model, AlgorithmConfig(preset="distill"))
+
+
+def test_a_frozen_model_with_a_nan_refuses_the_step_and_keeps_the_weights(
+    tiny_model_dir: Path, tiny_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_: Any, pack: Pack) -> torch.Tensor:
+        return torch.full(pack.target_N.shape, math.nan, dtype=torch.float64)
+
+    monkeypatch.setattr(reference.Reference, "logprobs", broken)
+    model, algorithm = {"path": str(tiny_model_dir), "reference": "initial"}, {"kl_beta": 0.1, "preset": "grpo"}
+    learner = Learner(config(tiny_model_dir, model=model, algorithm=algorithm))
+    before = own_logprobs(learner.model)
+    output = learner.step(batch(mixed_groups(tiny_model)))
+    assert output.skipped and torch.equal(own_logprobs(learner.model), before)

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from agentrl.config import Config
+from agentrl.config import Config, WarmstartConfig
 from agentrl.errors import ConfigError
 from agentrl.tokens.tokenizer import load_tokenizer
-from agentrl.training.model_folder import Origin, check_model, check_trainable
+from agentrl.training.model_folder import Origin, check_model, check_reference, check_trainable
 from agentrl.types import user
 from tests.trainer.trainer_builders import batch, config, mixed_groups, plain_logprobs
 from trainer.learner import Learner
@@ -74,3 +74,25 @@ def test_other_folders_of_a_run_are_refused_with_the_one_to_give(tmp_path: Path,
     (run / "checkpoints/final/adapter/adapter_config.json").write_text("{}")
     with pytest.raises(ConfigError, match=says):
         check_model(of_model(run / given))
+
+
+def test_a_reference_is_checked_before_anything_is_started(tiny_model_dir: Path, tmp_path: Path) -> None:
+    from trainer.warmstart.tiny_model import make_model, make_tokenizer, save
+
+    tokenizer = make_tokenizer(["quite another text, with other merges"] * 9, 300)
+    save(tmp_path / "other", make_model(WarmstartConfig(num_layers=1), tokenizer, seed=0), tokenizer)
+    (tmp_path / "empty").mkdir()
+    says = {
+        str(tmp_path / "other"): r"another vocabulary than model\.path=.*; give a model with the policy's tokenizer",
+        str(tmp_path / "empty"): r"model\.reference=.*empty is a folder without a config\.json",
+        "/nowhere": r"model\.reference=/nowhere: its vocabulary cannot be read",
+    }
+    for given, expected in says.items():
+        with pytest.raises(ConfigError, match=expected):
+            check_reference(with_reference(tiny_model_dir, given))
+    for given in ("initial", str(tiny_model_dir)):
+        check_reference(with_reference(tiny_model_dir, given))
+
+
+def with_reference(path: Path, given: str) -> Config:
+    return config(path, model={"path": str(path), "reference": given}, algorithm={"preset": "distill"})

@@ -121,3 +121,22 @@ async def test_the_bare_generator_sends_what_our_client_sends(vllm_server: VLLMS
 def test_the_interval_of_a_median_is_that_of_the_order_statistics() -> None:
     # n = 100: ranks 50 -+ 9.8, so the 41st to the 61st smallest
     assert median_interval([float(value) for value in reversed(range(100))]) == (40.0, 49.5, 60.0)
+
+
+@pytest.mark.parametrize("entropy", [0.55, 2.8])
+def test_a_random_model_is_given_the_entropy_of_the_row(entropy: float) -> None:
+    pytest.importorskip("torch")
+    from benchmarks.engine.rho import with_entropy
+    from trainer.gpu_report import random_models as models
+
+    model = with_entropy(models.make("Llama", models.BY_SIZE["1 MB"], tied=False), entropy)
+    log_pi_TV = models.logits(model, [7 * i % 768 for i in range(64)]).log_softmax(dim=-1)
+    assert math.isclose(-(log_pi_TV.exp() * log_pi_TV).sum(dim=-1).mean(), entropy, rel_tol=0.01)
+
+
+def test_sums_are_over_whole_stretches_of_a_text() -> None:
+    torch = pytest.importorskip("torch")
+    from benchmarks.engine.rho import _sums
+
+    # A text of 8 tokens has 7 positions: its last stretch of 4 lacks one. Stretches that lack more are left out.
+    assert _sums([torch.arange(7.0), torch.ones(6)], 4) == [6.0, 15.0, 4.0]

@@ -41,6 +41,7 @@ WIDTHS = models.Shape(
     vocab_size=32000,
 )
 """Of TinyLlama-1.1B and RhoMath-1B, which have 22 layers."""
+INITIALIZER_RANGE = 0.02  # theirs
 ENTROPIES = (0.55, 2.8)
 """Nats a token: of a policy that knows its answers, and of one that is still exploring."""
 NUM_TEXTS, TEXT_TOKENS = 4, 4096
@@ -65,7 +66,8 @@ async def measure(config: EngineConfig, *, quick: bool) -> str:
     shape = models.QUICKSTART if quick else WIDTHS
     lines: list[list[str]] = []
     for entropy in ENTROPIES:
-        model = with_entropy(models.make("Llama", shape, tied=False, dtype=DTYPE, seed=1), entropy)
+        untrained = models.make("Llama", shape, tied=False, dtype=DTYPE, seed=1, initializer_range=INITIALIZER_RANGE)
+        model = with_entropy(untrained, entropy)
         draw = random.Random(0)
         size = model.config.vocab_size
         texts = [[draw.randrange(size) for _ in range(TEXT_TOKENS)] for _ in range(NUM_TEXTS)]

@@ -106,6 +106,15 @@ def test_random_models_have_logits_spread_as_said(tied: bool, name: str) -> None
     assert math.isclose(spread, models.LOGIT_STD, rel_tol=0.2)
 
 
+def test_a_random_models_positions_stay_exact_in_bfloat16() -> None:
+    torch = pytest.importorskip("torch")
+    from trainer.gpu_report import random_models as models
+
+    model = models.make("Qwen3", models.BY_SIZE["1 MB"], tied=True, dtype="bfloat16")
+    assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
+    assert model.model.rotary_emb.inv_freq.dtype == torch.float32
+
+
 @pytest.mark.engine
 async def test_the_bare_generator_sends_what_our_client_sends(vllm_server: VLLMServer) -> None:
     sessions = load.scripts(3, num_turns=2, first_tokens=20, observation_tokens=4, max_tokens=4, vocab_size=300)

@@ -67,7 +67,15 @@ BY_SIZE = {
 }
 
 
-def make(architecture: str, shape: Shape, *, tied: bool, dtype: str = "float32", seed: int = 0) -> Any:
+def make(
+    architecture: str,
+    shape: Shape,
+    *,
+    tied: bool,
+    dtype: str = "float32",
+    seed: int = 0,
+    initializer_range: float = 0.05,
+) -> Any:
     """A random model whose logits are spread like a trained one's, in evaluation mode."""
     import transformers
     from transformers.utils import logging
@@ -84,7 +92,7 @@ def make(architecture: str, shape: Shape, *, tied: bool, dtype: str = "float32",
         num_key_value_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
         max_position_embeddings=MAX_POSITIONS,
-        initializer_range=0.05,
+        initializer_range=initializer_range,
         tie_word_embeddings=tied,
         bos_token_id=None,
         eos_token_id=None,
@@ -95,7 +103,11 @@ def make(architecture: str, shape: Shape, *, tied: bool, dtype: str = "float32",
     ids = torch.randint(shape.vocab_size, (1, PROBE_TOKENS))
     with torch.no_grad():
         model.model.norm.weight.mul_(LOGIT_STD / model(ids).logits.std(dim=-1).mean())
-    return model.to(getattr(torch, dtype))
+    # Weights alone, as where a model is loaded: `to` would also round the frequencies of rotary positions, and logprobs
+    # would then drift from an engine's by nats within 2,000 tokens.
+    for weight in model.parameters():
+        weight.data = weight.data.to(getattr(torch, dtype))
+    return model
 
 
 def save(model: Any, folder: Path) -> Path:

@@ -202,7 +202,11 @@ def float32_logits(hidden_CD: Tensor, weight_VD: Tensor) -> Tensor:
 
 
 def _chunks(bounds: tuple[int, ...], rows: int) -> Iterator[slice]:
-    """Slices of at most `rows` tokens, each of several whole segments or of a part of one."""
+    """Slices of at most `rows` tokens, each of several whole segments or of a part of one.
+
+    One empty slice where there are no tokens, as on a rank that has none of a divided pack's actions: the head's
+    gradient is zero there, and not missing, since the ranks reduce it together.
+    """
     start = 0
     for segment_start, segment_end in itertools.pairwise(bounds):
         if segment_end - start <= rows:
@@ -213,7 +217,7 @@ def _chunks(bounds: tuple[int, ...], rows: int) -> Iterator[slice]:
         while segment_end - start > rows:
             yield slice(start, start + rows)
             start += rows
-    if bounds[-1] > start:
+    if bounds[-1] > start or bounds[-1] == 0:
         yield slice(start, bounds[-1])
 
 

@@ -231,6 +231,13 @@ def rows_of_sequence(rows: Tensor, counts: Sequence[int]) -> Tensor:
     return torch.cat([part[:number] for part, number in zip(parts, counts, strict=True)])
 
 
+def exchanged_in_sequence(parts: Tensor) -> Tensor:
+    """`parts[r]` is for rank r of this sequence group; the result's `[r]` is from rank r."""
+    received = torch.empty_like(parts)
+    distributed.all_to_all_single(received, parts, group=sequence_group())
+    return received
+
+
 def is_divided(parameter: Tensor) -> bool:
     """Whether ZeRO-3 divided the parameter among ranks."""
     return hasattr(parameter, "ds_shape")

@@ -22,6 +22,7 @@ from trainer.gradient.logit_rule import LogitRule, logit_rule
 from trainer.gradient.norms import row_squared_norms, row_sums
 from trainer.gradient.recorded_modules import forwards
 from trainer.gradient.recorder import Recorder
+from trainer.gradient.sequence import Part
 from trainer.gradient.sums import grown
 from trainer.packing import Pack
 
@@ -72,7 +73,7 @@ def score(
 
     def scored(hidden_1ND: Tensor) -> Tensor:
         own = (head.weight, head.bias) if recorder is None else (None, None)
-        found[:] = _Head.apply(hidden_1ND[0], *own, head, part.pack, rows, recorder, rule)  # type: ignore[no-untyped-call]
+        found[:] = _Head.apply(hidden_1ND[0], *own, head, part, rows, recorder, rule)  # type: ignore[no-untyped-call]
         # Zeros on the same graph: the model changes its logits after the head, which _Head has done already.
         return found[0].nan_to_num(0, 0, 0)[None, :, None] * 0
 
@@ -93,7 +94,7 @@ def score(
 def _of_segments(part: sequence.Part, device: torch.device) -> dict[str, Any]:
     return {
         "position_ids": part.pack.position_ids_S[None],
-        **attention.segment_arguments(part.bounds, device),
+        **attention.segment_arguments(part.whole.bounds, device),
     }
 
 
@@ -116,7 +117,7 @@ class _Head(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         head: nn.Linear,
-        pack: Pack,
+        part: Part,
         rows: int,
         recorder: Recorder | None,
         rule: LogitRule,
@@ -127,14 +128,14 @@ class _Head(torch.autograd.Function):
             logits_CV = rule.applied(_raw_logits(hidden_ND[at], head))
             log_sum_N[at] = logits_CV.logsumexp(dim=-1)
             log_pi_CV = logits_CV.sub_(log_sum_N[at, None])
-            logprob_N[at] = log_pi_CV.gather(1, pack.target_N[at, None])[:, 0]
+            logprob_N[at] = log_pi_CV.gather(1, part.pack.target_N[at, None])[:, 0]
             pi_CV = log_pi_CV.exp()
             sum_pi2_N[at] = row_squared_norms(pi_CV).float()
             entropy_N[at] = -row_sums(log_pi_CV.mul_(pi_CV)).float()
         # A single chunk is kept: it exists anyway, and the backward starts with the head.
         ctx.pi_CV = pi_CV if rule.cap is None and 0 < len(hidden_ND) <= rows else None
         ctx.save_for_backward(hidden_ND, log_sum_N, entropy_N)
-        ctx.head, ctx.pack, ctx.rows, ctx.recorder, ctx.rule = head, pack, rows, recorder, rule
+        ctx.head, ctx.part, ctx.rows, ctx.recorder, ctx.rule = head, part, rows, recorder, rule
         ctx.mark_non_differentiable(sum_pi2_N)
         ctx.set_materialize_grads(False)  # None in place of zeros: entropies have seeds in few objectives
         return logprob_N, entropy_N, sum_pi2_N
@@ -142,8 +143,14 @@ class _Head(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, seed_N: Tensor, entropy_seed_N: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         hidden_ND, log_sum_N, entropy_N = ctx.saved_tensors
-        head, recorder, rule = ctx.head, ctx.recorder, ctx.rule
-        pieces = None if recorder is None else HeadPieces(recorder, head.weight, ctx.pack.input_ids_S, rows=ctx.rows)
+        head, part, recorder, rule = ctx.head, ctx.part, ctx.recorder, ctx.rule
+        pack, mine = part.pack, slice(None)
+        if recorder is not None and recorder.has_all_tokens:
+            pack, mine, ctx.pi_CV = part.whole, slice(*part.own_actions), None
+            hidden_ND, log_sum_N, seed_N = (
+                sequence.all_actions(one_N, part) for one_N in (hidden_ND, log_sum_N, seed_N)
+            )
+        pieces = None if recorder is None else HeadPieces(recorder, head.weight, pack.input_ids_S, rows=ctx.rows)
         own = _OwnGradients(*ctx.needs_input_grad[1:3])
         grad_ND = torch.empty_like(hidden_ND)
         bounds = (0, len(hidden_ND)) if recorder is None else recorder.action_bounds
@@ -156,7 +163,7 @@ class _Head(torch.autograd.Function):
                 pi_CV = logits_CV.sub_(log_sum_N[at, None]).exp_()
             entropy_CV = None if entropy_seed_N is None else _entropy_gradient(pi_CV, entropy_N[at], entropy_seed_N[at])
             grad_CV = pi_CV.mul_(-seed_N[at, None])
-            grad_CV.scatter_add_(1, ctx.pack.target_N[at, None], seed_N[at, None])
+            grad_CV.scatter_add_(1, pack.target_N[at, None], seed_N[at, None])
             if entropy_CV is not None:
                 grad_CV += entropy_CV
             if slope_CV is not None:
@@ -167,10 +174,11 @@ class _Head(torch.autograd.Function):
             grad_ND[at] = grad_CV @ head.weight
             own.add(grad_CV, hidden_ND[at])
             if pieces is not None:
-                pieces.add(at, grad_CV, hidden_ND[at])
+                hidden_CD = hidden_ND[at]
+                pieces.add(at, grad_CV, sequence.own_columns(hidden_CD) if recorder.has_all_tokens else hidden_CD)
         if pieces is not None:
             pieces.close()
-        return (grad_ND, *own.of(head), None, None, None, None, None)
+        return (grad_ND[mine], *own.of(head), None, None, None, None, None)
 
 
 def _entropy_gradient(pi_CV: Tensor, entropy_C: Tensor, seed_C: Tensor) -> Tensor:

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer import packing
+from trainer import packing, ranks
 from trainer.gradient import sequence
+from trainer.gradient.divided_recorder import DividedRecorder
 from trainer.gradient.logprobs import TokenScores, score
 from trainer.gradient.recorded_modules import recording, tied_weight
 from trainer.gradient.recorder import Recorder
@@ -109,8 +110,10 @@ class Passes:
         )
 
     def _recorder(self, pack: Pack, *, is_split: bool, sums: GradientSums | None) -> Recorder:
-        pack = sequence.part_of(pack).pack
-        return Recorder(
+        part = sequence.part_of(pack)
+        is_whole = is_split and ranks.sequence_count() > 1
+        pack = part.whole if is_whole else part.pack
+        return (DividedRecorder if is_whole else Recorder)(
             sums,
             bounds=pack.bounds if is_split else (0, pack.bounds[-1]),
             action_bounds=pack.action_bounds if is_split else (0, pack.action_bounds[-1]),

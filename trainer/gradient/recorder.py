@@ -98,6 +98,11 @@ class Recorder:
         return self.sums is None
 
     @property
+    def has_all_tokens(self) -> bool:
+        """Whether it is given all tokens of a pack that ranks divide: see divided_recorder.py."""
+        return False
+
+    @property
     def norm2_n(self) -> Tensor:
         """Squared norm of each segment's gradient for seeds of 1, over what was received so far. float64 [n]"""
         norm2_n = torch.zeros(self.num_segments, dtype=torch.float64, device=self.device)

@@ -10,7 +10,7 @@ Independent of kernels of attention, of heads and of objectives. Shapes: _S toke
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -35,8 +35,14 @@ class Part:
     """
 
     pack: Pack  # this rank's tokens and actions; segments without any are empty
-    bounds: tuple[int, ...]  # [n + 1] of the segments in the whole pack, for attention
+    whole: Pack  # prolonged to a length that the ranks divide
     action_cuts: tuple[int, ...]  # [ranks + 1] rank r has the pack's actions [action_cuts[r], action_cuts[r + 1])
+
+    @property
+    def own_actions(self) -> tuple[int, int]:
+        """Where this rank's actions are in the pack."""
+        start, end = self.action_cuts[ranks.sequence_index() :][:2]
+        return start, end
 
 
 def part_of(pack: Pack) -> Part:
@@ -50,22 +56,27 @@ def cut(pack: Pack, *, index: int, size: int) -> Part:
     The parts have equal lengths: the last segment is prolonged by tokens behind its last action, which change nothing.
     """
     if size == 1:
-        return Part(pack=pack, bounds=pack.bounds, action_cuts=(0, len(pack.predictor_N)))
+        return Part(pack=pack, whole=pack, action_cuts=(0, len(pack.predictor_N)))
     length = -(-pack.bounds[-1] // size)
     missing = length * size - pack.bounds[-1]
     starts = torch.arange(size + 1, device=pack.predictor_N.device) * length
     cuts: list[int] = torch.searchsorted(pack.predictor_N, starts).tolist()
     tokens, actions = slice(index * length, (index + 1) * length), slice(*cuts[index : index + 2])
-    bounds = (*pack.bounds[:-1], length * size)
+    whole = replace(
+        pack,
+        input_ids_S=F.pad(pack.input_ids_S, (0, missing)),
+        position_ids_S=F.pad(pack.position_ids_S, (0, missing)),
+        bounds=(*pack.bounds[:-1], length * size),
+    )
     mine = Pack(
-        input_ids_S=F.pad(pack.input_ids_S, (0, missing))[tokens],
-        position_ids_S=F.pad(pack.position_ids_S, (0, missing))[tokens],
-        bounds=_clipped(bounds, tokens),
+        input_ids_S=whole.input_ids_S[tokens],
+        position_ids_S=whole.position_ids_S[tokens],
+        bounds=_clipped(whole.bounds, tokens),
         predictor_N=pack.predictor_N[actions] - tokens.start,
         target_N=pack.target_N[actions],
         action_bounds=_clipped(pack.action_bounds, actions),
     )
-    return Part(pack=mine, bounds=bounds, action_cuts=tuple(cuts))
+    return Part(pack=mine, whole=whole, action_cuts=tuple(cuts))
 
 
 def whole(values_N: Tensor, part: Part) -> Tensor:
@@ -75,8 +86,33 @@ def whole(values_N: Tensor, part: Part) -> Tensor:
     """
     if len(part.action_cuts) == 2:
         return values_N
-    result: Tensor = _Whole.apply(values_N, part.action_cuts)  # type: ignore[no-untyped-call]
+    result: Tensor = _Whole.apply(values_N, part)  # type: ignore[no-untyped-call]
     return result
+
+
+def all_actions(values_N: Tensor, part: Part) -> Tensor:
+    """Values of this rank's actions -> those of all actions of the pack, without a graph."""
+    return ranks.rows_of_sequence(values_N, [end - start for start, end in pairwise(part.action_cuts)])
+
+
+def all_tokens(rows_RD: Tensor) -> Tensor:
+    """The rows of all tokens, from those of this rank's tokens; each rank has equally many."""
+    return ranks.rows_of_sequence(rows_RD, [len(rows_RD)] * ranks.sequence_count())
+
+
+def all_tokens_of_columns(rows_RD: Tensor) -> Tensor:
+    """The rows of all tokens, each cut to this rank's columns: `own_columns` of them, without gathering the others."""
+    size = ranks.sequence_count()
+    parts = [own_columns(rows_RD, index=index) for index in range(size)]
+    return ranks.exchanged_in_sequence(torch.stack(parts)).flatten(0, 1)
+
+
+def own_columns(rows_RD: Tensor, *, index: int | None = None) -> Tensor:
+    """The columns of rank `index` of its sequence group, by default this rank. The last ones may be zeros."""
+    index = ranks.sequence_index() if index is None else index
+    width = -(-rows_RD.shape[1] // ranks.sequence_count())
+    found = rows_RD[:, index * width : (index + 1) * width]
+    return F.pad(found, (0, width - found.shape[1]))
 
 
 def check_heads(config: Any) -> None:
@@ -124,9 +160,9 @@ def _clipped(bounds: tuple[int, ...], to: slice) -> tuple[int, ...]:
 
 class _Whole(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values_N: Tensor, cuts: tuple[int, ...]) -> Tensor:
-        ctx.own = slice(*cuts[ranks.sequence_index() :][:2])
-        return ranks.rows_of_sequence(values_N, [end - start for start, end in pairwise(cuts)])
+    def forward(ctx: Any, values_N: Tensor, part: Part) -> Tensor:
+        ctx.own = slice(*part.own_actions)
+        return all_actions(values_N, part)
 
     @staticmethod
     def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor, None]:

@@ -37,7 +37,7 @@ def test_the_parts_are_the_pack(pack: Pack, size: int) -> None:
     assert torch.equal(torch.cat(predictors), pack.predictor_N)
     assert torch.equal(torch.cat([part.pack.target_N for part in parts]), pack.target_N)
     for part in parts:
-        assert part.bounds == (*pack.bounds[:-1], length * size)
+        assert part.whole.bounds == (*pack.bounds[:-1], length * size)
         assert part.action_cuts[-1] == len(pack.target_N)
 
 
@@ -53,7 +53,7 @@ def test_every_segment_has_its_tokens_and_actions_in_the_parts_of_their_ranks(pa
 
 def test_one_rank_has_the_pack_itself(pack: Pack) -> None:
     part = sequence.part_of(pack)
-    assert part.pack is pack and part.bounds == pack.bounds
+    assert part.pack is pack and part.whole is pack
     values_N = torch.ones(len(pack.target_N))
     assert sequence.whole(values_N, part) is values_N
 

@@ -48,6 +48,7 @@ SMALL_FILES = {
     "sandbox/backends/unsafe.py": "one backend, one file",
     "trainer/gradient/handoff.py": "the only code that feeds DeepSpeed's backward",
     "trainer/gradient/tiles.py": "one idea, which recorded passes and the model both need",
+    "trainer/gradient/divided_recorder.py": "the only part of recording that ranks exchange tokens for",
     "trainer/objective/registry.py": "the one place that knows every objective",
     "trainer/gpu_report/__main__.py": "the command of one cell",
     "trainer/objective/imitation.py": "objectives without advantages",

@@ -121,11 +121,14 @@ class LearnerConfig(Section):
         return self
 
 
-def method_refusal(method: GradientMethod, *, has_norms: bool, is_exact: bool, needs_norms_first: bool) -> str | None:
+def method_refusal(
+    method: GradientMethod, *, has_norms: bool, is_exact: bool, needs_norms_first: bool, is_divided: bool = False
+) -> str | None:
     """Why `learner.gradient` cannot make the gradient of an objective, and how to fix it; None where it can.
 
     `has_norms`: the objective needs score norms; `is_exact`: not by proxy; `needs_norms_first`:
-    before its gradient is made, since each episode has its own baseline or there are further terms.
+    before its gradient is made, since each episode has its own baseline or there are further terms; `is_divided`:
+    each trajectory is, by sequence_parallel.
 
     >>> method_refusal("one_pass", has_norms=True, is_exact=True, needs_norms_first=False)
     """
@@ -144,6 +147,11 @@ def method_refusal(method: GradientMethod, *, has_norms: bool, is_exact: bool, n
             f"learner.gradient={method} moves one baseline for a whole group once its gradient is made, and this "
             "objective has one for each episode (algorithm.baseline), or terms beside the advantages "
             "(algorithm.entropy_coef, kl_beta): set learner.gradient: two_pass, or auto"
+        )
+    if method in ("one_pass", "one_pass_sharded") and has_norms and is_exact and is_divided:
+        return (
+            f"learner.gradient={method} measures the exact norm of a trajectory that one rank has, and "
+            "learner.sequence_parallel divides each: set learner.gradient: two_pass, or auto"
         )
     if method == "two_pass" and not has_norms:
         return (

@@ -307,6 +307,7 @@ class Config(Section):
             has_norms=baseline in OPTIMAL,
             is_exact=self.algorithm.baseline_norms == "exact",
             needs_norms_first=baseline in PER_EPISODE or self.algorithm.has_terms,
+            is_divided=self.learner.sequence_parallel > 1,
         )
         if reason and self.algorithm.objective == "policy_gradient":  # a class of one's own says itself what it needs
             raise ValueError(reason)

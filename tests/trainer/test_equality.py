@@ -123,12 +123,11 @@ TWO_RANKS = {
     "plain, bfloat16, stage 2": Setting(dtype="bfloat16", zero_stage=2, algorithm={"preset": "grpo"}, pack_tokens=30),
     "packs divided, stage 0": Setting(sequence_parallel=2, algorithm={"preset": "tis"}),
     "packs divided, stage 2": Setting(zero_stage=2, sequence_parallel=2, algorithm={"preset": "m2po"}),
-    "packs divided, stage 3, layers computed again, proxy norms": Setting(
-        zero_stage=3,
-        checkpointing=True,
-        sequence_parallel=2,
-        pack_tokens=30,
-        algorithm={"preset": "vcpo", "baseline_norms": "proxy"},
+    "packs divided, stage 3, layers computed again, exact norms": Setting(
+        zero_stage=3, checkpointing=True, sequence_parallel=2, pack_tokens=30, method="two_pass"
+    ),
+    "packs divided, stage 1, proxy norms": Setting(
+        zero_stage=1, sequence_parallel=2, method="two_pass", algorithm={"preset": "vcpo", "baseline_norms": "proxy"}
     ),
     "a penalty on adapters, stage 3, packs of unequal number": Setting(
         zero_stage=3,

@@ -41,6 +41,7 @@ GRADIENT_ORDER = (
         "tiles",
         "recorded_modules",
         "sequence",
+        "divided_recorder",
         "capped_attention",
         "attention",
         "logit_rule",

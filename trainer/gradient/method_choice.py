@@ -11,9 +11,7 @@ from typing import Any
 from agentrl.config import Config
 from agentrl.config.learner import GradientMethod as MethodName
 from agentrl.config.learner import method_refusal
-from agentrl.config.presets import OPTIMAL
 from agentrl.errors import ConfigError
-from trainer import ranks
 from trainer.gradient.methods import GradientMethod, OnePass
 from trainer.gradient.plain import Plain
 from trainer.gradient.spread_methods import OnePassSharded, TwoPass
@@ -28,7 +26,6 @@ def make_method(model: Any, engine: Any, config: Config, reference: ReferenceLog
 
     Example: `make_method(model, start_engine(model, config), config).estimate(groups, ...)`.
     """
-    _check_parallelism(config)
     method = chosen(config)
     log.info("learner.gradient: %s%s", method, " (auto)" if config.learner.gradient == "auto" else "")
     match method:
@@ -50,27 +47,19 @@ def is_recorded(config: Config) -> bool:
 def chosen(config: Config) -> MethodName:
     """The method that `config` names, or the one that `auto` stands for. Raises ConfigError where it cannot work."""
     method, objective = config.learner.gradient, make_objective(config.algorithm)
+    is_exact, is_divided = config.algorithm.baseline_norms == "exact", config.learner.sequence_parallel > 1
     if method == "auto":
         if not objective.needs_norms:
             return "plain"
-        is_first = objective.needs_norms_first or config.algorithm.baseline_norms == "proxy"
+        is_first = objective.needs_norms_first or not is_exact or is_divided
         return "two_pass" if is_first else "one_pass"
     reason = method_refusal(
         method,
         has_norms=objective.needs_norms,
-        is_exact=config.algorithm.baseline_norms == "exact",
+        is_exact=is_exact,
         needs_norms_first=objective.needs_norms_first,
+        is_divided=is_divided,
     )
     if reason:
         raise ConfigError(reason)
     return method
-
-
-def _check_parallelism(config: Config) -> None:
-    """Raise ConfigError where one trajectory's gradient would be on several ranks when its norm is measured."""
-    algorithm = config.algorithm
-    if ranks.sequence_count() > 1 and algorithm.baseline in OPTIMAL and algorithm.baseline_norms == "exact":
-        raise ConfigError(
-            f"learner.sequence_parallel={config.learner.sequence_parallel} divides a trajectory among ranks, and "
-            f"baseline {algorithm.baseline} needs its exact norm, which no rank has: set algorithm.baseline_norms=proxy"
-        )

@@ -15,6 +15,7 @@ from agentrl.errors import ConfigError
 from tests.trainer.trainer_builders import config, uneven_episodes
 from trainer import packing, ranks
 from trainer.gradient import sequence
+from trainer.gradient.method_choice import chosen
 from trainer.packing import Pack
 
 CPU = torch.device("cpu")
@@ -81,3 +82,20 @@ def test_ranks_that_form_no_groups_are_refused(tmp_path: Any) -> None:
     with pytest.raises(ConfigError, match=r"sequence_parallel=2 does not divide the 1 ranks that run"):
         ranks.join(timeout_s=60, sequence_parallel=2)
     assert ranks.sequence_count() == 1
+
+
+@pytest.mark.parametrize("method", ["one_pass", "one_pass_sharded"])
+def test_sums_of_exact_norms_are_refused_where_trajectories_are_divided(tmp_path: Any, method: str) -> None:
+    learner = {"num_ranks": 2, "sequence_parallel": 2}
+    with pytest.raises(ConfigError, match=f"gradient={method} measures the exact norm of a trajectory that one rank"):
+        config(tmp_path, learner={**learner, "gradient": method}, algorithm={"preset": "vcpo"})
+    assert chosen(config(tmp_path, learner=learner, algorithm={"preset": "vcpo"})) == "two_pass"
+    assert chosen(config(tmp_path, learner={**learner, "gradient": "auto"}, algorithm={"preset": "tis"})) != "two_pass"
+
+
+def test_columns_of_all_ranks_are_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "sequence_count", lambda: 3)
+    rows_RD = torch.arange(14.0).view(2, 7)
+    found = [sequence.own_columns(rows_RD, index=index) for index in range(3)]
+    assert {one.shape for one in found} == {(2, 3)}
+    assert torch.equal(torch.cat(found, dim=1)[:, :7], rows_RD) and torch.equal(found[2][:, 1:], torch.zeros(2, 2))

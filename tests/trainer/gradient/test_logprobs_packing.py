@@ -114,8 +114,8 @@ def test_entropy_over_a_large_vocabulary_is_as_exact_as_float32_logits_allow() -
         head.weight.normal_(generator=generator)
     hidden_ND = torch.randn(9, 16, generator=generator)
     targets = torch.randint(0, 50_000, (9,), generator=generator)
-    pack = SimpleNamespace(target_N=targets)
-    logprob_N, entropy_N, sum_pi2_N = _Head.apply(hidden_ND, None, None, head, pack, 4, None, LogitRule())
+    part = SimpleNamespace(pack=SimpleNamespace(target_N=targets))
+    logprob_N, entropy_N, sum_pi2_N = _Head.apply(hidden_ND, None, None, head, part, 4, None, LogitRule())
     log_pi_NV = (hidden_ND @ head.weight.t()).detach().double().log_softmax(-1)
     log_sum_N = (hidden_ND @ head.weight.t()).detach().double().logsumexp(-1)
     exact_N = torch.special.entr(log_pi_NV.exp()).sum(-1)
@@ -140,7 +140,14 @@ def test_logits_of_a_bfloat16_head_are_not_rounded_to_bfloat16() -> None:
     targets = exact_NV.exp().multinomial(1, generator=generator)
     exact_N = exact_NV.gather(1, targets)[:, 0]
     ours_N, *_ = _Head.apply(
-        hidden_ND, None, None, head, SimpleNamespace(target_N=targets[:, 0]), 100, None, LogitRule()
+        hidden_ND,
+        None,
+        None,
+        head,
+        SimpleNamespace(pack=SimpleNamespace(target_N=targets[:, 0])),
+        100,
+        None,
+        LogitRule(),
     )
     rounded_N = head(hidden_ND).float().log_softmax(-1).gather(1, targets)[:, 0].detach()
     assert float((rounded_N - exact_N).square().mean().sqrt()) > 0.02
@@ -161,7 +168,14 @@ def test_the_heads_gradients_are_autograds(rule: LogitRule, has_bias: bool, chun
     target_N, seed_N, entropy_seed_N = torch.randint(0, 50, (7,)), torch.randn(7), torch.randn(7)
     inputs = [hidden_ND, *head.parameters()]
     logprob_N, entropy_N, _ = _Head.apply(
-        hidden_ND, head.weight, head.bias, head, SimpleNamespace(target_N=target_N), chunk_tokens, None, rule
+        hidden_ND,
+        head.weight,
+        head.bias,
+        head,
+        SimpleNamespace(pack=SimpleNamespace(target_N=target_N)),
+        chunk_tokens,
+        None,
+        rule,
     )
     ours = torch.autograd.grad([logprob_N, entropy_N], inputs, [seed_N, entropy_seed_N])
     wide = head.double()

@@ -9,6 +9,9 @@ through hours in seconds.
 
 The first command adds rows to the file, so that the table can be made in pieces; the second writes table and picture.
 
+The rule `oversample` is for k = 0: twice the groups of a step are played, the step begins with the first that finish,
+and the engines stand still until its weights are there (`rollout.oversample: 2`, `on_stale: finish`).
+
 The rival is the admission rule of AReaL (arXiv 2505.24298, section 5.1): a group may start while
 (groups accepted and running) < (version + k + 1) * batch, and finished groups are trained in the order they finish. It
 has no check at consumption, so what it trains on can be older than k: its share is a column.
@@ -18,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import itertools
 import json
 import math
@@ -38,8 +42,9 @@ from agentrl.testing import one_token_group
 from agentrl.types import Task
 from benchmarks import reporting, virtual_time
 
-Rule = Literal["drop", "requeue", "wait", "finish", "capacity"]
-RULES: tuple[Rule, ...] = ("drop", "requeue", "wait", "finish", "capacity")
+Rule = Literal["drop", "requeue", "wait", "finish", "oversample", "capacity"]
+RULES: tuple[Rule, ...] = ("drop", "requeue", "wait", "finish", "oversample", "capacity")
+OVERSAMPLE = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,11 +155,13 @@ class _Tasks:
 class OurStore:
     """agentrl/buffer/trajectory_buffer.py with its journal in memory."""
 
-    def __init__(self, world: World, *, max_lag: float, on_stale: OnStale) -> None:
+    def __init__(self, world: World, *, max_lag: float, on_stale: OnStale, oversample: float) -> None:
         self._journal = _Fates()
         self._tasks = _Tasks()
         self._buffer = TrajectoryBuffer(
-            StalenessRule(groups_per_step=world.groups_per_step, max_lag=max_lag, on_stale=on_stale),
+            StalenessRule(
+                groups_per_step=world.groups_per_step, max_lag=max_lag, on_stale=on_stale, oversample=oversample
+            ),
             journal=self._journal,
             requeue=self._tasks.returned.append,
         )
@@ -244,8 +251,16 @@ class Simulation:
         self._store: Store = (
             CapacityStore(world, max_lag=max_lag)
             if rule == "capacity"
-            else OurStore(world, max_lag=max_lag, on_stale=rule)
+            else OurStore(
+                world,
+                max_lag=max_lag,
+                on_stale="finish" if rule == "oversample" else rule,
+                oversample=OVERSAMPLE if rule == "oversample" else 1.0,
+            )
         )
+        self._takes_turns = rule == "oversample"
+        self._learner_is_idle, self._learner_steps = asyncio.Event(), asyncio.Event()
+        self._learner_is_idle.set()
         self._longest_s: dict[int, float] = {}
         self._warm_up = max(world.warm_up, math.ceil(max_lag) + 2)
         self._outcome = Outcome()
@@ -266,8 +281,12 @@ class Simulation:
                 self._outcome.learner_idle_s += loop.time() - asked
                 self._outcome.lags += [lag for _, lag in batch]
                 self._outcome.trained_s += [self._longest_s[group_id] for group_id, _ in batch]
+            self._learner_is_idle.clear()
+            self._learner_steps.set()
             await asyncio.sleep(self._world.step_s)
             await self._store.commit(self._store.version + 1)
+            self._learner_steps.clear()
+            self._learner_is_idle.set()
             if self._is_counting:
                 self._outcome.dropped_s += [self._longest_s[group_id] for group_id in self._store.pop_stale()]
         self._outcome.hours = (loop.time() - began) / 3600
@@ -296,10 +315,21 @@ class Simulation:
     async def _episode(self, seconds: float) -> int:
         async with self._sequences:
             version = self._store.version
-            await asyncio.sleep(seconds)
+            await (self._in_turn(seconds) if self._takes_turns else asyncio.sleep(seconds))
             if self._is_counting:
                 self._outcome.engine_busy_s += seconds
             return version
+
+    async def _in_turn(self, seconds: float) -> None:
+        """So many seconds of generation; while the learner steps there is none."""
+        loop = asyncio.get_running_loop()
+        while seconds > 1e-3:  # less is the rounding of the clock
+            await self._learner_is_idle.wait()
+            began = loop.time()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self._learner_steps.wait()
+            seconds -= loop.time() - began
 
 
 def simulate(world: World, *, max_lag: float, rule: Rule, seed: int = 0) -> Outcome:
@@ -340,6 +370,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     world = World(steps=arguments.steps, num_engines=arguments.engines)
     for max_lag in arguments.lags:
         for rule in arguments.rules:
+            if rule == "oversample" and max_lag:
+                continue
             began = time.perf_counter()
             found = row(
                 world,

@@ -48,6 +48,12 @@ def test_whole_lags_are_those_of_whole_numbers() -> None:
     assert (fraction.hours, fraction.lags, fraction.dropped_s) == (whole.hours, whole.lags, whole.dropped_s)
 
 
+def test_oversampling_makes_more_steps_without_lag_and_loses_nothing() -> None:
+    apart, over = (simulate(SMALL, max_lag=0, rule=rule) for rule in ("drop", "oversample"))  # type: ignore[arg-type]
+    assert over.hours < apart.hours and over.dropped_s == []
+    assert max(apart.lags) == 0 < max(over.lags)
+
+
 def test_waiting_drops_nothing() -> None:
     assert simulate(SMALL, max_lag=2, rule="wait").dropped_s == []
 

@@ -234,7 +234,7 @@ class Learner:
         rho_base = self._rho_base.observe(on_policy)
         scale = vcpo.step_scale(rho, rho_base, self.config.algorithm.step_scale)
         self._method.hand_over()
-        own_norm = self._reduced_norm()
+        own_norm = self._reduced_norm() if self.engine.zero_optimization_stage() == 0 else 0.0
         rate = scale * rate_factor(self.policy_version, self.config.learner, num_steps=self.config.train.steps)
         with _scaled_rate(self.engine.optimizer.param_groups, rate):
             self.engine.step()

@@ -99,6 +99,8 @@ def _install(model: Any, path: str) -> None:
     """Attend within segments only, and prove that a pack's log-probabilities are the model's own."""
     ids_T = (torch.arange(sum(_LENGTHS), device=model.device) * 7 + 3) % model.get_input_embeddings().num_embeddings
     texts = [packing.all_actions(part_T) for part_T in torch.split(ids_T, _LENGTHS)]
+    attention.check_layers(model)
+    attention.choose_own(model, "eager")  # others leave out what they cannot compute, a soft cap say
     logits = [model(input_ids=one.input_ids_S[None], use_cache=False).logits[0].float() for one in texts]
     own = [
         log_p_NV.log_softmax(-1).gather(1, one.target_N[:, None])[:, 0]

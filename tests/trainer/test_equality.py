@@ -65,8 +65,8 @@ ONE_RANK = {
     "stage 2, offloaded, layers computed again": Setting(zero_stage=2, offload=True, checkpointing=True),
     "stage 3, layers computed again": Setting(zero_stage=3, checkpointing=True),
     "stage 3, offloaded": Setting(zero_stage=3, offload=True),
-    "sharded sums, stage 3": Setting(zero_stage=3, method="one_pass_sharded"),
-    "two passes, stage 0": Setting(method="two_pass"),
+    "sharded sums, stage 3": Setting(zero_stage=3, method="one_pass_sharded", pack_tokens=30),
+    "two passes, stage 0": Setting(method="two_pass", pack_tokens=30),
     "plain, stage 0": Setting(algorithm={"preset": "grpo"}, pack_tokens=30),
     "plain, stage 1, offloaded, a NaN": Setting(
         zero_stage=1, offload=True, algorithm={"preset": "grpo"}, pack_tokens=30, is_poisoned=True

@@ -149,7 +149,7 @@ class Objective(ABC):
     @property
     def needs_norms_first(self) -> bool:
         """Whether score norms are needed before the gradient is made (`learner.gradient: two_pass`)."""
-        return self.needs_norms and (self.has_own_baselines or self.has_terms)
+        return self.needs_norms and (self.has_own_baselines or self.has_terms or self.needs_batch)
 
     @abstractmethod
     def advantages(self, group: Group) -> Tensor | Sequence[Tensor] | None:

@@ -14,6 +14,14 @@ from trainer.gradient.method_choice import chosen
 from trainer.objective.policy_gradient import PolicyGradient
 
 
+class WholeBatch(PolicyGradient):
+    """An objective of the user's whose weights and whose baseline both need everything first."""
+
+    def __init__(self, algorithm: AlgorithmConfig) -> None:
+        super().__init__(algorithm)
+        self.needs_batch = True
+
+
 class OwnBaselines(PolicyGradient):
     """An objective of the user's, which the config knows nothing about."""
 
@@ -58,8 +66,9 @@ def test_a_method_that_cannot_make_the_gradient_is_refused(method: str, algorith
     assert f"learner.gradient={method}" in str(refused.value)
 
 
-def test_a_class_of_the_users_is_asked_what_it_needs() -> None:
-    algorithm = {"preset": "vcpo", "objective": f"{__name__}:OwnBaselines"}
+@pytest.mark.parametrize("name", ["OwnBaselines", "WholeBatch"])
+def test_a_class_of_the_users_is_asked_what_it_needs(name: str) -> None:
+    algorithm = {"preset": "vcpo", "objective": f"{__name__}:{name}"}
     assert choose("auto", algorithm) == "two_pass"
     with pytest.raises(ConfigError, match="set learner"):
         choose("one_pass", algorithm)

@@ -25,7 +25,7 @@ from trainer.gradient.method_choice import is_recorded, make_method
 from trainer.gradient.methods import own_share
 from trainer.gradient.norms import total_norm
 from trainer.model import keep_activations, load_model
-from trainer.objective import vcpo
+from trainer.objective import make_objective, vcpo
 from trainer.objective.reference_kl import coefficient
 from trainer.schedules import rate_factor
 from trainer.split_variance import SplitVariance
@@ -70,6 +70,7 @@ class Learner:
         )
         self.policy_version = policy_version
         self.config = config
+        make_objective(config.algorithm)  # a mistake in a class of the user's is named before the model is loaded
         self.model = load_model(config).to(self.device)
         keep_activations(self.model, config.learner)
         startup_proof.prepare(self.model, is_recorded=is_recorded(config))

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from agentrl.config.algorithm import AlgorithmConfig
-from agentrl.config.presets import Baseline, refusal
+from agentrl.config.presets import OPTIMAL, Baseline, refusal
 from agentrl.types import TrajectoryGroup
 from trainer.gradient.norms import squared_norm
 from trainer.gradient.step_gradient import Estimator
@@ -28,11 +28,14 @@ COMPARED: tuple[Baseline, ...] = (
 
 
 def comparable(algorithm: AlgorithmConfig) -> list[AlgorithmConfig]:
-    """The same settings with every baseline that they allow."""
+    """The same settings with every baseline that they allow; only the settings where these do not make the objective."""
+    if algorithm.objective != "policy_gradient":
+        return [algorithm]
     return [
         algorithm.model_copy(update={"baseline": name})
         for name in COMPARED
         if refusal(ratio=algorithm.ratio, treatment=algorithm.treatment, baseline=name) is None
+        if algorithm.spurious is None or name not in OPTIMAL | {"otb"}
     ]
 
 
@@ -73,7 +76,7 @@ class SplitVariance:
         self._share, self._gather, self._reduce = share, gather, reduce
 
     def measure(self, groups: Sequence[TrajectoryGroup], *, policy_version: int) -> dict[str, float]:
-        """`vitals/split_variance_BASELINE` for each baseline; empty with fewer than two groups.
+        """`vitals/split_variance_BASELINE` for each baseline (`own` for a class of the user's); empty with fewer than two groups.
 
         Every rank must call it with the same groups. Call it for batches with finite numbers only, since one NaN makes
         every result NaN. It costs about one step's passes per baseline and does not change the weights.
@@ -84,7 +87,7 @@ class SplitVariance:
             return {}
         factor = num_1 * num_2 / (num_1 + num_2) ** 2
         return {
-            f"vitals/split_variance_{rule.baseline}": factor * self._squared_distance(parts, rule, policy_version)
+            f"vitals/split_variance_{_name(rule)}": factor * self._squared_distance(parts, rule, policy_version)
             for rule in self._algorithms
         }
 
@@ -104,6 +107,11 @@ class SplitVariance:
     def _gradient(self, estimator: Estimator, part: list[TrajectoryGroup], policy_version: int) -> list[Tensor]:
         estimator.estimate(self._share(part), policy_version=policy_version, num_episodes=_num_episodes(part))
         return [estimator.sums.take(index) for index in range(len(estimator.parameters))]
+
+
+def _name(rule: AlgorithmConfig) -> str:
+    """Its baseline; `own` where another class makes the objective."""
+    return rule.baseline if rule.objective == "policy_gradient" else "own"
 
 
 def _num_episodes(groups: Sequence[TrajectoryGroup]) -> int:

@@ -90,6 +90,13 @@ def test_baselines_that_need_one_weight_a_trajectory_are_left_out_where_every_to
     ]
 
 
+def test_a_class_of_the_users_and_what_depends_on_the_advantages_sign_are_compared_with_nothing_else() -> None:
+    own = AlgorithmConfig(objective="trainer.objective:PolicyGradient", preset="rloo")
+    assert comparable(own) == [own]
+    masked = AlgorithmConfig(preset="dapo", ratio="sequence", spurious={"probability": 0.1, "entropy": 1.0})
+    assert not {"opob", "opob_safe", "otb"} & {one.baseline for one in comparable(masked)}
+
+
 @pytest.mark.parametrize("preset", sorted(PRESETS))
 def test_the_baseline_in_use_is_among_those_compared(preset: Preset) -> None:
     algorithm = AlgorithmConfig(preset=preset)

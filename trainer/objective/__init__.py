@@ -9,6 +9,7 @@ Start reading in `interface.py`, then `policy_gradient.py`.
 from trainer.objective.interface import Group, Member, MemberWeights, Objective, Terms, by_group
 from trainer.objective.policy_gradient import PolicyGradient
 from trainer.objective.registry import make_objective
+from trainer.objective.surrogate import Sample, surrogate
 
 __all__ = [
     "Group",
@@ -16,7 +17,9 @@ __all__ = [
     "MemberWeights",
     "Objective",
     "PolicyGradient",
+    "Sample",
     "Terms",
     "by_group",
     "make_objective",
+    "surrogate",
 ]

@@ -28,7 +28,7 @@ COMPARED: tuple[Baseline, ...] = (
 
 
 def comparable(algorithm: AlgorithmConfig) -> list[AlgorithmConfig]:
-    """The same settings with every baseline that they allow; only the settings where these do not make the objective."""
+    """The same settings with every baseline that they allow; by themselves where another class is the objective."""
     if algorithm.objective != "policy_gradient":
         return [algorithm]
     return [
@@ -76,8 +76,9 @@ class SplitVariance:
         self._share, self._gather, self._reduce = share, gather, reduce
 
     def measure(self, groups: Sequence[TrajectoryGroup], *, policy_version: int) -> dict[str, float]:
-        """`vitals/split_variance_BASELINE` for each baseline (`own` for a class of the user's); empty with fewer than two groups.
+        """`vitals/split_variance_BASELINE` for each baseline (`own` for a class of the user's).
 
+        Empty with fewer than two groups.
         Every rank must call it with the same groups. Call it for batches with finite numbers only, since one NaN makes
         every result NaN. It costs about one step's passes per baseline and does not change the weights.
         """

@@ -8,7 +8,7 @@ Shapes: _N action tokens of one trajectory.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -23,13 +23,12 @@ from trainer import lora, packing
 from trainer.gradient import attention
 from trainer.gradient.logprobs import score
 from trainer.model import pretrained
-from trainer.packing import Pack
-from trainer.startup_proof import LOGPROB_BOUND
+from trainer.packing import ActionTensors, Pack
+from trainer.startup_proof import prepare_frozen
 
 log = logging.getLogger(__name__)
 
 INITIAL = "initial"
-_LENGTHS = [9, 5, 17]  # of the texts that the proof packs
 
 
 class Reference:
@@ -38,10 +37,10 @@ class Reference:
     Example::
 
         reference = load(config, policy)
-        logprob_N = reference.logprobs(packing.join([action_tensors(trajectory, device)]))
+        (logprob_N,) = reference.logprobs([action_tensors(trajectory, device)])
 
     Args:
-        model: on which `attention.install` was called.
+        model: on which `startup_proof.prepare_frozen` or `prepare` was called.
         frozen: inside it `model` is the reference; for a model that never changes it does nothing.
     """
 
@@ -49,13 +48,18 @@ class Reference:
         self._model = model
         self._frozen = frozen
 
-    def logprobs(self, pack: Pack) -> Tensor:
-        """log p of each action token of the pack. float64 [N], on the CPU.
+    def logprobs(self, texts: Sequence[ActionTensors]) -> list[Tensor]:
+        """log p of each action token of each text, which has at least one. float64 [N], on the CPU.
 
-        Where ZeRO-3 divides the model's weights every rank must make the same number of calls.
+        The texts are one pack, if the model can be given packs. Where ZeRO-3 divides its weights every rank must make
+        the same number of calls.
         """
+        packs = [texts] if attention.is_installed(self._model) else [[text] for text in texts]
         with torch.no_grad(), self._frozen():
-            return score(self._model, pack).logprob_N.cpu().double()
+            return [logprob_N for together in packs for logprob_N in self._scored(packing.join(together))]
+
+    def _scored(self, pack: Pack) -> tuple[Tensor, ...]:
+        return pack.per_segment(score(self._model, pack).logprob_N.cpu().double())
 
 
 def load(config: Config, policy: Any) -> Reference | None:
@@ -78,7 +82,10 @@ def load(config: Config, policy: Any) -> Reference | None:
             f"model.reference={path} has a head of {known} rows and the policy one of {sampled}: it cannot score an id "
             "from the policy's last rows; give a reference with as many"
         )
-    _install(model, path)
+    try:
+        prepare_frozen(model)
+    except ConfigError as error:
+        raise ConfigError(f"model.reference={path}: {error}") from error
     log.info("reference: %s, %.3g parameters, frozen", path, sum(one.numel() for one in model.parameters()))
     return Reference(model)
 
@@ -92,25 +99,3 @@ def reference_path(settings: ModelConfig) -> str:
     """Folder or hub name of the reference. It must be set."""
     assert settings.reference is not None
     return settings.path if settings.reference == INITIAL else settings.reference
-
-
-@torch.no_grad()
-def _install(model: Any, path: str) -> None:
-    """Attend within segments only, and prove that a pack's log-probabilities are the model's own."""
-    ids_T = (torch.arange(sum(_LENGTHS), device=model.device) * 7 + 3) % model.get_input_embeddings().num_embeddings
-    texts = [packing.all_actions(part_T) for part_T in torch.split(ids_T, _LENGTHS)]
-    attention.check_layers(model)
-    attention.choose_own(model, "eager")  # others leave out what they cannot compute, a soft cap say
-    logits = [model(input_ids=one.input_ids_S[None], use_cache=False).logits[0].float() for one in texts]
-    own = [
-        log_p_NV.log_softmax(-1).gather(1, one.target_N[:, None])[:, 0]
-        for log_p_NV, one in zip(logits, texts, strict=True)
-    ]
-    attention.install(model)
-    packed_N = score(model, packing.join(texts)).logprob_N
-    error = float((packed_N - torch.cat(own)).abs().max())
-    if not error <= LOGPROB_BOUND[model.dtype]:
-        raise ConfigError(
-            f"model.reference={path} ({type(model).__name__}): log-probabilities of packed episodes differ from its "
-            f"own by {error:.2g} nats; its attention or its logits have a feature that this learner does not support"
-        )

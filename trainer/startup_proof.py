@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,29 +52,43 @@ def prepare(model: Any, *, is_recorded: bool = True) -> None:
     differ from the model's own log-probabilities or from autograd's gradients.
     """
     check_modules(model, is_recorded=is_recorded)
-    attention.check_positions(model)
-    logit_rule(model)
-    loaded = model.config._attn_implementation
     with lora.perturbed(model):
-        try:
-            attention.check_layers(model)
-            attention.install(model)
-            _prove(model, is_recorded=is_recorded)
-        except ConfigError as error:
-            if is_recorded or ranks.sequence_count() > 1:
-                raise
-            _prove_alone(model, loaded, reason=error)
+        _install(model, partial(_prove, model, is_recorded=is_recorded), may_be_alone=not is_recorded)
     if model.device.type == "cuda":
         torch.cuda.empty_cache()  # an engine on the same GPU, and DeepSpeed's large buffers, need it whole
 
 
-def _prove_alone(model: Any, loaded: str, *, reason: ConfigError) -> None:
+def prepare_frozen(model: Any) -> None:
+    """The same for a model that is only scored: its log-probabilities are proven, and no gradient.
+
+    Raises ConfigError, naming the class, where they differ from the model's own.
+    """
+    check_modules(model, is_recorded=False)
+    _install(model, partial(_prove_scores, model), may_be_alone=True)
+
+
+def _install(model: Any, prove: Callable[[], None], *, may_be_alone: bool) -> None:
+    """Give the model an attention for packs, or leave it its own, whichever can be proven."""
+    attention.check_positions(model)
+    logit_rule(model)
+    loaded = model.config._attn_implementation
+    try:
+        attention.check_layers(model)
+        attention.install(model)
+        prove()
+    except ConfigError as error:
+        if not may_be_alone or ranks.sequence_count() > 1:
+            raise
+        _prove_alone(model, loaded, prove, reason=error)
+
+
+def _prove_alone(model: Any, loaded: str, prove: Callable[[], None], *, reason: ConfigError) -> None:
     """The proof without packs, with the attention that the model was loaded with, or its plainest."""
     for name in dict.fromkeys((loaded, "eager")):
         if not attention.choose_own(model, name):
             continue
         try:
-            _prove(model, is_recorded=False)
+            prove()
         except ConfigError:
             continue
         log.warning(
@@ -88,7 +103,7 @@ def _prove_alone(model: Any, loaded: str, *, reason: ConfigError) -> None:
 
 def _prove(model: Any, *, is_recorded: bool) -> None:
     """Raise ConfigError if the results differ from those of the model's plainest attention and of autograd."""
-    members = [_text(model, index, *lengths) for index, lengths in enumerate(_LENGTHS)]
+    members = _texts(model)
     sums = GradientSums([p for p in model.parameters() if p.requires_grad], has_scores=False)
     sums.reset()
     used = model.config._attn_implementation
@@ -101,17 +116,42 @@ def _prove(model: Any, *, is_recorded: bool) -> None:
     if ranks.sequence_count() > 1:
         packed_N = score(model, packing.join(members)).logprob_N
     difference = total_norm(sums.total) / own_norm
+    _compare(model, packed_N, own_N)
+    norm_error = 0.0 if norms is None else float((norms - own_norms).norm() / own_norms.norm())
+    relative = max(norm_error, float(difference))
+    if not relative <= GRADIENT_BOUND[model.dtype]:
+        of = "by trajectory" if is_recorded else "of packed episodes"
+        raise ConfigError(f"{type(model).__name__}: gradients {of} differ from autograd's by {relative:.2g} (relative)")
+
+
+@torch.no_grad()
+def _prove_scores(model: Any) -> None:
+    """Raise ConfigError if log-probabilities differ from those of the model's plainest attention."""
+    members = _texts(model)
+    used = model.config._attn_implementation
+    attention.choose_own(model, "eager")
+    own_N = torch.cat([_own_logprobs(model, one) for one in members])
+    attention.choose_own(model, used)
+    packed = [score(model, packing.join(together)).logprob_N for together in _together(model, members)]
+    _compare(model, torch.cat(packed), own_N)
+
+
+def _compare(model: Any, packed_N: Tensor, own_N: Tensor) -> None:
     error = float((packed_N - own_N).abs().max())
     if not error <= LOGPROB_BOUND[model.dtype]:
         raise ConfigError(
             f"{type(model).__name__}: log-probabilities of packed episodes differ from its own by {error:.2g} nats; "
             "its attention or its logits have a feature that this learner does not support"
         )
-    norm_error = 0.0 if norms is None else float((norms - own_norms).norm() / own_norms.norm())
-    relative = max(norm_error, float(difference))
-    if not relative <= GRADIENT_BOUND[model.dtype]:
-        of = "by trajectory" if is_recorded else "of packed episodes"
-        raise ConfigError(f"{type(model).__name__}: gradients {of} differ from autograd's by {relative:.2g} (relative)")
+
+
+def _together(model: Any, members: list[ActionTensors]) -> list[list[ActionTensors]]:
+    """The texts of each pack: all, or one where the model cannot be given packs."""
+    return [members] if attention.is_installed(model) else [[one] for one in members]
+
+
+def _texts(model: Any) -> list[ActionTensors]:
+    return [_text(model, index, *lengths) for index, lengths in enumerate(_LENGTHS)]
 
 
 def _text(model: Any, index: int, num_tokens: int, num_actions: int) -> ActionTensors:
@@ -131,13 +171,9 @@ def _by_autograd(model: Any, members: list[ActionTensors], sums: GradientSums) -
 
     The head is computed in float32, like ours: see trainer/gradient/logprobs.py.
     """
-    head = model.get_output_embeddings()
     logprobs, norms = [], []
     for member, coefficient in zip(members, _COEFFICIENTS, strict=True):
-        with forwards([(head, _float32_head(head))]):
-            logits_SV = model(input_ids=member.input_ids_S[None], use_cache=False).logits[0]
-        log_p_NV = logits_SV[member.predictor_N].float().log_softmax(dim=-1)
-        logprob_N = log_p_NV.gather(1, member.target_N[:, None])[:, 0]
+        logprob_N = _own_logprobs(model, member)
         squares: list[Tensor] = []
 
         def subtract(index: int, gradient: Tensor, *, by: float = coefficient, to: list[Tensor] = squares) -> None:
@@ -145,10 +181,19 @@ def _by_autograd(model: Any, members: list[ActionTensors], sums: GradientSums) -
             sums.total[index].sub_(gradient, alpha=by)
 
         with _each_gradient(sums.parameters, subtract):
-            logprob_N.sum().backward()
+            torch.autograd.backward(logprob_N.sum())
         norms.append(torch.stack(squares).sum().sqrt())
         logprobs.append(logprob_N.detach())
     return torch.cat(logprobs), torch.stack(norms)
+
+
+def _own_logprobs(model: Any, member: ActionTensors) -> Tensor:
+    head = model.get_output_embeddings()
+    with forwards([(head, _float32_head(head))]):
+        logits_SV = model(input_ids=member.input_ids_S[None], use_cache=False).logits[0]
+    log_p_NV = logits_SV[member.predictor_N].float().log_softmax(dim=-1)
+    logprob_N: Tensor = log_p_NV.gather(1, member.target_N[:, None])[:, 0]
+    return logprob_N
 
 
 def _float32_head(head: Any) -> Callable[[Tensor], Tensor]:
@@ -205,7 +250,7 @@ def _by_plain_pass(model: Any, members: list[ActionTensors], sums: GradientSums)
         sums.total[index].add_(gradient)
 
     logprobs, coefficients = [], iter(_COEFFICIENTS)
-    for together in [members] if attention.is_installed(model) else [[one] for one in members]:
+    for together in _together(model, members):
         pack = packing.join(together)
         logprob_N = score(model, pack, call=model).logprob_N
         seed_N = torch.cat([torch.full_like(one, next(coefficients)) for one in pack.per_segment(logprob_N)])

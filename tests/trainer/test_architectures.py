@@ -15,6 +15,7 @@ from trainer.gradient import attention
 from trainer.gradient.capped_attention import capped_attention
 from trainer.gradient.logprobs import score
 from trainer.packing import action_tensors, join
+from trainer.reference import Reference
 
 EXPERTS = {
     "num_experts": 4,
@@ -102,6 +103,19 @@ def test_packs_have_the_models_own_logprobs_and_gradients(name: str) -> None:
         assert (mine.grad is None) == (other.grad is None), key
         if mine.grad is not None:
             torch.testing.assert_close(mine.grad, other.grad, rtol=1e-3, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["Gemma2", "Qwen3Next"])
+def test_a_frozen_model_of_another_architecture_scores_the_same_texts(name: str) -> None:
+    """One that takes packs, with a soft cap, and one that reads a text at a time."""
+    model = model_of(name, (PACKED | ALONE)[name])
+    own = copy.deepcopy(model)
+    own.set_attn_implementation("eager")
+    texts = [episode(str(seed), reward=1.0, seed=seed, shape=((6, 9), (3, 4))) for seed in range(3)]
+    startup_proof.prepare_frozen(model)
+    found = Reference(model).logprobs([action_tensors(text, model.device) for text in texts])
+    theirs = [action_logprobs(own, text).detach().double() for text in texts]
+    torch.testing.assert_close(found, theirs, rtol=0, atol=1e-5)
 
 
 def test_a_model_without_packs_is_named_in_the_log_and_refused_where_norms_are_measured(

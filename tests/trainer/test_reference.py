@@ -25,7 +25,7 @@ from trainer.gradient import attention
 from trainer.gradient.step_gradient import Estimator
 from trainer.learner import Learner
 from trainer.model import load_model
-from trainer.packing import Pack, action_tensors, join
+from trainer.packing import ActionTensors, action_tensors
 from trainer.warmstart.tiny_model import make_model, make_tokenizer, save
 
 CPU = torch.device("cpu")
@@ -48,8 +48,8 @@ def settings(policy: Path, given: Any, **model: Any) -> Any:
     return config(policy, model={"path": str(policy), "reference": given, **model}, algorithm=algorithm)
 
 
-def pack() -> Pack:
-    return join([action_tensors(one, CPU) for one in uneven_episodes()])
+def texts() -> list[ActionTensors]:
+    return [action_tensors(one, CPU) for one in uneven_episodes()]
 
 
 def own_logprobs(model: Any) -> torch.Tensor:
@@ -63,7 +63,7 @@ def test_a_teacher_scores_the_policys_tokens(tiny_model_dir: Path, tiny_model: A
     teacher = AutoModelForCausalLM.from_pretrained(teacher_dir, dtype="float32").eval()
     loaded = reference.load(settings(tiny_model_dir, str(teacher_dir)), tiny_model)
     assert loaded is not None
-    torch.testing.assert_close(loaded.logprobs(pack()), own_logprobs(teacher), atol=1e-5, rtol=0)
+    torch.testing.assert_close(torch.cat(loaded.logprobs(texts())), own_logprobs(teacher), atol=1e-5, rtol=0)
 
 
 def test_initial_is_the_model_before_training(tiny_model_dir: Path, tiny_model: Any) -> None:
@@ -73,7 +73,7 @@ def test_initial_is_the_model_before_training(tiny_model_dir: Path, tiny_model: 
         for parameter in tiny_model.parameters():
             parameter.add_(0.1)
     assert loaded is not None
-    torch.testing.assert_close(loaded.logprobs(pack()), before, atol=1e-5, rtol=0)
+    torch.testing.assert_close(torch.cat(loaded.logprobs(texts())), before, atol=1e-5, rtol=0)
     assert reference.load(settings(tiny_model_dir, None), tiny_model) is None
 
 
@@ -88,7 +88,7 @@ def test_under_adapters_the_base_model_is_the_reference_and_the_policy_stays_as_
         loaded = reference.load(given, policy)
         assert loaded is not None
         adapted = own_logprobs(policy)
-        torch.testing.assert_close(loaded.logprobs(pack()), base, atol=1e-5, rtol=0)
+        torch.testing.assert_close(torch.cat(loaded.logprobs(texts())), base, atol=1e-5, rtol=0)
         assert float((adapted - base).abs().max()) > 1e-2
         assert torch.equal(own_logprobs(policy), adapted)
 
@@ -186,8 +186,8 @@ def test_a_config_without_the_model_that_its_objective_needs_is_refused_and_so_i
 def test_a_frozen_model_with_a_nan_refuses_the_step_and_keeps_the_weights(
     tiny_model_dir: Path, tiny_model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(_: Any, pack: Pack) -> torch.Tensor:
-        return torch.full(pack.target_N.shape, math.nan, dtype=torch.float64)
+    def broken(_: Any, texts: list[ActionTensors]) -> list[torch.Tensor]:
+        return [torch.full(one.target_N.shape, math.nan, dtype=torch.float64) for one in texts]
 
     monkeypatch.setattr(reference.Reference, "logprobs", broken)
     model, algorithm = {"path": str(tiny_model_dir), "reference": "initial"}, {"kl_beta": 0.1, "preset": "grpo"}

@@ -24,7 +24,7 @@ from trainer.gradient.scored import ScoredGroup, ScoredTrajectory, give_advantag
 from trainer.objective import calls
 from trainer.objective.interface import Group, Member, MemberWeights
 from trainer.objective.registry import make_objective
-from trainer.packing import Pack, action_tensors
+from trainer.packing import ActionTensors, action_tensors
 from trainer.ranks import is_divided
 from trainer.step_stats import GroupStats
 
@@ -32,8 +32,8 @@ _WITHOUT_ACTIONS = MemberWeights(
     weight_N=torch.zeros(0, dtype=torch.float64), log_weight=0.0, log_used=0.0, num_clipped=0, num_weights=0
 )
 
-ReferenceLogprobs = Callable[[Pack], Tensor]
-"""log p of each action token of a pack under the frozen model (trainer/reference.py). float64 [N], on the CPU."""
+ReferenceLogprobs = Callable[[Sequence[ActionTensors]], Sequence[Tensor]]
+"""log p of each action token of each text under the frozen model (trainer/reference.py). float64 [N], on the CPU."""
 
 Gather = Callable[[list[Any], Any], list[Any]]
 """Collects a list over ranks, in the order of ranks: (records, their type) -> everyone's records."""
@@ -136,8 +136,7 @@ class StepMembers:
     def _reference_pass(self, members: Sequence[ScoredTrajectory]) -> None:
         assert self._reference is not None
         texts = [one.tensors for one in members] or [packing.shortest(self._device)]
-        pack = packing.join(texts)
-        for one, logprob_N in zip(members, pack.per_segment(self._reference(pack)), strict=False):
+        for one, logprob_N in zip(members, self._reference(texts), strict=False):  # the shortest has no member
             one.reference_logprob_N = logprob_N
 
     def spread(self, members: Sequence[ScoredTrajectory], *, rank: int, num_ranks: int) -> list[ScoredTrajectory]:

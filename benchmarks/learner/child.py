@@ -74,6 +74,8 @@ def _shortened(sample: workload.Sample) -> workload.Sample:
 
 
 if __name__ == "__main__":
+    from benchmarks.learner import engine_steps
     from trainer.gpu_report import methods
 
-    main(lambda model, samples: methods.make(sys.argv[-1], model, samples), __doc__)
+    made = engine_steps.make if sys.argv[-1] in engine_steps.SETTINGS else methods.make
+    main(lambda model, samples: made(sys.argv[-1], model, samples), __doc__)

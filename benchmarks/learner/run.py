@@ -17,13 +17,21 @@ from typing import Any
 import torch
 
 from benchmarks import reporting
+from benchmarks.learner import engine_steps
 from trainer.gpu_report import methods, workload
 from trainer.gpu_report.methods import PLAIN, REFERENCE
 
 TRL = "TRL"
 ERROR_BOUND = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 """Of a method's gradient, relative to that of the method it must equal: else nothing is timed."""
-AGAINST = {"ours, no norms": PLAIN, TRL: PLAIN, "vcpo exact": REFERENCE}
+AGAINST = {
+    "ours, no norms": PLAIN,
+    engine_steps.PLAIN_METHOD: PLAIN,
+    engine_steps.LOOP: PLAIN,
+    TRL: PLAIN,
+    "vcpo exact": REFERENCE,
+    engine_steps.TWO_PASS: REFERENCE,
+}
 
 
 @dataclass(kw_only=True)
@@ -97,7 +105,7 @@ class Bench:
     def __init__(self, *, device: torch.device, num_threads: int, trl_python: Path | None, lock: Path | None) -> None:
         self._device, self._num_threads, self._lock = device, num_threads, lock
         self._stack = ExitStack()
-        names = [PLAIN, *methods.ALGORITHMS, REFERENCE, *([TRL] if trl_python else [])]
+        names = [PLAIN, *methods.ALGORITHMS, *engine_steps.SETTINGS, REFERENCE, *([TRL] if trl_python else [])]
         self._children = {name: self._start(name, trl_python) for name in names}
 
     def __enter__(self) -> Bench:

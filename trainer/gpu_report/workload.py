@@ -71,8 +71,14 @@ BATCHES: dict[str, dict[str, Lengths]] = {
         "512": Lengths(num_groups=1, group_size=4, tokens=512),
         "2k": Lengths(num_groups=1, group_size=2, tokens=2048),
         "16k": Lengths(num_groups=1, group_size=2, tokens=16384),
-        "mixed": Lengths(num_groups=4, group_size=8, tokens=32, is_mixed=True),
+        "mixed": Lengths(num_groups=4, group_size=8, tokens=64, is_mixed=True),
     },
+}
+BATCHES["100M"] = {
+    "512": Lengths(num_groups=1, group_size=4, tokens=512),
+    "2k": Lengths(num_groups=1, group_size=2, tokens=2048),
+    "16k": Lengths(num_groups=1, group_size=2, tokens=16384),
+    "mixed": Lengths(num_groups=2, group_size=8, tokens=64, is_mixed=True),
 }
 _ON_A_GPU = {
     "512": Lengths(num_groups=8, group_size=8, tokens=512),
@@ -96,6 +102,8 @@ def make_model(size: str) -> Any:
                               head_dim=32, vocab_size=2048)),
         "20M": ("Qwen3", Shape(hidden_size=512, intermediate_size=1536, num_layers=6, num_heads=8, num_kv_heads=4,
                                head_dim=64, vocab_size=4096)),
+        "100M": ("Qwen3", Shape(hidden_size=768, intermediate_size=2304, num_layers=12, num_heads=12, num_kv_heads=4,
+                                head_dim=64, vocab_size=16384)),
         "0.5B": ("Qwen2", Shape(hidden_size=896, intermediate_size=4864, num_layers=24, num_heads=14, head_dim=64,
                                 **qwen)),
         "1.5B": ("Qwen2", Shape(hidden_size=1536, intermediate_size=8960, num_layers=28, num_heads=12, head_dim=128,

@@ -210,3 +210,22 @@ def test_segments_of_very_different_weight_make_products_of_their_own() -> None:
     weights = SegmentWeights.of([0.5, 0.5, -0.5, 0.5], [1.0, 2.0**-40, 1.0, 0.0])
     assert [list(run.segments) for run in weights.runs] == [[0], [1], [2], [3]]
     assert [run.scale for run in weights.runs] == [1.0, 2.0**-24, 1.0, 0.0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("has_product", [True, False])
+def test_products_in_half_precision_are_accumulated_in_float32(has_product: bool) -> None:
+    """Token products and sums on a GPU, against float64 over the same rounded numbers."""
+    grad_SO, input_SI = (one.to("cuda", torch.bfloat16) for one in (rows(640, 512, 0), rows(640, 256, 1)))
+    split = Segments((0, 512, 640), grad_SO.device).split(num_in=256, num_out=512, has_product=has_product)
+    theirs, _ = exact(grad_SO.cpu(), input_SI.cpu(), [512, 128])
+    for batch in split.batches:
+        products_mTT = batch.products(grad_SO) * batch.masked_products(input_SI)
+        ours = products_mTT.sum(dim=(1, 2), dtype=torch.float64).cpu()
+        assert float((ours / theirs[list(batch.segments)] - 1).abs().max()) < 1e-5
+    sums = GradientSums([torch.zeros(512, 256, device="cuda")], has_scores=has_product)
+    sums.reset()
+    sums.add_product(0, grad_SO, input_SI, ratio=0.5, score=2.0)
+    sums.close_group(0.0)
+    expected = (grad_SO.double().t() @ input_SI.double()).cpu()
+    assert float((sums.take(0).cpu() - expected).norm() / expected.norm()) < 1e-5

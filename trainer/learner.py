@@ -105,14 +105,14 @@ class Learner:
         """
         started_s = time.perf_counter()
         self._check(batch)
-        batch, mask_metrics = self._masked(batch)
+        batch, masked_share = self._masked(batch)
         groups = self._estimate(batch)
         metrics = diagnostics.counts(groups) | diagnostics.policy(groups) | self._weight_metrics(groups)
-        metrics |= mask_metrics | self._penalty()
+        metrics |= self._penalty() | ({} if masked_share is None else {"learner/masked_share": masked_share})
         rho, update = _rho(groups), None
         broken = _refusals(groups) or ranks.gather(self._method.non_finite(), str)
         self._end_if_broken_for_good(broken)
-        reasons = broken or _too_few(rho, self.config.algorithm.refuse_below)
+        reasons = broken or _too_few(rho, self.config.algorithm.refuse_below) or _nothing_left(masked_share)
         if reasons or rho is None:
             self._skipped_steps += 1
             self._method.discard()
@@ -202,13 +202,13 @@ class Learner:
         if newest > self.policy_version:
             raise LearnerError(f"trajectory {trajectory.id} has tokens of the future version {newest}")
 
-    def _masked(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
-        """The batch without tokens of older weights, where they are to be left out, and their share."""
+    def _masked(self, batch: Batch) -> tuple[Batch, float | None]:
+        """The batch without tokens of older weights and their share, where they are to be left out."""
         if self.config.rollout.partial == "keep":
-            return batch, {}
+            return batch, None
         masked = packing.without_older_tokens(batch)
         num_all, num_left = (sum(one.num_action_tokens for one in b.trajectories()) for b in (batch, masked))
-        return masked, {"learner/masked_share": 1 - num_left / max(1, num_all)}
+        return masked, 1 - num_left / max(1, num_all)
 
     def _estimate(self, batch: Batch) -> list[GroupStats]:
         """Leave the gradient in the method. Statistics of all ranks' groups."""
@@ -287,6 +287,13 @@ def _rho(groups: Sequence[GroupStats]) -> float | None:
     """ESS ratio of the trajectories whose numbers are finite; None if there is none."""
     log_weights = [member.log_weight for member in diagnostics.members(groups) if not member.non_finite()]
     return float(vcpo.ess_ratio(torch.tensor(log_weights, dtype=torch.float64))) if log_weights else None
+
+
+def _nothing_left(masked_share: float | None) -> list[str]:
+    """The reason to refuse a step of which no token is trained; else empty."""
+    if masked_share != 1.0:
+        return []
+    return ["older weights sampled every token of the batch (rollout.partial=mask): lower rollout.oversample"]
 
 
 def _too_few(rho: float | None, refuse_below: float | None) -> list[str]:

@@ -188,6 +188,8 @@ class RolloutConfig(Section):
             )
         if self.partial == "mask" and self.oversample == 1:
             raise ValueError("partial=mask has an effect only with oversample above 1; leave it out")
+        if self.partial == "mask" and self.replay is not None:
+            raise ValueError("partial=mask leaves out every token of a group that replay repeats. Set partial=keep")
         return self
 
     @property

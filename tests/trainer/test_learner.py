@@ -274,6 +274,9 @@ def test_of_partial_episodes_only_old_tokens_have_weights_other_than_one(
     expected = {"keep": (math.exp(2 * 0.25), 1), "mask": (1.0, 0)}[partial]  # two turns each
     assert (metrics["learner/max_weight"], metrics["learner/lag_max"]) == pytest.approx(expected, rel=1e-4)
     assert metrics.get("learner/masked_share") == (None if partial == "keep" else pytest.approx(2 / 7))
+    old = replace(batch([group(1, [episode(str(m), reward=m, version=1) for m in (0, 1)])], version=3), max_lag=None)
+    output = learner.step(old)
+    assert output.skipped == (partial == "mask") and output.policy_version == 4
 
 
 def test_tokens_of_a_future_version_are_refused(learner: Learner) -> None:

@@ -42,6 +42,10 @@ def test_a_fraction_of_lag_that_is_no_group_is_refused() -> None:
         ({"oversample": 2, "on_stale": "finish"}, r"oversample=2 with max_lag=2: .* Set max_lag=0"),
         ({"oversample": 1.5, "max_lag": 0}, r"oversample=1.5 with on_stale=drop: .* Set on_stale=finish"),
         ({"partial": "mask", "max_lag": 0, "on_stale": "finish"}, "only with oversample above 1"),
+        (
+            {"oversample": 2, "max_lag": 0, "on_stale": "finish", "partial": "mask", "replay": {}},
+            "every token of a group that replay repeats. Set partial=keep",
+        ),
     ],
 )
 def test_oversampling_that_cannot_work_is_refused_with_the_fix(rollout: dict[str, Any], what: str) -> None:

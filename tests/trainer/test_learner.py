@@ -236,6 +236,19 @@ def test_a_stale_trajectory_is_refused_by_name(learner: Learner, tiny_model: Any
         learner.step(batch([group(0, [fresh, stale])], version=3, max_lag=2))
 
 
+def test_lagged_data_does_not_become_the_base_of_the_step_size(tiny_model_dir: Path, tiny_model: Any) -> None:
+    settings = {"rho_base": "auto", "step_scale": "ess_sqrt"}
+    learner = Learner(config(tiny_model_dir, learner={"lr": 1e-6}, algorithm=settings), policy_version=2)
+    lagged = mixed_groups(tiny_model, off_policy=1.0)
+    for version in (2, 3):
+        metrics = learner.step(batch(lagged, version=version, max_lag=4)).metrics
+        assert metrics["learner/ess_ratio"] < 0.7
+        assert metrics["learner/rho_base"] == 1.0
+        assert metrics["learner/lr_scale"] == pytest.approx(math.sqrt(metrics["learner/ess_ratio"]))
+    fresh = mixed_groups(tiny_model, off_policy=0.0, version=4)
+    assert learner.step(batch(fresh, version=4)).metrics["learner/rho_base"] == pytest.approx(1.0, abs=1e-4)
+
+
 def test_what_is_trained_again_may_have_any_lag(learner: Learner) -> None:
     learner.policy_version = 3
     groups = [group(n, [episode(f"{n}{m}", reward=m, version=v) for m in (0, 1)]) for n, v in ((0, 3), (1, 0))]

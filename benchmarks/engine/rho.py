@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from agentrl.config import EngineConfig
-from agentrl.engine.parity import LogRatio
+from agentrl.engine.parity import log_ratio_at
+from agentrl.types import SumSigma
 from benchmarks import reporting
 from benchmarks.engine import goals
 from benchmarks.engine.head import DTYPE, ENGINE_FLAG, HEADS
@@ -83,9 +84,10 @@ async def measure(config: EngineConfig, *, quick: bool) -> str:
         "random tokens; at each position a token is drawn from the engine's distribution (among its "
         f"{TOP} likeliest; `listed` is the probability of all of these). Engine: vLLM as a run starts it, and with "
         "logits in bfloat16. Learner: its packed forward, and its output head in float32 or bfloat16. `logits alone`: "
-        "the learner's two heads on the same hidden states. Bias and sums are of learner - engine. "
-        f"rho = exp(-sigma^2); sigma is measured over {SUM_LENGTHS[-1]} tokens and scaled by the square root for "
-        "more.\n\n"
+        "the learner's hidden states on both sides; a bfloat16 head against a float32 one, and that one against "
+        f"float64 (the first {CHUNK} positions). Bias and sums are of learner - engine. "
+        f"rho = exp(-sigma^2); sigma of more tokens than a column measures is scaled by the square "
+        "root.\n\n"
     )
     return intro + reporting.table(columns, lines) + goals.verdict(_misses(lines))
 
@@ -147,31 +149,53 @@ def _draw(listed: Sequence[Sequence[dict[int, float]]]) -> Drawn:
 
 
 def _rows(model: Any, texts: Sequence[list[int]], drawn: dict[str, Drawn], entropy: float) -> list[list[str]]:
+    exact = HEADS[-1]
     learner: dict[tuple[str, str], list[Tensor]] = {pair: [] for pair in product(HEADS, HEADS)}
+    judges: list[Tensor] = []
     for number, text in enumerate(texts):
         targets = {engine: one.token_T[number] for engine, one in drawn.items()}
-        for pair, logprob_T in _learner(model, text, targets):
+        hidden_TD = _hidden(model, text)
+        for pair, logprob_T in _learner(model, hidden_TD, targets):
             learner[pair].append(logprob_T)
+        judges.append(_float64_head(model, hidden_TD[:CHUNK], targets[exact][:CHUNK]))
     rows = []
     for engine, head in product(HEADS, HEADS):
         apart = [b - a for a, b in zip(drawn[engine].logprob_T, learner[engine, head], strict=True)]
         rows.append(_row(f"{entropy:g}: engine {engine}, learner {head}", apart, drawn[engine].listed))
-    exact = HEADS[-1]
     alone = [b - a for a, b in zip(learner[exact, exact], learner[exact, DTYPE], strict=True)]
-    return [*rows, _row(f"{entropy:g}: logits alone", alone, drawn[exact].listed)]
+    rounded = _row(f"{entropy:g}: logits alone, bfloat16", alone, drawn[exact].listed)
+    ours = [one[: len(judge)] - judge for one, judge in zip(learner[exact, exact], judges, strict=True)]
+    return [*rows, rounded, _row(f"{entropy:g}: logits alone, float32", ours, drawn[exact].listed)]
 
 
 @torch.no_grad()
-def _learner(model: Any, text: list[int], targets: dict[str, Tensor]) -> Iterator[tuple[tuple[str, str], Tensor]]:
-    """Logprobs of the targets drawn under each of the engine's heads, by each of the learner's: (engine, head), [T]"""
+def _hidden(model: Any, text: list[int]) -> Tensor:
+    """The learner's final hidden states at each token but the last. [T, D]"""
     from trainer.gradient import attention
-    from trainer.gradient.logprobs import float32_logits
 
     attention.install(model)
     ids_T = torch.tensor(text[:-1])
     arguments = attention.segment_arguments((0, len(ids_T)), ids_T.device)
     positions_T = torch.arange(len(ids_T))
-    hidden_TD = model.base_model(ids_T[None], position_ids=positions_T[None], use_cache=False, **arguments)[0][0]
+    hidden_TD: Tensor = model.base_model(ids_T[None], position_ids=positions_T[None], use_cache=False, **arguments)[0][
+        0
+    ]
+    return hidden_TD
+
+
+@torch.no_grad()
+def _float64_head(model: Any, hidden_CD: Tensor, target_C: Tensor) -> Tensor:
+    """Logprobs of the targets, the output head in float64. [C]"""
+    weight_VD = model.get_output_embeddings().weight.double()
+    log_pi_CV = (hidden_CD.double() @ weight_VD.t()).log_softmax(dim=-1)
+    return log_pi_CV.gather(1, target_C[:, None])[:, 0]
+
+
+@torch.no_grad()
+def _learner(model: Any, hidden_TD: Tensor, targets: dict[str, Tensor]) -> Iterator[tuple[tuple[str, str], Tensor]]:
+    """Logprobs of the targets drawn under each of the engine's heads, by each of the learner's: (engine, head), [T]"""
+    from trainer.gradient.logprobs import float32_logits
+
     weight_VD = model.get_output_embeddings().weight
     for head in HEADS:
         found: dict[str, list[Tensor]] = {engine: [] for engine in targets}
@@ -187,14 +211,15 @@ def _learner(model: Any, text: list[int], targets: dict[str, Tensor]) -> Iterato
 
 def _row(label: str, apart: Sequence[Tensor], listed: float) -> list[str]:
     every_T = torch.cat(list(apart))
-    sigmas = {length: statistics.stdev(_sums(apart, length)) for length in SUM_LENGTHS}
-    longest = SUM_LENGTHS[-1]
-    rhos = [
-        LogRatio(length=n, sigma=sigmas[longest] * math.sqrt(n / longest), is_measured=n == longest).rho
-        for n in LENGTHS
+    measured = [
+        SumSigma(length=length, sigma=statistics.stdev(sums), num_sums=len(sums))
+        for length in SUM_LENGTHS
+        if len(sums := _sums(apart, length)) > 1
     ]
-    numbers = [f"{listed:.2f}", f"{float(every_T.square().mean().sqrt()):.4f}", f"{float(every_T.mean()):+.5f}"]
-    return [label, str(len(every_T)), *numbers, *(f"{s:.3f}" for s in sigmas.values()), *(f"{r:.2f}" for r in rhos)]
+    rhos = [found.rho for length in LENGTHS if (found := log_ratio_at(length, measured))]
+    sigmas = [found.sigma for length in SUM_LENGTHS if (found := log_ratio_at(length, measured))]
+    numbers = [f"{listed:.2f}", f"{float(every_T.square().mean().sqrt()):.2g}", f"{float(every_T.mean()):+.1e}"]
+    return [label, str(len(every_T)), *numbers, *(f"{number:.2g}" for number in (*sigmas, *rhos))]
 
 
 def _sums(apart: Sequence[Tensor], length: int) -> list[float]:
@@ -203,5 +228,5 @@ def _sums(apart: Sequence[Tensor], length: int) -> list[float]:
 
 def _misses(lines: Sequence[Sequence[str]]) -> list[str]:
     """Entropies at which two float32 heads leave a smaller ESS ratio at the longest length than two bfloat16 ones."""
-    groups = [lines[start : start + 5] for start in range(0, len(lines), 5)]
+    groups = [lines[start : start + 6] for start in range(0, len(lines), 6)]
     return [f"{rows[3][0]}: {rows[3][-1]}" for rows in groups if float(rows[3][-1]) < float(rows[0][-1])]

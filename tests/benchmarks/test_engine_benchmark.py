@@ -106,6 +106,24 @@ def test_random_models_have_logits_spread_as_said(tied: bool, name: str) -> None
     assert math.isclose(spread, models.LOGIT_STD, rel_tol=0.2)
 
 
+def test_float32_logits_leave_the_whole_ess_ratio_of_the_same_hidden_states_and_bfloat16_ones_do_not() -> None:
+    pytest.importorskip("torch")
+    from benchmarks.engine import rho
+    from trainer.gpu_report import random_models as models
+
+    model = rho.with_entropy(models.make("Llama", models.BY_SIZE["1 MB"], tied=False, dtype="bfloat16"), 0.55)
+    texts = [[(7 * i + number) % 768 for i in range(1025)] for number in range(1)]
+    tokens, logprobs = [], []
+    for text in texts:
+        log_pi_TV = models.logits(model, text)[:-1].log_softmax(dim=-1)
+        tokens.append(log_pi_TV.argmax(dim=-1))
+        logprobs.append(log_pi_TV.amax(dim=-1).double())
+    drawn = dict.fromkeys(rho.HEADS, rho.Drawn(token_T=tokens, logprob_T=logprobs, listed=1.0))
+    *_, rounded, exact = rho._rows(model, texts, drawn, 0.55)
+    assert float(rounded[3]) > 1e-3 > 1e-5 > float(exact[3])
+    assert float(rounded[-1]) < 0.9 and float(exact[-1]) == 1.0
+
+
 def test_a_random_models_positions_stay_exact_in_bfloat16() -> None:
     torch = pytest.importorskip("torch")
     from trainer.gpu_report import random_models as models

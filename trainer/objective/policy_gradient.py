@@ -196,11 +196,16 @@ class PolicyGradient(Objective):
             log_weight_N, log_first_N = log_weight_N[:1], log_used_N[:1]
         else:
             log_first_N = log_used_N
+        num_clipped = int((log_first_N != log_weight_N).sum())
+        if (
+            self.algorithm.ratio == "suffix"
+        ):  # ratios, since one that is cut changes the weights of all tokens before it
+            num_clipped = ratios.num_cut(member.log_ratio_N, rho=self.algorithm.vtrace_rho, c=self.algorithm.vtrace_c)
         return MemberWeights(
             weight_N=ratios.exp(log_used_N),
             log_weight=float(member.log_ratio_N.double().sum()),
             log_used=float(log_first_N.logsumexp(0) - math.log(len(log_first_N))) if len(log_first_N) else 0.0,
-            num_clipped=int((log_first_N != log_weight_N).sum()),
+            num_clipped=num_clipped,
             num_weights=len(log_first_N),
         )
 

@@ -67,6 +67,17 @@ def vtrace(log_ratio_N: Tensor, *, rho: float, c: float) -> Tensor:
     return own_N + torch.cat([after_N, torch.zeros_like(own_N[-1:])])
 
 
+def num_cut(log_ratio_N: Tensor, *, rho: float, c: float) -> int:
+    """How many of the ratios in `vtrace` are over the bound of their place: rho for the first and the last, c between.
+
+    >>> num_cut(torch.tensor([2.0, 0.5, 3.0]).log(), rho=1.0, c=1.0)
+    2
+    """
+    bound_N = torch.full_like(log_ratio_N, math.log(c))
+    bound_N[:1], bound_N[-1:] = math.log(rho), math.log(rho)
+    return int((log_ratio_N > bound_N).sum())
+
+
 def exp(log_weight: Tensor) -> Tensor:
     """exp(log w); infinite beyond e^80."""
     return log_weight.exp().masked_fill(log_weight > LARGEST_LOG_WEIGHT, math.inf)

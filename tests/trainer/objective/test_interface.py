@@ -17,8 +17,9 @@ from agentrl.errors import ConfigError
 from agentrl.testing import episode_of, with_members
 from agentrl.types import TrajectoryGroup
 from tests.agentrl.training.troubles import Trouble
-from tests.trainer.trainer_builders import mixed_groups
+from tests.trainer.trainer_builders import batch, config, mixed_groups
 from trainer.gradient.step_gradient import Estimator
+from trainer.learner import Learner
 from trainer.objective import Group, Member, MemberWeights, Objective, PolicyGradient, by_group, registry
 from trainer.objective.registry import make_objective
 
@@ -113,6 +114,25 @@ def test_terms_beside_a_baseline_of_norms_are_added_to_its_gradient(tiny_model: 
     )
     theirs = without + autograd_of(tiny_model, groups, lambda one, _, entropy_N: 0.3 * entropy_N.mean())
     assert relative_error(ours, theirs) < 1e-5
+
+
+def test_the_learner_steps_along_the_gradient_of_a_class_of_ones_own(
+    tmp_path: Path, tiny_model_dir: Path, tiny_model: Any
+) -> None:
+    """By DeepSpeed's own backward: J = 1/B sum_i (1[R > 0] mean_t log pi_t + 0.3 mean_t H_t)."""
+    source = IMITATION + "\n    def terms(self, member):\n        "
+    source += "return Terms(entropy_seed_N=torch.full_like(member.logprob_N, 0.3))\n"
+    algorithm = named(tmp_path, source).model_dump(mode="json", exclude_unset=True)
+    learner = Learner(config(tiny_model_dir, algorithm={**algorithm, "rho_base": 1.0}))
+    groups = mixed_groups(tiny_model)
+
+    def loss(one: Any, logprob_N: Tensor, entropy_N: Tensor) -> Tensor:
+        return ((one.reward > 0) * logprob_N + 0.3 * entropy_N).mean()
+
+    output = learner.step(batch(groups))
+    assert output.metrics["learner/grad_norm"] == pytest.approx(
+        float(autograd_of(tiny_model, groups, loss).norm()), rel=1e-5
+    )
 
 
 def test_advantages_may_differ_among_the_tokens_of_an_episode(tmp_path: Path, tiny_model: Any) -> None:

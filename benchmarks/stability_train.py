@@ -243,7 +243,7 @@ class _Run:
         if not self.objective.needs_batch:
             for group in self.groups:
                 for row, advantage in self._advantages(group):
-                    one = Member(log_ratio_N=log_ratios[row], advantage=advantage, reward=0.0, group=group.task)
+                    one = Member(log_ratio_N=log_ratios[row], advantage=advantage, reward=0.0, group=group.index)
                     self._weights[row] = self.objective.weights(one)
             return
         advantages = {row: advantage for group in self.groups for row, advantage in self._advantages(group)}

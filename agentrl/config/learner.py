@@ -23,7 +23,7 @@ GradientMethod = Annotated[
     Literal["auto", "plain", "one_pass", "one_pass_sharded", "two_pass"],
     Choices(
         {
-            "auto": "the first that the objective allows and that fits",
+            "auto": "plain without norms; two_pass where it alone can, or norms are by proxy; else one_pass",
             "plain": "DeepSpeed's own backward, without sums: for algorithms without score norms, and any architecture",
             "one_pass": "one backward, into float32 sums on every rank: with exact norms two, 8 bytes a parameter",
             "one_pass_sharded": "the same, each sum divided among the ranks: 8 bytes a parameter over the ranks",

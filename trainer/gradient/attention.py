@@ -224,19 +224,10 @@ def _attend_whole(
     if softcap is None and s_aux is None:
         out = [_causal(*part, scaling=scaling, sliding_window=sliding_window) for part in parts]
     else:
-        sink_H = _own_heads(s_aux)
         out = [
-            capped_attention(*part, scaling=scaling, window=sliding_window, cap=softcap, sink_H=sink_H)
-            for part in parts
+            capped_attention(*part, scaling=scaling, window=sliding_window, cap=softcap, sink_H=s_aux) for part in parts
         ]
     return torch.cat(out, dim=2).transpose(1, 2).contiguous(), None
-
-
-def _own_heads(sink_H: Tensor | None) -> Tensor | None:
-    """The sinks of the heads that this rank attends with; all without sequence parallelism."""
-    if sink_H is None or ranks.sequence_count() == 1:
-        return sink_H
-    return sink_H.chunk(ranks.sequence_count())[ranks.sequence_index()]
 
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None, sliding_window: int | None) -> Tensor:

@@ -128,12 +128,17 @@ def check_heads(config: Any) -> None:
 
 
 def attend(core: Attend, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **others: Any) -> Any:
-    """`core`, given all tokens of a part of the heads. Arguments and result as every attention of transformers."""
+    """`core`, given all tokens of a part of the heads, and these heads' sinks (`s_aux`).
+
+    Arguments and result as those of every attention of transformers.
+    """
     if query.shape[-1] != key.shape[-1] or key.shape != value.shape:
         raise ConfigError(f"{type(module).__name__}: sequence parallelism needs heads of one size")
     exchange = _exchange(query.shape[1], key.shape[1], query.shape[3], ranks.sequence_group())
     # DeepSpeed gathers position ids for kernels that read them; ours has the bounds of segments instead.
     others["position_ids"] = torch.zeros(1, 1, dtype=torch.int64, device=query.device)
+    if (sink_H := others.get("s_aux")) is not None:
+        others["s_aux"] = sink_H.chunk(ranks.sequence_count())[ranks.sequence_index()]
     exchange.attn = core
     return exchange(module, query, key, value, None, **others)
 

@@ -1,8 +1,7 @@
 """Trains S runs of the calculator task at once under a fixed lag, with the project's own objective for every weight.
 
 The policies' arithmetic is stacked (stability_policy.py); weights, advantages and baselines come from
-`trainer.objective.policy_gradient.Objective`, run by run. Groups that have no gradient are scored for rho but
-not differentiated.
+`trainer.objective.PolicyGradient`, run by run. Groups that have no gradient are scored for rho but not differentiated.
 
 Independent of sweeps and of the verdicts on runs.
 Shapes: _S runs, _U distinct episodes of a run, _A groups with a gradient, _N distinct episodes of such a group, _G

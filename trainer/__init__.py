@@ -6,6 +6,6 @@ lora, model -> startup_proof -> reference -> weights -> deepspeed_settings, sche
 orchestrator_client -> loop -> __main__.
 Three stand apart: warmstart/ makes a small model before a run, and its command shows errors as those of `agentrl` do
 (`agentrl.cli.options`); plan/ computes what a learner would take and gpu_report/ measures it; no run imports either.
-Start reading in `learner.py`; the loss is `objective/policy_gradient.py`, the norms `gradient/norms.py`, the weight
+Start reading in `learner.py`; the loss is `objective/interface.py`, the norms `gradient/norms.py`, the weight
 update `weights/transfer.py`.
 """

@@ -54,7 +54,7 @@ def test_the_model_is_judged_with_its_layers_checkpointed(
     tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     judged: list[bool] = []
-    monkeypatch.setattr(startup_proof, "prepare", lambda model: judged.append(model.is_gradient_checkpointing))
+    monkeypatch.setattr(startup_proof, "prepare", lambda model, **_: judged.append(model.is_gradient_checkpointing))
     Learner(config(tiny_model_dir, learner={"gradient_checkpointing": True}))
     Learner(config(tiny_model_dir, learner={"gradient_checkpointing": False}))
     assert judged == [True, False]

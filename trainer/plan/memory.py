@@ -12,26 +12,34 @@ step. With A all parameters, T the trained ones, N ranks, w bytes of a weight, D
 | sums of gradients | 4 T; with exact norms 4 T more in the estimate |
 | gathered weights | stage 3, in a pass: w min(A, 1e9) that stay, and w min(A, 5e7) of the next ones |
 | step | float32 gradient and square root: 8 T / D, in stage 3 of at most 1e9 parameters at a time |
+| publish | stage 3: w of the largest layer; with adapters, 8 + w of the largest weight; 34 MB of the checksum |
+| checkpoint | nothing more: DeepSpeed writes what it holds |
 
 Independent of GPUs, engines and of who asks.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from agentrl.cli.doctor.plan.records import LearnerNeeds, ModelShape, PassCost, Phase
 from agentrl.config import AlgorithmConfig, Config, LearnerConfig
+from agentrl.engine.checksum import CHUNK_WORDS, ROWS_ON_GPU, WORD_BYTES
 from trainer.gradient.attention import head_size
 from trainer.objective.registry import make_objective
 from trainer.plan.dry_pass import PassKind
+from trainer.weights.source import layer_of
 
 LIVE_ELEMENTS = 10**9
 """DeepSpeed's stage3_max_live_parameters and sub_group_size."""
 PREFETCH_ELEMENTS = 5 * 10**7
 """DeepSpeed's stage3_prefetch_bucket_size."""
+
+CHECKSUM_BYTES = ROWS_ON_GPU * CHUNK_WORDS * WORD_BYTES
+"""Scratch of agentrl/engine/checksum.py on a GPU."""
 
 PROOF_TOKENS = (31, 17)
 """Tokens of the start-up proof's texts together, and of the longest."""
@@ -42,11 +50,12 @@ Measure = Callable[[PassKind, int, int], PassCost]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What the formulas need. Example: `Sizes(all=10**9, trained=10**9, largest=10**8, itemsize=2, learner=...)`."""
+    """What the formulas need. Example: `sizes_of(model, config).trained`."""
 
     all: int
     trained: int
     largest: int  # parameters of the largest weight
+    layer: int  # parameters of the largest layer, or of embedding or head
     itemsize: int
     learner: LearnerConfig
 
@@ -115,10 +124,14 @@ def needs(config: Config, model: Any, measure: Measure) -> LearnerNeeds:
 def sizes_of(model: Any, config: Config) -> Sizes:
     """The counts of a model, real or planned."""
     parameters = list(model.parameters())
+    layers: Counter[str] = Counter()
+    for name, one in model.named_parameters():
+        layers[layer_of(name)] += one.numel()
     return Sizes(
         all=sum(one.numel() for one in parameters),
         trained=sum(one.numel() for one in parameters if one.requires_grad),
         largest=max(one.numel() for one in parameters),
+        layer=max(layers.values()),
         itemsize=parameters[0].element_size(),
         learner=config.learner,
     )
@@ -156,7 +169,8 @@ def phases(sizes: Sizes, passes: tuple[PassCost, ...], *, proof: PassCost, has_s
         Phase(name="estimate", parts={**kept, **scores, **total, "gathered": sizes.gathered, "pass": in_pass}),
         Phase(name="hand-over", parts={**kept, **_handed(sizes), **largest}),
         Phase(name="step", parts={**kept, **_stepped(sizes)}),
-        Phase(name="publish", parts={**kept, **largest}),
+        Phase(name="publish", parts={**kept, **_published(sizes), "checksum": CHECKSUM_BYTES}),
+        Phase(name="checkpoint", parts=kept),
     )
 
 
@@ -181,6 +195,13 @@ def _start(sizes: Sizes) -> dict[str, int]:
         one = {"one weight": sizes.itemsize * sizes.largest} if sizes.is_split else {}
         return {"weights": copied, "optimizer": states, **one}
     return {"weights": whole, "copy": copied} if sizes.learner.zero_stage else {"weights": whole}
+
+
+def _published(sizes: Sizes) -> dict[str, int]:
+    """Tensors leave one after the other; ZeRO-3 gathers a layer at a time, an adapter is added in float32."""
+    merged = (8 + sizes.itemsize) * sizes.largest if sizes.trained < sizes.all else 0
+    gathered = sizes.itemsize * sizes.layer if sizes.is_split and sizes.ranks > 1 else 0
+    return {name: size for name, size in {"one layer": gathered, "one merged weight": merged}.items() if size}
 
 
 def _handed(sizes: Sizes) -> dict[str, int]:

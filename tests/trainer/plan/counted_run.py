@@ -15,19 +15,24 @@ from typing import Any
 
 import torch
 
+from agentrl.engine.checksum import CHUNK_WORDS, WORD_BYTES, checksum_of
 from agentrl.testing import group
 from tests.trainer.trainer_builders import batch, config, divide_small_weights, episode
-from trainer import deepspeed_settings, learner, startup_proof
+from trainer import checkpoint, deepspeed_settings, learner, startup_proof
 from trainer.gradient import handoff
 from trainer.gradient.step_gradient import Estimator
 from trainer.plan.counting import Counter
+from trainer.plan.memory import CHECKSUM_BYTES
+from trainer.weights.source import WeightSource
 
+SCRATCH_ON_CPU = 4 * CHUNK_WORDS * WORD_BYTES
+"""Of the checksum: two chunks of keys, one of products, and one of what is left of a tensor."""
 SHAPE = ((3, 4),)
 NUM_EPISODES = 4
 
 
-def counted(model_dir: Path, sections: dict[str, Any], *, num_groups: int = 1) -> dict[str, int]:
-    """Peak bytes of each phase of the second step, and of the start."""
+def counted(model_dir: Path, out: Path, sections: dict[str, Any], *, num_groups: int = 1) -> dict[str, int]:
+    """Peak bytes of each phase: of the start, of the second step, and of what follows it."""
     with Counter("cpu") as counter, _as_on_a_gpu():
         peaks: dict[str, int] = {}
 
@@ -47,6 +52,10 @@ def counted(model_dir: Path, sections: dict[str, Any], *, num_groups: int = 1) -
             ours.engine.step = timed("step", ours.engine.step)
             for version in range(2):
                 ours.step(batch([_group(number) for number in range(num_groups)], version=version))
+        source = WeightSource(ours.model, dtype=ours.model.dtype)
+        timed("publish", checksum_of)(source)
+        peaks["publish"] += CHECKSUM_BYTES - SCRATCH_ON_CPU
+        timed("checkpoint", checkpoint.save)(ours, out / "states", keep=1)
     return peaks
 
 
@@ -84,7 +93,7 @@ def _replaced(owner: Any, name: str, timed: Callable[..., Any], phase: str | Non
 def main(model_dir: Path, out: Path, sections: str) -> None:
     torch.set_num_threads(1)
     divide_small_weights()
-    peaks = counted(model_dir, json.loads(sections), num_groups=2)
+    peaks = counted(model_dir, out, json.loads(sections), num_groups=2)
     (out / f"{os.environ['RANK']}.json").write_text(json.dumps(peaks))
     torch.distributed.destroy_process_group()
 

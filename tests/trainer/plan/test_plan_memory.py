@@ -60,32 +60,32 @@ def check(real: dict[str, int], planned: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_one_rank(model_dir: Path, stage: int) -> None:
+def test_one_rank(model_dir: Path, tmp_path: Path, stage: int) -> None:
     given = sections(stage)
-    check(counted(model_dir, given), predicted(model_dir, given))
+    check(counted(model_dir, tmp_path, given), predicted(model_dir, given))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_one_rank_in_float32(model_dir: Path, stage: int) -> None:
+def test_one_rank_in_float32(model_dir: Path, tmp_path: Path, stage: int) -> None:
     given = sections(stage, dtype="float32")
-    check(counted(model_dir, given), predicted(model_dir, given))
+    check(counted(model_dir, tmp_path, given), predicted(model_dir, given))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", [{"baseline_norms": "proxy"}, {"preset": "grpo"}], ids=str)
-def test_one_sum_less_without_exact_norms(model_dir: Path, algorithm: dict[str, str]) -> None:
+def test_one_sum_less_without_exact_norms(model_dir: Path, tmp_path: Path, algorithm: dict[str, str]) -> None:
     given = sections(1, algorithm=algorithm)
-    check(counted(model_dir, given), predicted(model_dir, given))
+    check(counted(model_dir, tmp_path, given), predicted(model_dir, given))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_an_offloaded_optimizer_is_in_host_memory(model_dir: Path, stage: int) -> None:
+def test_an_offloaded_optimizer_is_in_host_memory(model_dir: Path, tmp_path: Path, stage: int) -> None:
     """Here both are host memory: the GPU's part as planned, and 18 bytes a parameter (12 of the optimizer, 4 of the
     gradient, 2 of the weights to send), in the step one temporary tensor more."""
     given = sections(stage, offload_optimizer=True)
-    real, planned = counted(model_dir, given), predicted(model_dir, given)
+    real, planned = counted(model_dir, tmp_path, given), predicted(model_dir, given)
     settings = config(model_dir, **given)
     size = memory.sizes_of(dry_pass.planned_model(settings, dry_pass.settings_of(settings, None)), settings).trained
     host = {"estimate": 18, "hand-over": 18, "step": 22}

@@ -155,7 +155,7 @@ def memory(setup: Setup, claims: Claims, *, size: str, length: str) -> Measured:
     del learner
     ranks.leave()
     claims.hold(all(peaks.values()), f"phases without memory: {[name for name, peak in peaks.items() if not peak]}")
-    planned = {PLANNED.get(phase.name, phase.name): phase.num_bytes for phase in needs.phases}
+    planned = {PLANNED.get(phase.name, phase.name): phase.num_bytes for phase in needs.methods[0].phases}
     rows = (f"{name} {peak / 1e9:.3g} GB of {planned[name] / 1e9:.3g} planned" for name, peak in peaks.items())
     return {
         "summary": ", ".join(rows),

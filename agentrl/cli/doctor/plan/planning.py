@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from agentrl.cli.doctor.config_checks import Needs, needs
 from agentrl.cli.doctor.plan.cards import Card, pretended
 from agentrl.cli.doctor.plan.engine_memory import EngineNeeds, engine_needs, running
-from agentrl.cli.doctor.plan.records import LearnerNeeds
+from agentrl.cli.doctor.plan.records import GradientNeeds, LearnerNeeds
 from agentrl.cli.doctor.plan.step_time import StepTime, step_time
 from agentrl.config import Config
 from agentrl.engine import memory
@@ -67,6 +67,8 @@ class Plan:
     placement: Placement
     gpus: tuple[GpuPlan, ...]
     learner: LearnerNeeds
+    gradient: GradientNeeds
+    """The first method of `learner` that fits; the last, which takes least, where none does."""
     engine: EngineNeeds
     machine: Needs
     time: StepTime
@@ -95,7 +97,7 @@ def make_plan(config: Config, learner: LearnerNeeds, cards: Sequence[Card], *, m
     )
     smallest = min((cards[gpu] for gpu in placement.used), key=lambda card: card.total_bytes, default=cards[0])
     engine = engine_needs(config, learner.shape, smallest, is_shared=placement.is_shared, mean_tokens=mean)
-    gpus = tuple(_gpu(index, cards[index], placement, learner, engine) for index in placement.used)
+    gradient, gpus = _first_that_fits(cards, placement, learner, engine)
     itemsize = 4 if config.model.dtype == "float32" else 2
     num_parameters = learner.shape.num_parameters
     size = ModelSize(num_parameters=num_parameters, num_bytes=num_parameters * itemsize)
@@ -103,25 +105,47 @@ def make_plan(config: Config, learner: LearnerNeeds, cards: Sequence[Card], *, m
         placement=placement,
         gpus=gpus,
         learner=learner,
+        gradient=gradient,
         engine=engine,
         machine=needs(config, size, placement=placement),
-        time=step_time(config, learner, engine, smallest, mean_tokens=mean),
+        time=step_time(config, learner.shape, gradient.passes, engine, smallest, mean_tokens=mean),
         problems=(*_too_full(gpus), *_no_room_for_kv(config, engine)),
         warnings=tuple(_preempted(config, engine, mean)),
     )
 
 
-def _gpu(index: int, card: Card, placement: Placement, learner: LearnerNeeds, engine: EngineNeeds) -> GpuPlan:
+def _first_that_fits(
+    cards: Sequence[Card], placement: Placement, learner: LearnerNeeds, engine: EngineNeeds
+) -> tuple[GradientNeeds, tuple[GpuPlan, ...]]:
+    for gradient in learner.methods:
+        gpus = tuple(
+            _gpu(cards[index], index=index, placement=placement, gradient=gradient, kept=learner.kept, engine=engine)
+            for index in placement.used
+        )
+        if all(gpu.fits for gpu in gpus):
+            break
+    return gradient, gpus
+
+
+def _gpu(
+    card: Card,
+    *,
+    index: int,
+    placement: Placement,
+    gradient: GradientNeeds,
+    kept: Mapping[str, int],
+    engine: EngineNeeds,
+) -> GpuPlan:
     ranks = [f"rank {rank}" for rank, gpu in enumerate(placement.ranks) if gpu == index]
     engines = [at for at, gpus in enumerate(placement.engines) if index in gpus]
     roles = (*ranks, *(f"engine {at}" if len(placement.engines) > 1 else "engine" for at in engines))
     phases = []
-    for phase in learner.phases if ranks else ():
-        is_awake = phase.name in ("load", "prove", "start", "publish")
+    for phase in gradient.phases if ranks else ():
+        is_awake = phase.name in ("load", "prove", "start", "publish", "checkpoint")
         beside = engine.num_bytes if is_awake else engine.asleep_bytes
         phases.append(_phase(phase.name, phase.parts, len(ranks), beside * len(engines)))
     if engines:
-        phases.append(_phase("generate", learner.kept if ranks else {}, len(ranks), engine.num_bytes * len(engines)))
+        phases.append(_phase("generate", kept if ranks else {}, len(ranks), engine.num_bytes * len(engines)))
     return GpuPlan(index=index, card=card, roles=roles, phases=tuple(phases))
 
 

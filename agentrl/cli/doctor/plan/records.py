@@ -57,12 +57,27 @@ class Phase:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LearnerNeeds:
-    """What one rank needs. Example: `max(phase.num_bytes for phase in needs.phases)`."""
+class GradientNeeds:
+    """One rank under one gradient method. Example: `max(phase.num_bytes for phase in needs.phases)`."""
 
-    shape: ModelShape
+    method: str
+    """A value of `learner.gradient`."""
     phases: tuple[Phase, ...]
     passes: tuple[PassCost, ...]
     """The passes that each pack goes through in a step, in their order."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the largest phase."""
+        return max(phase.num_bytes for phase in self.phases)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerNeeds:
+    """What one rank needs. Example: `needs.methods[0].method` is what `learner.gradient: auto` prefers."""
+
+    shape: ModelShape
+    methods: tuple[GradientNeeds, ...]
+    """The gradient methods that the config allows, the fastest first."""
     kept: Mapping[str, int] = field(default_factory=dict)
     """What stays on the GPU between steps."""

@@ -31,6 +31,8 @@ def print_plan(plan: Plan, found: tuple[Change, Plan] | None, *, console: Consol
     console.print(Text(f"{plan.placement}; on {', '.join(cards)}"))
     for gpus in _alike(plan.gpus):
         console.print(_table(gpus))
+    if len(plan.learner.methods) > 1:
+        console.print(_methods(plan))
     console.print(_machine(plan))
     for line in lines(plan, found):
         console.print(Text(line, style="" if line.startswith(("engine", "a step")) else "bold"))
@@ -58,6 +60,8 @@ def as_json(plan: Plan, found: tuple[Change, Plan] | None) -> dict[str, Any]:
         ],
         "engine": asdict(plan.engine),
         "model": asdict(plan.learner.shape),
+        "gradient": plan.gradient.method,
+        "gradient_peak_bytes": {one.method: one.peak_bytes for one in plan.learner.methods},
         "machine": asdict(plan.machine),
         "time": asdict(plan.time),
         "problems": list(plan.problems),
@@ -106,6 +110,12 @@ def _table(gpus: list[GpuPlan]) -> Table:
         numbers = (phase.learner, phase.engine, phase.num_bytes, free)
         table.add_row(phase.name, *map(_gb, numbers), parts, style=style)
     return table
+
+
+def _methods(plan: Plan) -> Text:
+    """The learner's largest phase under each gradient method that the config allows."""
+    peaks = ", ".join(f"{one.method} {_gb(one.peak_bytes)} GB" for one in plan.learner.methods)
+    return Text(f"learner.gradient: {plan.gradient.method} is used, the first that fits of: {peaks}")
 
 
 def _machine(plan: Plan) -> Text:

@@ -5,11 +5,12 @@ Independent of memory.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agentrl.cli.doctor.plan.cards import Card
 from agentrl.cli.doctor.plan.engine_memory import EngineNeeds, running
-from agentrl.cli.doctor.plan.records import LearnerNeeds
+from agentrl.cli.doctor.plan.records import ModelShape, PassCost
 from agentrl.config import Config
 
 MATRIX_SHARE = 0.7
@@ -40,25 +41,33 @@ class StepTime:
         return f"a step takes at least: {both}, for episodes of {self.mean_tokens} tokens; {CEILING}"
 
 
-def step_time(config: Config, learner: LearnerNeeds, engine: EngineNeeds, card: Card, *, mean_tokens: int) -> StepTime:
+def step_time(
+    config: Config,
+    shape: ModelShape,
+    passes: Sequence[PassCost],
+    engine: EngineNeeds,
+    card: Card,
+    *,
+    mean_tokens: int,
+) -> StepTime:
     """The least time of a step of `config` on GPUs of one kind.
 
     Learner: every pass of every token, its products and its traffic one after the other, over the ranks. Generation:
     each decoding step reads the weights and half of the mean context's KV entries of each running sequence.
 
-    Example: `step_time(config, needs, engine, card, mean_tokens=4096).learner_s`.
+    Example: `step_time(config, needs.shape, passes, engine, card, mean_tokens=4096).learner_s`.
     """
     nothing = StepTime(mean_tokens=mean_tokens, learner_s=None, generation_s=None, mfu=None)
     if card.flop_per_s is None or card.bytes_per_s is None or config.model.dtype != "bfloat16":
         return nothing
     num_tokens = config.rollout.groups_per_step * config.rollout.group_size * mean_tokens
     flop, moved = MATRIX_SHARE * card.flop_per_s, BANDWIDTH_SHARE * card.bytes_per_s
-    per_token = sum((one.matrix_flop / flop + one.moved_bytes / moved) / one.num_tokens for one in learner.passes)
+    per_token = sum((one.matrix_flop / flop + one.moved_bytes / moved) / one.num_tokens for one in passes)
     learner_s = num_tokens * per_token / config.learner.num_ranks
-    used = 6 * learner.shape.num_parameters / card.flop_per_s
+    used = 6 * shape.num_parameters / card.flop_per_s
     at_once = max(1, min(running(config), engine.mean_contexts))
     read = engine.weights_bytes + at_once * engine.kv_bytes_per_token * mean_tokens / 2
-    products = 2 * learner.shape.num_parameters * at_once / config.engine.tensor_parallel
+    products = 2 * shape.num_parameters * at_once / config.engine.tensor_parallel
     token_s = max(read / moved, products / flop) / at_once
     generation_s = num_tokens * token_s / config.engine.num_engines
     return StepTime(mean_tokens=mean_tokens, learner_s=learner_s, generation_s=generation_s, mfu=used / per_token)

@@ -20,8 +20,8 @@ log = logging.getLogger(__name__)
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 EXPANDABLE = "expandable_segments:true"
 LESS = (
-    "lower learner.pack_tokens, or set learner.gradient_checkpointing=true, learner.offload_optimizer=true or "
-    "algorithm.baseline_norms=proxy"
+    "lower learner.pack_tokens, or set learner.gradient_checkpointing=true, learner.offload_optimizer=true or, with "
+    "exact norms, learner.gradient=two_pass"
 )
 
 
@@ -45,6 +45,17 @@ class GpuShare:
         if is_shared and torch.cuda.is_available():
             self._total_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
             self._set_cap(engine_sleeps=False)
+
+    @property
+    def step_bytes(self) -> int | None:
+        """What torch may take of the GPU during a step; None without a GPU."""
+        if not torch.cuda.is_available():
+            return None
+        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        if self._cap is None:
+            return total - memory.OUTSIDE_BYTES
+        sleeps = self._engine.sleep_while_training
+        return int(memory.learner_fraction(self._engine, total_bytes=total, engine_sleeps=sleeps) * total)
 
     def begin_step(self) -> None:
         """The engine sleeps from now on, if it does: its memory may be used."""

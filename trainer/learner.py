@@ -27,6 +27,7 @@ from trainer.gradient.norms import total_norm
 from trainer.model import keep_activations, load_model
 from trainer.objective import make_objective, vcpo
 from trainer.objective.reference_kl import coefficient
+from trainer.plan.choice import choose
 from trainer.schedules import rate_factor
 from trainer.split_variance import SplitVariance
 from trainer.step_stats import GroupStats
@@ -53,6 +54,9 @@ class _Update:
 class Learner:
     """The policy and its optimizer. The entry point must have called `ranks.set_defaults`.
 
+    Args:
+        gpu_bytes: what its tensors may take of the GPU, for the choice of a gradient method; None: no limit.
+
     Raises ConfigError if `model.path` cannot be loaded or the architecture cannot be scored exactly.
 
     Example::
@@ -63,7 +67,7 @@ class Learner:
         output.metrics["learner/grad_norm"]
     """
 
-    def __init__(self, config: Config, *, policy_version: int = 0) -> None:
+    def __init__(self, config: Config, *, policy_version: int = 0, gpu_bytes: int | None = None) -> None:
         torch.manual_seed(config.seed)
         self.device = ranks.join(
             timeout_s=config.learner.step_timeout_s, sequence_parallel=config.learner.sequence_parallel
@@ -77,7 +81,8 @@ class Learner:
         self.engine = start_engine(self.model, config)
         """DeepSpeed's engine, which holds the weights and the optimizer."""
         frozen = reference.load(config, self.model)
-        self._method = make_method(self.model, self.engine, config, None if frozen is None else frozen.logprobs)
+        method = ranks.of_first(choose(config, gpu_bytes), str)
+        self._method = make_method(method, self.model, self.engine, config, frozen.logprobs if frozen else None)
         self._split_variance = SplitVariance(
             self.model,
             config.algorithm,

@@ -67,7 +67,7 @@ def run(
     torch.set_num_threads(_num_threads(config.learner))
     share = GpuShare(config.engine, is_shared=shares_gpu)
     with share.explained():
-        learner = Learner(config)
+        learner = Learner(config, gpu_bytes=share.step_bytes)
         if resume is not None:
             checkpoint.load(learner, resume)
     source = WeightSource(learner.model, dtype=getattr(torch, config.model.dtype))

@@ -24,6 +24,8 @@ ENGINE_WORK = 0.1
 """Share of the engine's memory for activations, CUDA graphs and buffers."""
 ASLEEP_BYTES = 2 * 2**30
 """What an engine keeps that sleeps: its CUDA context, CUDA graphs, buffers."""
+FRAGMENTATION = 0.05
+"""Of the learner's tensors: what torch's allocator cannot use. An assumption."""
 OUTSIDE_BYTES = 3 * 2**29
 """What the learner takes outside of torch's allocator, which alone obeys a cap: CUDA context, cuBLAS, NCCL."""
 

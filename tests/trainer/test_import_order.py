@@ -22,12 +22,14 @@ ORDER = (
         "startup_proof",
         "reference",
         "weights",
+        "warmstart",
+        "plan",
         "deepspeed_settings",
         "schedules",
         "learner",
         "checkpoint",
     ),
-    *("orchestrator_client", "loop", "warmstart", "plan", "gpu_report", "__main__"),
+    *("orchestrator_client", "loop", "gpu_report", "__main__"),
 )
 GRADIENT_ORDER = (
     *(

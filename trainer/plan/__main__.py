@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from agentrl.cli.doctor.plan.records import LearnerNeeds, PassCost
+from agentrl.cli.doctor.plan.records import LearnerNeeds
 from agentrl.config import Config
 from agentrl.errors import AgentRLError, ConfigError
 
@@ -34,26 +34,26 @@ def main() -> int:
 
 def answers(configs: list[Config], model_config: Path | None) -> list[LearnerNeeds]:
     """What one rank of each config needs. Raises ConfigError for a model that no config could train."""
-    from trainer.plan import dry_pass, memory
+    from trainer.plan import dry_pass
+    from trainer.plan.needs import needs
 
     settings = dry_pass.settings_of(configs[0], model_config)
     models: dict[str, Any] = {}
 
     def model_of(config: Config) -> Any:
-        key = f"{config.learner.gradient_checkpointing} {config.model}"
+        learner = config.learner
+        kept = (learner.gradient_checkpointing, learner.offload_activations, learner.mlp_tiles)
+        key = f"{kept} {config.model}"
         if key not in models:
             models[key] = dry_pass.planned_model(config, settings)
         return models[key]
 
-    @cache
-    def measured(model: Any, kind: dry_pass.PassKind, num_tokens: int, longest: int) -> PassCost:
-        return dry_pass.measure(model, kind, num_tokens=num_tokens, longest=longest)
-
+    measured = cache(dry_pass.measure)
     found = []
     for config in configs:
         try:
-            model = model_of(config)
-            found.append(memory.needs(config, model, lambda *about, model=model: measured(model, *about)))
+            reference = dry_pass.planned_reference(config, settings)
+            found.append(needs(config, model_of(config), measured, reference=reference))
         except ConfigError as error:
             raise ConfigError(f"the learner refuses this model: {error}") from error
     return found

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from agentrl.cli.doctor.plan.records import PassCost
 from agentrl.config import Config
@@ -18,17 +19,21 @@ from agentrl.errors import ConfigError
 from trainer import lora
 from trainer.gradient import attention
 from trainer.gradient.logprobs import score
+from trainer.gradient.method_choice import is_recorded
 from trainer.gradient.recorded_modules import check_modules, recording, tied_weight
 from trainer.gradient.recorder import Recorder
-from trainer.gradient.sums import GradientSums
+from trainer.gradient.sharded_sums import ShardedSums
+from trainer.gradient.sums import GradientSums, NoSums
 from trainer.model import keep_activations
 from trainer.packing import Pack
 from trainer.plan.counting import Counter
+from trainer.reference import is_base_of_adapters, reference_path
 
 META = torch.device("meta")
 
-PassKind = Literal["forward", "plain", "exact", "proxy"]
-"""The passes of trainer/gradient/passes.py: forward_only, plain, with_norms, proxy_norms."""
+PassKind = Literal["forward", "plain", "recorded", "exact", "sharded", "norms", "proxy"]
+"""The passes of trainer/gradient/passes.py and plain.py: forward_only, differentiate, plain, with_norms into whole or
+divided sums, exact_norms, proxy_norms."""
 
 
 def settings_of(config: Config, model_config: Path | None) -> Any:
@@ -63,26 +68,49 @@ def planned_model(config: Config, settings: Any) -> Any:
         raise ConfigError(f"{config.model.path}: not a causal language model: {error}") from error
     model = model.eval()
     keep_activations(model, config.learner)
-    check_modules(model)
+    check_modules(model, is_recorded=is_recorded(config))
     attention.install(model)
     return model
 
 
-def measure(model: Any, kind: PassKind, *, num_tokens: int, longest: int) -> PassCost:
+def planned_reference(config: Config, settings: Any) -> Any:
+    """The frozen second model of `config`, without content; None where it has none, or it is the policy itself.
+
+    `settings` are the policy's. Raises ConfigError.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if config.model.reference is None or is_base_of_adapters(config.model):
+        return None
+    if (path := reference_path(config.model)) != config.model.path:
+        try:
+            settings = AutoConfig.from_pretrained(path)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"model.reference={path}: no config of a model: {error}") from error
+    with META:
+        model = AutoModelForCausalLM.from_config(settings, dtype=getattr(torch, config.model.dtype))
+        model.tie_weights()
+    attention.install(model)
+    return model.requires_grad_(False).eval()
+
+
+def measure(model: Any, kind: PassKind, num_tokens: int, longest: int) -> PassCost:
     """One pass over a pack of `num_tokens` in segments of `longest` tokens, every token an action.
 
-    Example: `measure(planned_model(config, settings), "plain", num_tokens=16384, longest=8192).peak_bytes`.
+    Example: `measure(planned_model(config, settings), "plain", 16384, 8192).peak_bytes`.
     """
     bounds = (*range(0, num_tokens, longest), num_tokens)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    sums = GradientSums(trained, has_scores=kind == "exact")
-    sums.reset()
-    known = [*model.parameters(), *model.buffers(), *sums.present]
+    sums = _sums(trained, kind)
+    known = [*model.parameters(), *model.buffers(), *(sums.present if sums else ())]
     with Counter("meta", known=known, attention_flop=_attention_flop(model.config, bounds)) as counter:
-        if kind == "forward":
-            score(model, _pack(bounds))
-        else:
-            _backward(model, kind, sums, _pack(bounds))
+        match kind:
+            case "forward":
+                score(model, _pack(bounds))
+            case "plain":
+                _plain_backward(model, trained, _pack(bounds))
+            case _:
+                _recorded_backward(model, sums, _pack(bounds), is_split=kind != "recorded")
     return PassCost(
         num_tokens=num_tokens,
         peak_bytes=counter.peak_bytes,
@@ -91,10 +119,37 @@ def measure(model: Any, kind: PassKind, *, num_tokens: int, longest: int) -> Pas
     )
 
 
-def _backward(model: Any, kind: PassKind, sums: GradientSums, pack: Pack) -> None:
-    is_split = kind != "plain"
+def _sums(trained: list[Tensor], kind: PassKind) -> GradientSums | None:
+    match kind:
+        case "exact" | "recorded":
+            sums = GradientSums(trained, has_scores=kind == "exact")
+        case "sharded":
+            sums = ShardedSums(trained, rank=0, num_ranks=2, scatter=lambda whole: whole[: len(whole) // 2])
+        case "norms":
+            sums = NoSums(trained)
+        case _:
+            return None
+    sums.reset()
+    return sums
+
+
+def _plain_backward(model: Any, trained: list[Tensor], pack: Pack) -> None:
+    """Gradients are dropped as they appear: DeepSpeed's are counted by memory.py."""
+
+    def drop(parameter: Tensor) -> None:
+        parameter.grad = None
+
+    hooks = [one.register_post_accumulate_grad_hook(drop) for one in trained]  # type: ignore[no-untyped-call]
+    try:
+        torch.autograd.backward(score(model, pack, call=model).logprob_N.sum())
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _recorded_backward(model: Any, sums: GradientSums | None, pack: Pack, *, is_split: bool) -> None:
     recorder = Recorder(
-        None if kind == "proxy" else sums,
+        sums,
         bounds=pack.bounds if is_split else (0, pack.bounds[-1]),
         action_bounds=pack.action_bounds if is_split else (0, pack.bounds[-1]),
         has_norms=is_split,

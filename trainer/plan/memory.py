@@ -8,13 +8,12 @@ where the optimizer is divided (all stages but 0 in float32) and 1 otherwise; ev
 |---|---|
 | weights | w A; stage 3: w A / N |
 | optimizer | 8 T / D of AdamW, and 4 T / D of float32 weights where w = 2 or the stage is not 0; offloaded: none |
-| kept gradients | where DeepSpeed has room for them from start to end: 4 T in stages 0 and 1 with w = 2; 4 T / N in stage 3 |
-| sums | one_pass: 4 T, with exact norms 8 T; one_pass_sharded: 8 T / N; plain and two_pass: none |
+| kept gradients | room that DeepSpeed has from start to end; w = 2, stages 0 and 1: 4 T; stage 3: 4 T / N |
+| sums | one_pass: 4 T, with exact norms 8 T; one_pass_sharded: 8 T / N and 4 L; plain, two_pass: none |
 | gathered weights | stage 3, in a pass: w min(A, 1e9) that stay, and w min(A, 5e7) of the next ones |
-| gradients | as a backward leaves them: w T in stages 0 and 1, 4 T / N more in stage 1 with w = 4, 4 T in stage 0 with \
-w = 4 while ranks add theirs; (4 + w) T / N in stage 2; (8 + w) L in stage 3 |
-| step | float32 gradient and square root, 4 T / D each, in stage 3 of at most 1e9 parameters at a time; w = 2 in stages \
-0 and 1: w T and 4 T / D |
+| gradients, w = 2 | as a backward leaves them; stages 0 and 1: 2 T; stage 2: 6 T / N; stage 3: 10 L |
+| gradients, w = 4 | stage 0: 8 T, half of it while ranks add; stage 1: 4 T + 4 T / N; stage 2: 8 T / N; stage 3: 12 L |
+| step | gradient, square root: 4 T / D each, at most of 1e9 parameters in stage 3; w = 2, stages 0, 1: 2 T, 4 T / D |
 | publish | stage 3: w of the largest layer; with adapters, (8 + w) L; 34 MB of the checksum |
 | checkpoint | nothing more: DeepSpeed writes what it holds |
 
@@ -167,7 +166,7 @@ def _start(sizes: Sizes) -> dict[str, int]:
     states = 0 if sizes.learner.offload_optimizer else 8 * sizes.trained // sizes.divisor
     if sizes.is_half and sizes.learner.zero_stage < 2 and not sizes.learner.offload_optimizer:
         states = 4 * sizes.trained + 4 * sizes.trained // sizes.divisor
-    if states + copied > whole + copied:
+    if states >= whole:
         one = {"one weight": sizes.itemsize * sizes.largest} if sizes.is_split else {}
         return {"weights": copied, "optimizer": states, **one}
     return {"weights": whole, "copy": copied}
@@ -179,7 +178,7 @@ def _gradients(sizes: Sizes) -> dict[str, int]:
     if stage == 3:
         return {"one weight": sizes.one_weight}
     if stage == 2:
-        return {"gradients": (4 + sizes.itemsize if sizes.is_half else 4) * mine, "one weight": 4 * sizes.largest}
+        return {"gradients": (4 + sizes.itemsize) * mine}
     if sizes.is_half:
         added = 4 * sizes.trained if sizes.learner.offload_optimizer else 0
         return {"gradients": sizes.itemsize * sizes.trained + added}
@@ -189,10 +188,9 @@ def _gradients(sizes: Sizes) -> dict[str, int]:
 def _handed(sizes: Sizes, sums: int) -> dict[str, int]:
     """A sum exists until its gradient does."""
     stage, mine = sizes.learner.zero_stage, sizes.trained // sizes.ranks
-    if stage >= 2:
-        largest = sizes.one_weight if stage == 3 else 4 * sizes.largest
-        return {"sums": sums, "gradients": 4 * mine if stage == 2 else 0, "one weight": largest}
-    made = sum(_gradients(sizes).values())
+    if stage == 3:
+        return {"sums": sums, "one weight": sizes.one_weight}
+    made = 8 * mine if stage == 2 else sum(_gradients(sizes).values())  # stage 2 joins its parts in the end
     return {"sums" if sums > made else "gradients": max(sums, made), "one weight": 4 * sizes.largest}
 
 

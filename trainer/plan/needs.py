@@ -61,9 +61,7 @@ def gradient_needs(
         sums=sums,
         handed_sums=min(sums, 4 * sizes.trained) if method == "one_pass" else sums // 2,
     )
-    return GradientNeeds(
-        method=method, phases=phases(sizes, passes), passes=(*passes.norms, passes.gradient)
-    )
+    return GradientNeeds(method=method, phases=phases(sizes, passes), passes=(*passes.norms, passes.gradient))
 
 
 def pass_kinds(config: Config, method: GradientMethod) -> tuple[PassKind, ...]:
@@ -88,7 +86,7 @@ def _sums(sizes: Sizes, method: GradientMethod, *, is_exact: bool) -> int:
         case "one_pass":
             return (8 if is_exact else 4) * sizes.trained
         case "one_pass_sharded":
-            return 8 * sizes.trained // sizes.ranks
+            return 8 * sizes.trained // sizes.ranks + 4 * sizes.largest
         case _:
             return 0
 

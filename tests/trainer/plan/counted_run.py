@@ -1,6 +1,6 @@
 """A real learner's first two steps, counted phase by phase. Run under torchrun by test_plan_memory.py for two ranks.
 
-The arguments are the model's folder, where to write the result, and the sections of the config as JSON.
+The arguments are the model's folder, where to write the results, and a JSON list of sections of configs.
 """
 
 from __future__ import annotations
@@ -93,7 +93,9 @@ def _replaced(owner: Any, name: str, timed: Callable[..., Any], phase: str | Non
 def main(model_dir: Path, out: Path, sections: str) -> None:
     torch.set_num_threads(1)
     divide_small_weights()
-    peaks = counted(model_dir, out, json.loads(sections), num_groups=2)
+    peaks = [
+        counted(model_dir, out / str(number), one, num_groups=2) for number, one in enumerate(json.loads(sections))
+    ]
     (out / f"{os.environ['RANK']}.json").write_text(json.dumps(peaks))
     torch.distributed.destroy_process_group()
 

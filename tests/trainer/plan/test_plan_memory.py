@@ -10,12 +10,18 @@ from typing import Any
 
 import pytest
 
-from tests.trainer.plan.counted_run import NUM_EPISODES, counted
+from tests.trainer.plan.counted_run import counted
 from tests.trainer.trainer_builders import config
-from trainer.plan import dry_pass, memory
+from trainer.gradient.method_choice import possible
+from trainer.plan import dry_pass
+from trainer.plan.needs import gradient_needs, sizes_of
 
-BELOW, ABOVE = 0.97, 1.1
+BELOW, ABOVE = 0.96, 1.1
 """Predicted over counted. Less is a run that dies, more a machine that is refused without need."""
+
+
+LENGTH = 6
+"""Tokens of an episode that are read; two make a pack, so that each rank has two packs a step."""
 
 
 @pytest.fixture(scope="module")
@@ -40,23 +46,26 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def sections(stage: int, *, dtype: str = "bfloat16", ranks: int = 1, **others: Any) -> dict[str, Any]:
     algorithm = {"rho_base": 1.0, **others.pop("algorithm", {})}
-    return {"dtype": dtype, "learner": {"zero_stage": stage, "num_ranks": ranks, **others}, "algorithm": algorithm}
+    learner = {"zero_stage": stage, "num_ranks": ranks, "pack_tokens": 2 * LENGTH, **others}
+    return {"dtype": dtype, "learner": learner, "algorithm": algorithm}
 
 
 def predicted(model_dir: Path, given: dict[str, Any]) -> dict[str, int]:
-    settings = config(model_dir, **given)
+    settings = config(model_dir, **given, rollout={"max_context": LENGTH, "max_turn_tokens": 4})
     model = dry_pass.planned_model(settings, dry_pass.settings_of(settings, None))
-    kinds = memory.pass_kinds(settings.algorithm)
-    passes = tuple(dry_pass.measure(model, kind, num_tokens=6 * NUM_EPISODES, longest=6) for kind in kinds)
-    total, longest = memory.PROOF_TOKENS
-    proof = dry_pass.measure(model, "exact", num_tokens=total, longest=longest)
-    found = memory.phases(memory.sizes_of(model, settings), passes, proof=proof, has_scores="exact" in kinds)
-    return {phase.name: phase.num_bytes for phase in found}
+    (method, *_) = possible(settings)
+    found = gradient_needs(settings, method, model, dry_pass.measure)
+    sizes = {phase.name: phase.num_bytes for phase in found.phases}
+    sizes["estimate"] = max(sizes["estimate"], sizes.pop("norms", 0))
+    return sizes
 
 
-def check(real: dict[str, int], planned: dict[str, int]) -> None:
-    ratios = {name: planned[name] / real[name] for name in real}
-    assert all(BELOW <= ratio <= ABOVE for ratio in ratios.values()), ratios
+def check(real: dict[str, int], planned: dict[str, int], *, above: float = ABOVE) -> None:
+    ratios = {name: planned[name] / real[name] for name in real if name in planned}
+    assert all(BELOW <= ratio <= above for ratio in ratios.values()), ratios
+
+
+PLAIN = {"gradient": "plain", "algorithm": {"preset": "grpo"}}
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -66,39 +75,42 @@ def test_one_rank(model_dir: Path, tmp_path: Path, stage: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_one_rank_in_float32(model_dir: Path, tmp_path: Path, stage: int) -> None:
-    given = sections(stage, dtype="float32")
-    check(counted(model_dir, tmp_path, given), predicted(model_dir, given))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("algorithm", [{"baseline_norms": "proxy"}, {"preset": "grpo"}], ids=str)
-def test_one_sum_less_without_exact_norms(model_dir: Path, tmp_path: Path, algorithm: dict[str, str]) -> None:
-    given = sections(1, algorithm=algorithm)
+@pytest.mark.parametrize(
+    "method", [PLAIN, {"gradient": "one_pass"}, {"gradient": "one_pass_sharded"}, {"gradient": "two_pass"}], ids=str
+)
+def test_every_method_on_one_rank(
+    model_dir: Path, tmp_path: Path, stage: int, dtype: str, method: dict[str, Any]
+) -> None:
+    given = sections(stage, dtype=dtype, **method)
     check(counted(model_dir, tmp_path, given), predicted(model_dir, given))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_an_offloaded_optimizer_is_in_host_memory(model_dir: Path, tmp_path: Path, stage: int) -> None:
-    """Here both are host memory: the GPU's part as planned, and 18 bytes a parameter (12 of the optimizer, 4 of the
-    gradient, 2 of the weights to send), in the step one temporary tensor more."""
-    given = sections(stage, offload_optimizer=True)
+    """Here both are host memory: the GPU's part as planned, and what is on the host, in bytes a parameter: 12 of the
+    optimizer, 4 of its gradient, 2 of the weights to send, and from the first backward on a copy of the gradient."""
+    given = sections(stage, offload_optimizer=True, gradient="one_pass")
     real, planned = counted(model_dir, tmp_path, given), predicted(model_dir, given)
     settings = config(model_dir, **given)
-    size = memory.sizes_of(dry_pass.planned_model(settings, dry_pass.settings_of(settings, None)), settings).trained
-    host = {"estimate": 18, "hand-over": 18, "step": 22}
+    size = sizes_of(dry_pass.planned_model(settings, dry_pass.settings_of(settings, None)), settings).trained
+    host = {"estimate": 20, "hand-over": 20, "step": 24}
     check({name: real[name] for name in host}, {name: planned[name] + each * size for name, each in host.items()})
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_two_ranks(model_dir: Path, stage: int, tmp_path: Path) -> None:
-    """The larger of both ranks, which hold different parts."""
-    given = sections(stage, ranks=2)
+def test_two_ranks(model_dir: Path, tmp_path: Path) -> None:
+    """The larger of both ranks, which hold different parts. All in one process each: a start takes longest."""
+    methods = ({"gradient": "one_pass"}, PLAIN, {"gradient": "one_pass_sharded"}, {"gradient": "two_pass"})
+    given = [sections(stage, ranks=2, **method) for stage in range(4) for method in methods]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     module = ["-m", "tests.trainer.plan.counted_run", str(model_dir), str(tmp_path), json.dumps(given)]
     subprocess.run([*command, *module], check=True, timeout=300)
-    both = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    check({name: max(one[name] for one in both) for name in both[0]}, predicted(model_dir, given))
+    for real, one in zip(
+        zip(*(json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)), strict=True),
+        given,
+        strict=True,
+    ):
+        check({name: max(peaks[name] for peaks in real) for name in real[0]}, predicted(model_dir, one), above=1.2)

@@ -19,8 +19,6 @@ from agentrl.engine.model_size import ModelSize
 from agentrl.engine.placement import Placement, place
 from agentrl.engine.vllm_command import ranks_here
 
-FRAGMENTATION = 0.05
-"""Of the learner's tensors: what torch's allocator cannot use. An assumption."""
 SIZES_OF_SEQUENCES = (512, 256, 192, 128, 96, 64, 48, 32, 24, 16, 8, 4, 2, 1)
 
 
@@ -152,7 +150,9 @@ def _gpu(
 def _phase(name: str, parts: Mapping[str, int], num_ranks: int, engine: int) -> GpuPhase:
     tensors = sum(parts.values()) * num_ranks
     outside = memory.OUTSIDE_BYTES * num_ranks
-    return GpuPhase(name=name, learner=round(tensors * (1 + FRAGMENTATION)) + outside, engine=engine, parts=parts)
+    return GpuPhase(
+        name=name, learner=round(tensors * (1 + memory.FRAGMENTATION)) + outside, engine=engine, parts=parts
+    )
 
 
 def _too_full(gpus: Sequence[GpuPlan]) -> list[str]:

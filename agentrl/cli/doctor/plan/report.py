@@ -10,8 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from agentrl.cli.doctor.findings import Finding, fail, ok, warn
-from agentrl.cli.doctor.plan.planning import FRAGMENTATION, GpuPlan, Plan
+from agentrl.cli.doctor.plan.planning import GpuPlan, Plan
 from agentrl.cli.doctor.plan.search import Change
+from agentrl.engine.memory import FRAGMENTATION
 
 NAME = "memory plan"
 HONEST = (

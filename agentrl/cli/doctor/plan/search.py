@@ -89,8 +89,8 @@ def _knobs(config: Config, num_gpus: int) -> Iterator[list[Change]]:
     if stages:
         yield [_set("learner.zero_stage", stage, cost=stage) for stage in stages]
     yield [_set("engine.gpu_memory_fraction", value, cost=3) for value in (0.25, 0.2, 0.15, 0.4, 0.5)]
-    if config.algorithm.baseline in ("opob", "opob_safe") and config.algorithm.baseline_norms == "exact":
-        yield [_set("algorithm.baseline_norms", "proxy", cost=4)]
+    if learner.gradient != "auto":
+        yield [_set("learner.gradient", "auto", cost=1)]
     if not learner.offload_optimizer:
         yield [_set("learner.offload_optimizer", True, cost=6)]
     if config.model.lora is None:

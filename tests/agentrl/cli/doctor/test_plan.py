@@ -74,16 +74,24 @@ def test_a_shipped_config_fits_the_machine_that_its_header_names(path: Path) -> 
 
 
 def test_a_learner_that_gets_no_room_is_told_what_to_write() -> None:
-    """Exact norms of a 7B model on GPUs of 80 GB: two float32 sums on every rank."""
-    config, plan = plan_of("cluster/aime", "8x80")
+    """Exact norms of a 7B model on GPUs of 80 GB, and two float32 sums demanded on every rank."""
+    config, plan = plan_of("cluster/aime", "8x80", "learner.gradient=one_pass")
     assert not plan.fits and "estimate" in plan.problems[0]
     cards = asked_cards("8x80")
     found = nearest(config, cards, here)
     assert found is not None
     change, fitting = found
-    assert str(change) == "algorithm.baseline_norms=proxy" and fitting.fits
+    assert str(change) == "learner.gradient=auto" and fitting.fits
     line = report.finding(plan, found)
-    assert line.status is FindingStatus.FAIL and "algorithm.baseline_norms=proxy" in line.fix
+    assert line.status is FindingStatus.FAIL and "learner.gradient=auto" in line.fix
+
+
+def test_auto_takes_the_first_gradient_method_that_fits() -> None:
+    """A 7B model: two whole sums where there is room for 61 GB of them, else their parts."""
+    large, small = plan_of("aime_8gpu", "8x141")[1], plan_of("aime_8gpu", "8x80")[1]
+    assert [one.method for one in small.learner.methods] == ["one_pass", "one_pass_sharded", "two_pass"]
+    assert (large.gradient.method, small.gradient.method) == ("one_pass", "one_pass_sharded")
+    assert small.fits
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from trainer.gpu_report import methods, workload
 from trainer.gpu_report.methods import CLIP, Step
 from trainer.gpu_report.workload import Sample
 from trainer.gradient import attention, handoff
-from trainer.gradient.method_choice import make_method
+from trainer.gradient.method_choice import make_method, possible
 
 PLAIN_METHOD, TWO_PASS, LOOP = "ours, plain method", "vcpo two passes", "Transformers + DeepSpeed"
 SETTINGS = {
@@ -56,7 +56,8 @@ class Learned:
     def __init__(self, model: Any, samples: Sequence[Sample], config: Config) -> None:
         attention.install(model)
         self._engine = _engine(model, config)
-        self._method = make_method(model, self._engine, config)
+        (method,) = possible(config)
+        self._method = make_method(method, model, self._engine, config)
         self._groups, self._size = methods.groups(samples), len(samples)
 
     def __call__(self) -> list[Tensor]:

@@ -15,7 +15,7 @@ from agentrl.errors import ConfigError
 from tests.trainer.trainer_builders import config, uneven_episodes
 from trainer import packing, ranks
 from trainer.gradient import sequence
-from trainer.gradient.method_choice import chosen
+from trainer.gradient.method_choice import possible
 from trainer.packing import Pack
 
 CPU = torch.device("cpu")
@@ -89,8 +89,8 @@ def test_sums_of_exact_norms_are_refused_where_trajectories_are_divided(tmp_path
     learner = {"num_ranks": 2, "sequence_parallel": 2}
     with pytest.raises(ConfigError, match=f"gradient={method} measures the exact norm of a trajectory that one rank"):
         config(tmp_path, learner={**learner, "gradient": method}, algorithm={"preset": "vcpo"})
-    assert chosen(config(tmp_path, learner=learner, algorithm={"preset": "vcpo"})) == "two_pass"
-    assert chosen(config(tmp_path, learner={**learner, "gradient": "auto"}, algorithm={"preset": "tis"})) != "two_pass"
+    assert possible(config(tmp_path, learner=learner, algorithm={"preset": "vcpo"})) == ("two_pass",)
+    assert possible(config(tmp_path, learner=learner, algorithm={"preset": "tis"})) == ("plain",)
 
 
 def test_columns_of_all_ranks_are_the_row(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from tests.trainer.plan.counted_run import counted
 from tests.trainer.trainer_builders import config
 from trainer.gradient.method_choice import possible
 from trainer.plan import dry_pass
+from trainer.plan.choice import choose
 from trainer.plan.needs import gradient_needs, sizes_of
 
 BELOW, ABOVE = 0.96, 1.1
@@ -72,6 +73,18 @@ PLAIN = {"gradient": "plain", "algorithm": {"preset": "grpo"}}
 def test_one_rank(model_dir: Path, tmp_path: Path, stage: int) -> None:
     given = sections(stage)
     check(counted(model_dir, tmp_path, given), predicted(model_dir, given))
+
+
+def test_auto_takes_the_first_method_that_fits(model_dir: Path) -> None:
+    rollout = {"max_context": LENGTH, "max_turn_tokens": 4}
+    settings = config(model_dir, learner={"num_ranks": 2, "zero_stage": 2, "pack_tokens": 2 * LENGTH}, rollout=rollout)
+    model = dry_pass.planned_model(settings, dry_pass.settings_of(settings, None))
+    names = possible(settings)
+    peaks = [gradient_needs(settings, name, model, dry_pass.measure).peak_bytes for name in names]
+    assert peaks == sorted(peaks, reverse=True)
+    assert choose(settings, None) == choose(settings, 2 * peaks[0]) == "one_pass"
+    assert choose(settings, round(1.06 * peaks[1])) == "one_pass_sharded"  # 5 % for the allocator
+    assert choose(settings, 1) == "two_pass"
 
 
 @pytest.mark.slow

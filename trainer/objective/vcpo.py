@@ -166,5 +166,6 @@ class RhoBase:
         seen = [float(rho) for rho in state.get("on_policy", ())]
         if self._fixed is None and seen:
             self._fixed, self._on_policy = state["fixed"], seen
-        now = f"being learned, {len(self._on_policy)} steps seen" if self._fixed is None else f"{self._fixed:.3f}"
+        so_far = f"being learned, from {len(self._on_policy)} of {NUM_ON_POLICY_STEPS} steps so far"
+        now = so_far if self._fixed is None else f"{self._fixed:.3f}"
         log.info("rho_base is %s", now)

@@ -204,9 +204,12 @@ def variance(groups: Sequence[GroupStats], *, algorithm: AlgorithmConfig, grad_n
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
-def mean_weight(groups: Sequence[GroupStats]) -> float | None:
-    """Mean importance weight of the trajectories whose numbers are finite; None if there is none."""
-    finite = _finite(groups)
+def mean_weight(groups: Sequence[GroupStats], *, max_lag: int | None = None) -> float | None:
+    """Mean importance weight of the trajectories of at most this lag whose numbers are finite; None if there is none.
+
+    `max_lag` None: of any lag.
+    """
+    finite = [one for one in _finite(groups) if max_lag is None or one.lag <= max_lag]
     return float(_weights(finite).mean()) if finite else None
 
 
@@ -217,14 +220,16 @@ def spurious_share(groups: Sequence[GroupStats]) -> float:
     return sum(trajectory.num_silenced for trajectory in finite) / max(1, num_actions)
 
 
-def alarms(mean_weight: float | None, spurious_share: float = 0.0) -> list[str]:
-    """Messages about numbers that need a person's attention now."""
+def alarms(
+    mean_weight: float | None, spurious_share: float = 0.0, *, lower: str = "rollout.max_lag or learner.lr"
+) -> list[str]:
+    """Messages about numbers that need a person's attention now. `lower`: the keys that make the data fresher."""
     found = []
     low, high = HEALTHY_MEAN_WEIGHT
     if mean_weight is not None and not low <= mean_weight <= high:
         found.append(
             f"mean importance weight {mean_weight:.3g} is outside [{low}, {high}]: the policy is leaving the data; "
-            "lower rollout.max_lag or learner.lr"
+            f"lower {lower}"
         )
     if spurious_share > SPURIOUS_SHARE:
         found.append(

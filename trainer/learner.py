@@ -128,7 +128,7 @@ class Learner:
             metrics |= update.metrics()
         grad_norm = None if update is None else update.grad_norm
         metrics |= diagnostics.breakdowns(groups, algorithm=self.config.algorithm, grad_norm=grad_norm)
-        for alarm in diagnostics.alarms(diagnostics.mean_weight(groups), diagnostics.spurious_share(groups)):
+        for alarm in self._alarms(groups):
             log.warning("step %d: %s", self.policy_version + 1, alarm)
         self.policy_version += 1
         step_s = time.perf_counter() - started_s
@@ -213,7 +213,7 @@ class Learner:
             return batch, None
         masked = packing.without_older_tokens(batch)
         num_all, num_left = (sum(one.num_action_tokens for one in b.trajectories()) for b in (batch, masked))
-        return masked, 1 - num_left / max(1, num_all)
+        return masked, 1 - num_left / num_all if num_all else 0.0
 
     def _estimate(self, batch: Batch) -> list[GroupStats]:
         """Leave the gradient in the method. Statistics of all ranks' groups."""
@@ -224,6 +224,14 @@ class Learner:
         return diagnostics.weights(
             groups, max_weight=algorithm.max_weight if algorithm.treatment == "truncate" else None
         )
+
+    def _alarms(self, groups: list[GroupStats]) -> list[str]:
+        """Where groups are replayed, which may have any lag, the mean weight of the others counts."""
+        rollout = self.config.rollout
+        fresh = diagnostics.mean_weight(groups, max_lag=rollout.lag_bound if rollout.replay else None)
+        fresher = "rollout.max_lag" if rollout.max_lag else "rollout.oversample" if rollout.oversample > 1 else None
+        lower = f"{fresher} or learner.lr" if fresher else "learner.lr"
+        return diagnostics.alarms(fresh, diagnostics.spurious_share(groups), lower=lower)
 
     def _penalty(self) -> dict[str, float]:
         algorithm = self.config.algorithm

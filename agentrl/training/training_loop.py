@@ -255,7 +255,7 @@ class TrainingLoop:
         if lag == before:
             return
         floor = self._config.algorithm.ess_floor
-        log.warning("ESS ratio %s, ess_floor %s: groups are now admitted with lag %d", output.ess_ratio, floor, lag)
+        log.warning("ESS ratio %s, ess_floor %s: groups are now admitted with lag %g", output.ess_ratio, floor, lag)
         await self._parts.buffer.set_lag(lag)
 
     def _metrics(self, made: _MadeStep, timing: Mapping[str, float]) -> dict[str, float]:

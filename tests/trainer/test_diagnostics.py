@@ -181,6 +181,13 @@ def test_the_mean_weight_alarms_outside_its_range(mean_weight: float, num_alarms
     assert len(diagnostics.alarms(mean_weight)) == num_alarms
 
 
+def test_the_mean_weight_of_replayed_groups_does_not_alarm() -> None:
+    many = [group(stats(log_weight=0.0, lag=1), stats(log_weight=9.0, lag=40))]
+    assert diagnostics.mean_weight(many, max_lag=2) == 1.0
+    (alarm,) = diagnostics.alarms(diagnostics.mean_weight(many), lower="rollout.oversample or learner.lr")
+    assert alarm.endswith("lower rollout.oversample or learner.lr")
+
+
 def test_no_alarm_for_what_was_not_measured() -> None:
     assert diagnostics.alarms(diagnostics.mean_weight([])) == []
 

@@ -36,6 +36,7 @@ class ScoredTrajectory:
     group_id: int
     index: int  # in its group
     episode: int  # the index in its group of the episode that it is, or is a segment of
+    num_episodes: int  # of its group
     step: int  # optimizer steps made before this one
     score_scale: float  # 1/s
     length: float  # L / c, by which its summed score is divided
@@ -90,6 +91,7 @@ class ScoredTrajectory:
             reward=self.trajectory.reward,
             group=self.group_id,
             episode=self.episode,
+            num_episodes=self.num_episodes,
             advantage_N=self.advantage_N,
             logprob_N=self.log_ratio_N + self.tensors.behavior_logprob_N,
             entropy_N=self.entropy_N,

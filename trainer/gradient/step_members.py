@@ -220,6 +220,7 @@ class StepMembers:
                 group_id=group.group_id,
                 index=index,
                 episode=episode,
+                num_episodes=len(episodes),
                 step=policy_version,
                 score_scale=scale,
                 length=float(length_G[index]),

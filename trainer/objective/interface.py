@@ -48,6 +48,7 @@ class Member:
     reward: float
     group: int
     episode: int = 0  # the index in its group of the episode that it is, or is a segment of
+    num_episodes: int = 0  # of its group, with those that have no action token; 0: only those that are given
     advantage_N: Tensor | None = None  # only where `advantages` gave one a token
     logprob_N: Tensor | None = None  # log pi
     entropy_N: Tensor | None = None  # in nats, of the distribution each token was sampled from

@@ -197,9 +197,7 @@ class PolicyGradient(Objective):
         else:
             log_first_N = log_used_N
         num_clipped = int((log_first_N != log_weight_N).sum())
-        if (
-            self.algorithm.ratio == "suffix"
-        ):  # ratios, since one that is cut changes the weights of all tokens before it
+        if self.algorithm.ratio == "suffix":  # ratios: one that is cut changes the weights of all tokens before it
             num_clipped = ratios.num_cut(member.log_ratio_N, rho=self.algorithm.vtrace_rho, c=self.algorithm.vtrace_c)
         return MemberWeights(
             weight_N=ratios.exp(log_used_N),

@@ -64,14 +64,15 @@ def k3_seed(r_N: Tensor) -> Tensor:
 def with_penalty(members: Sequence[Member], beta: float, centered: Callable[[Tensor, Tensor], Tensor]) -> list[Member]:
     """The members with the advantages of R - beta d in the place of those of R.
 
-    Groups must be complete, except for episodes without action tokens. `centered(value_E, num_actions_E)` subtracts
-    the baseline, which must be linear in its first argument: A(R - beta d) = A(R) - beta A(d).
+    Groups must be complete, except for episodes without action tokens, whose d is 0. `centered(value_E, num_actions_E)`
+    subtracts the baseline, which must be linear in its first argument: A(R - beta d) = A(R) - beta A(d).
     """
     changed = list(members)
     for index_G in by_group(members):
         episodes = sorted({members[i].episode for i in index_G})
-        d_E = torch.zeros(len(episodes), dtype=torch.float64)
-        num_actions_E = torch.zeros(len(episodes), dtype=torch.int64)
+        num_episodes = max(len(episodes), members[index_G[0]].num_episodes)
+        d_E = torch.zeros(num_episodes, dtype=torch.float64)
+        num_actions_E = torch.zeros(num_episodes, dtype=torch.int64)
         for i in index_G:
             position = episodes.index(members[i].episode)
             d_E[position] -= log_ratio_N(members[i]).sum()

@@ -149,6 +149,22 @@ def test_segments_of_an_episode_share_its_divergence() -> None:
     assert [one.advantage for one in changed] == pytest.approx([-0.5, -0.5, -0.5, 1.0])  # d (-1, -1, -4), mean -2
 
 
+@pytest.mark.parametrize(("baseline", "advantage"), [("mean", 0.3 - 0.5 * 0.5), ("leave_one_out", 0.3 - 0.5 * 1.0)])
+def test_an_episode_without_action_tokens_has_no_divergence_and_counts(baseline: str, advantage: float) -> None:
+    algorithm = AlgorithmConfig.model_validate({"preset": "tba", "baseline": baseline, "kl_beta": 0.5})
+    member = Member(
+        log_ratio_N=torch.zeros(1),
+        advantage=0.3,
+        reward=1.0,
+        group=0,
+        num_episodes=2,
+        logprob_N=float64(-1.0),
+        reference_logprob_N=float64(-2.0),
+    )  # d is 1, and 0 for the other episode
+    (weights,) = calls.weigh(make_objective(algorithm), [member])
+    assert _seed(weights, member).tolist() == pytest.approx([advantage])
+
+
 def test_the_coefficient_is_annealed_by_the_step() -> None:
     annealed = {"preset": "reinforce", "kl": "k2", "kl_beta": 0.4, "kl_beta_end": 0.2, "kl_beta_steps": 4}
     logprobs, references = [float64(-1.0)], [float64(-3.0)]

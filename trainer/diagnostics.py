@@ -31,6 +31,9 @@ MIN_SUMS = 4  # for a standard deviation
 SPURIOUS_SHARE = 1e-3
 """Share of spurious tokens above which the bounds are too wide: ten times what STAPO (arXiv 2602.15620) reports."""
 
+MASKED_SHARE = 0.9
+"""Share of action tokens left out by rollout.partial=mask above which a step hardly trains."""
+
 # The compared baselines as functions of a group's weighted score norms, rewards and lengths (per episode).
 # otb would need every token's own score; trainer/split_variance.py measures its variance instead.
 _RULES: Mapping[str, Callable[[Tensor, Tensor, Tensor], Tensor | None]] = {
@@ -221,7 +224,11 @@ def spurious_share(groups: Sequence[GroupStats]) -> float:
 
 
 def alarms(
-    mean_weight: float | None, spurious_share: float = 0.0, *, lower: str = "rollout.max_lag or learner.lr"
+    mean_weight: float | None,
+    spurious_share: float = 0.0,
+    *,
+    masked_share: float = 0.0,
+    lower: str = "rollout.max_lag or learner.lr",
 ) -> list[str]:
     """Messages about numbers that need a person's attention now. `lower`: the keys that make the data fresher."""
     found = []
@@ -235,6 +242,11 @@ def alarms(
         found.append(
             f"{spurious_share:.2%} of the action tokens are left out as spurious, the paper's share is 0.01%: lower "
             "algorithm.spurious.probability, or its bound of the entropy"
+        )
+    if MASKED_SHARE < masked_share < 1:  # where nothing is left the step is refused
+        found.append(
+            f"older weights sampled {masked_share:.0%} of the action tokens, which rollout.partial=mask leaves out: "
+            "lower rollout.oversample, or set rollout.partial=keep"
         )
     return found
 

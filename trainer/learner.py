@@ -128,7 +128,7 @@ class Learner:
             metrics |= update.metrics()
         grad_norm = None if update is None else update.grad_norm
         metrics |= diagnostics.breakdowns(groups, algorithm=self.config.algorithm, grad_norm=grad_norm)
-        for alarm in self._alarms(groups):
+        for alarm in self._alarms(groups, masked_share or 0.0):
             log.warning("step %d: %s", self.policy_version + 1, alarm)
         self.policy_version += 1
         step_s = time.perf_counter() - started_s
@@ -225,13 +225,14 @@ class Learner:
             groups, max_weight=algorithm.max_weight if algorithm.treatment == "truncate" else None
         )
 
-    def _alarms(self, groups: list[GroupStats]) -> list[str]:
+    def _alarms(self, groups: list[GroupStats], masked_share: float) -> list[str]:
         """Where groups are replayed, which may have any lag, the mean weight of the others counts."""
         rollout = self.config.rollout
         fresh = diagnostics.mean_weight(groups, max_lag=rollout.lag_bound if rollout.replay else None)
         fresher = "rollout.max_lag" if rollout.max_lag else "rollout.oversample" if rollout.oversample > 1 else None
         lower = f"{fresher} or learner.lr" if fresher else "learner.lr"
-        return diagnostics.alarms(fresh, diagnostics.spurious_share(groups), lower=lower)
+        spurious_share = diagnostics.spurious_share(groups)
+        return diagnostics.alarms(fresh, spurious_share, masked_share=masked_share, lower=lower)
 
     def _penalty(self) -> dict[str, float]:
         algorithm = self.config.algorithm

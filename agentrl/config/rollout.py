@@ -192,6 +192,19 @@ class RolloutConfig(Section):
             raise ValueError("partial=mask leaves out every token of a group that replay repeats. Set partial=keep")
         return self
 
+    @model_validator(mode="after")
+    def _remembers_what_is_due(self) -> RolloutConfig:
+        if self.replay is None:
+            return self
+        num_due = math.ceil(round(self.groups_per_step * (1 / self.replay.recent - 1), 6))
+        if num_due > self.replay.capacity:
+            raise ValueError(
+                f"replay.recent={self.replay.recent:g} with groups_per_step={self.groups_per_step} adds up to "
+                f"{num_due} earlier groups to a batch, and replay.capacity={self.replay.capacity} are remembered. Set "
+                f"replay.capacity={num_due} or more, or a larger replay.recent"
+            )
+        return self
+
     @property
     def lag_bound(self) -> int:
         """The largest lag, in whole policy versions.

@@ -188,6 +188,12 @@ def test_the_mean_weight_of_replayed_groups_does_not_alarm() -> None:
     assert alarm.endswith("lower rollout.oversample or learner.lr")
 
 
+@pytest.mark.parametrize(("masked_share", "num_alarms"), [(0.9, 0), (0.95, 1), (1.0, 0)])
+def test_a_step_that_hardly_trains_alarms(masked_share: float, num_alarms: int) -> None:
+    found = diagnostics.alarms(1.0, masked_share=masked_share)
+    assert len(found) == num_alarms and all("lower rollout.oversample" in one for one in found)
+
+
 def test_no_alarm_for_what_was_not_measured() -> None:
     assert diagnostics.alarms(diagnostics.mean_weight([])) == []
 

@@ -36,6 +36,12 @@ def test_a_fraction_of_lag_that_is_no_group_is_refused() -> None:
         parse(tree(max_lag=0.1), source="x")
 
 
+def test_replay_that_remembers_too_few_groups_is_refused() -> None:
+    parse(tree(replay={"recent": 0.2, "capacity": 32}), source="x")
+    with pytest.raises(ConfigError, match=r"adds up to 32 earlier groups .* Set replay.capacity=32 or more"):
+        parse(tree(replay={"recent": 0.2, "capacity": 31}), source="x")
+
+
 @pytest.mark.parametrize(
     ("rollout", "what"),
     [

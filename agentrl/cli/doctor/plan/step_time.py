@@ -60,14 +60,18 @@ def step_time(
     nothing = StepTime(mean_tokens=mean_tokens, learner_s=None, generation_s=None, mfu=None)
     if card.flop_per_s is None or card.bytes_per_s is None or config.model.dtype != "bfloat16":
         return nothing
-    num_tokens = config.rollout.groups_per_step * config.rollout.group_size * mean_tokens
+    rollout = config.rollout
+    num_played = rollout.groups_per_step * rollout.num_plays * mean_tokens
+    num_trained = float(rollout.groups_per_step * rollout.group_size * mean_tokens)
+    if rollout.replay is not None:
+        num_trained /= rollout.replay.recent
     flop, moved = MATRIX_SHARE * card.flop_per_s, BANDWIDTH_SHARE * card.bytes_per_s
     per_token = sum((one.matrix_flop / flop + one.moved_bytes / moved) / one.num_tokens for one in passes)
-    learner_s = num_tokens * per_token / config.learner.num_ranks
+    learner_s = num_trained * per_token / config.learner.num_ranks
     used = 6 * shape.num_parameters / card.flop_per_s
     at_once = max(1, min(running(config), engine.mean_contexts))
     read = engine.weights_bytes + at_once * engine.kv_bytes_per_token * mean_tokens / 2
     products = 2 * shape.num_parameters * at_once / config.engine.tensor_parallel
     token_s = max(read / moved, products / flop) / at_once
-    generation_s = num_tokens * token_s / config.engine.num_engines
+    generation_s = num_played * token_s / config.engine.num_engines
     return StepTime(mean_tokens=mean_tokens, learner_s=learner_s, generation_s=generation_s, mfu=used / per_token)

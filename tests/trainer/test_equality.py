@@ -129,6 +129,13 @@ TWO_RANKS = {
     "packs divided, stage 1, proxy norms": Setting(
         zero_stage=1, sequence_parallel=2, method="two_pass", algorithm={"preset": "vcpo", "baseline_norms": "proxy"}
     ),
+    "packs divided, stage 3, layers computed again, proxy norms": Setting(
+        zero_stage=3,
+        checkpointing=True,
+        sequence_parallel=2,
+        method="one_pass",
+        algorithm={"preset": "vcpo", "baseline_norms": "proxy"},
+    ),
     "a penalty on adapters, stage 3, packs of unequal number": Setting(
         zero_stage=3,
         pack_tokens=30,

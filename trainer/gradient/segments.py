@@ -18,7 +18,8 @@ kept, the piece's own 2 T I O operations count too, and its addition does not.
 Error of a token product, with u = 2^-24 (Higham, "Accuracy and Stability of Numerical Algorithms", section 3.1): at
 most (I + O + M) u (sum_t |g_t| |x_t|)^2 in any order of addition, for M maps whose products are added up. Pieces of
 tokens cancel where they disagree: for T independent ones the squared norm is 1/T of that parenthesis.
-tests/trainer/gradient/test_segments.py measures the error, which is about 2e-7 of the squared norm.
+tests/trainer/gradient/test_segments.py holds the error to this bound, and without cancellation to 5e-6 of the squared
+norm; at most 6.5e-7 was measured (400 random segments of up to 300 tokens).
 
 Independent of models and sums.
 Shapes: _S tokens of a pack, _n its segments, _m segments of a batch, T tokens of its longest, I and O sizes of a map.

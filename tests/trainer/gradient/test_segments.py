@@ -60,7 +60,10 @@ def rows(num: int, size: int, seed: int, *, shared: float = 0.0) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shared", [0.0, 30.0])
 def test_token_products_are_within_their_bound_and_far_better_in_practice(dtype: torch.dtype, shared: float) -> None:
-    """Activations with a large common part, as of real models, and gradients of either sign. Measured: 2e-7."""
+    """Activations with a large common part, as of real models, and gradients of either sign.
+
+    Over 20 seeds at most 6.5e-7.
+    """
     lengths = [300, 1, 7, 300, 64]
     grad_SO, input_SI = rows(672, 96, 0).to(dtype), rows(672, 160, 1, shared=shared).to(dtype)
     ours = by_tokens(grad_SO, input_SI, lengths)

@@ -122,7 +122,7 @@ class OnePass:
         if sums.has_scores and (settings.zero_stage == 3 or settings.offload_optimizer):
             sum_bytes = 4 * sum(ranks.whole_shape(weight).numel() for weight in sums.parameters)
             log.info(
-                "exact norms: every rank holds two float32 sums of %.3g GB each while it estimates a gradient; with "
-                "algorithm.baseline_norms=proxy it is one",
+                "exact norms: every rank holds two float32 sums of %.3g GB each while it estimates a gradient; "
+                "learner.gradient=one_pass_sharded divides them among ranks, two_pass keeps none",
                 sum_bytes / 1e9,
             )

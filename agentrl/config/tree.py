@@ -342,6 +342,16 @@ class Config(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _has_lag_to_reduce(self) -> Config:
+        floor = self.algorithm.ess_floor
+        if floor is not None and not self.rollout.max_lag:
+            raise ValueError(
+                f"algorithm.ess_floor={floor:g} does nothing with rollout.max_lag=0: there is no lag to reduce. Leave "
+                "it out, or set algorithm.refuse_below"
+            )
+        return self
+
     def _check_reference(self) -> None:
         """Raises ValueError for a reference that is missing, or that nothing uses."""
         given, algorithm = self.model.reference, self.algorithm

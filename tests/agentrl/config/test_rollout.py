@@ -36,6 +36,12 @@ def test_a_fraction_of_lag_that_is_no_group_is_refused() -> None:
         parse(tree(max_lag=0.1), source="x")
 
 
+def test_a_floor_of_the_ess_ratio_needs_lag_to_reduce() -> None:
+    parse(tree(max_lag=0.5) | {"algorithm": {"ess_floor": 0.3}}, source="x")
+    with pytest.raises(ConfigError, match=r"ess_floor=0.3 does nothing with rollout.max_lag=0: .*refuse_below"):
+        parse(tree(max_lag=0) | {"algorithm": {"ess_floor": 0.3}}, source="x")
+
+
 def test_replay_that_remembers_too_few_groups_is_refused() -> None:
     parse(tree(replay={"recent": 0.2, "capacity": 32}), source="x")
     with pytest.raises(ConfigError, match=r"adds up to 32 earlier groups .* Set replay.capacity=32 or more"):

@@ -23,7 +23,8 @@ GradientMethod = Annotated[
     Literal["auto", "plain", "one_pass", "one_pass_sharded", "two_pass"],
     Choices(
         {
-            "auto": "plain without norms; two_pass where it alone can, or norms are by proxy; else one_pass",
+            "auto": "plain without norms; two_pass where it alone can, or norms are by proxy; else the first "
+            "of one_pass, one_pass_sharded (several ranks) and two_pass that fits into the GPU",
             "plain": "DeepSpeed's own backward, without sums: for algorithms without score norms, and any architecture",
             "one_pass": "one backward, into float32 sums on every rank: with exact norms two, 8 bytes a parameter",
             "one_pass_sharded": "the same, each sum divided among the ranks: 8 bytes a parameter over the ranks",
@@ -134,7 +135,8 @@ def method_refusal(
     """
     if method == "plain" and has_norms:
         return (
-            "learner.gradient=plain measures no score norms, and this objective needs them (algorithm.baseline): set "
+            "learner.gradient=plain measures no score norms, and this objective needs them (algorithm.baseline, or "
+            "needs_norms of your class): set "
             "learner.gradient: auto"
         )
     if method == "one_pass_sharded" and not (has_norms and is_exact):

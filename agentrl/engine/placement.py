@@ -188,6 +188,8 @@ def _too_few(engine: EngineConfig, visible: VisibleGpus, num_ranks: int, wanted:
         fix = f"set learner.num_ranks={count - wanted}"
     elif count > num_ranks and wanted > 1:
         fix = f"the engines have room for {count - num_ranks} in all: lower engine.replicas or engine.tensor_parallel"
+    elif count == 1:
+        fix = "set learner.num_ranks=1, engine.replicas=1 and engine.tensor_parallel=1, which share it"
     elif count:
         fix = "lower learner.num_ranks, engine.replicas or engine.tensor_parallel"
     else:

@@ -42,7 +42,10 @@ def make_objective(algorithm: AlgorithmConfig) -> Objective:
 def _load(name: str) -> type[Objective]:
     if name in OBJECTIVES:
         return OBJECTIVES[name]
-    found = load_object(name)
+    try:
+        found = load_object(name)
+    except ConfigError as error:
+        raise ConfigError(f"algorithm.objective={name}: {error}") from error
     if not (isinstance(found, type) and issubclass(found, Objective)):
         raise ConfigError(
             f"algorithm.objective={name} is not an Objective: derive it, `class {name.rpartition(':')[2]}(Objective):` "

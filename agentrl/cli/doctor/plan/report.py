@@ -116,7 +116,8 @@ def _table(gpus: list[GpuPlan]) -> Table:
 def _methods(plan: Plan) -> Text:
     """The learner's largest phase under each gradient method that the config allows."""
     peaks = ", ".join(f"{one.method} {_gb(one.peak_bytes)} GB" for one in plan.learner.methods)
-    return Text(f"learner.gradient: {plan.gradient.method} is used, the first that fits of: {peaks}")
+    fits = "the first that fits of" if plan.fits else "and not everything fits; the learner's tensors take"
+    return Text(f"learner.gradient: {plan.gradient.method} is used, {fits}: {peaks}")
 
 
 def _machine(plan: Plan) -> Text:

@@ -95,7 +95,7 @@ def test_a_machine(
     ("num_gpus", "mask", "num_ranks", "engine", "message"),
     [
         # too few: what there is, what was asked, what would fit
-        (1, None, 2, {}, r"needs 3 GPUs \(learner.num_ranks=2, engine.replicas=1 of .*sees 1 GPU \(0\): lower"),
+        (1, None, 2, {}, r"needs 3 GPUs \(learner.num_ranks=2, engine.replicas=1 of .*sees 1 GPU \(0\): set"),
         (2, None, 2, {}, r"needs 3 GPUs .*sees 2 GPUs: set learner.num_ranks=1$"),
         (8, None, 6, {"replicas": 4}, r"needs 10 GPUs .*set learner.num_ranks=4"),
         (2, None, 1, {"replicas": 2}, r"engines have room for 1 in all: lower engine.replicas"),

@@ -1,9 +1,9 @@
 """Proves at start, on short texts, that the model's packed log-probabilities and per-trajectory gradients are exact.
 
 An architecture with an unsupported feature is refused by name instead of being trained wrongly. Runs on the model that
-will be trained, before weights are divided among ranks. Besides the weights it takes one float32 sum of their size:
-autograd's gradients are subtracted from it and dropped as they appear, and the gradients by trajectory are added to the
-same sum, which should then be zero. Independent of episodes and DeepSpeed.
+will be trained, before weights are divided among ranks, some of its weights at a time: besides the model it takes one
+float32 sum of their size. Autograd's gradients are subtracted from it and dropped as they appear, and the gradients by
+trajectory are added to the same sum, which should then be zero. Independent of episodes and DeepSpeed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -34,6 +35,8 @@ log = logging.getLogger(__name__)
 # Largest |packed - unpacked| log-probability in nats; largest relative error of score norms and of the gradient sum.
 LOGPROB_BOUND = {torch.float32: 1e-4, torch.bfloat16: 0.25}
 GRADIENT_BOUND = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+PART_ELEMENTS = 2**29
+"""Parameters that are proven at a time: their sum takes 2 GiB. A larger weight is a part of its own."""
 _LENGTHS = ((9, 4), (5, 1), (17, 8))  # tokens, and how many of the last are actions
 _COEFFICIENTS = (1.0, -0.5, 2.0)
 
@@ -103,25 +106,72 @@ def _prove_alone(model: Any, loaded: str, prove: Callable[[], None], *, reason: 
 
 def _prove(model: Any, *, is_recorded: bool) -> None:
     """Raise ConfigError if the results differ from those of the model's plainest attention and of autograd."""
-    members = _texts(model)
-    sums = GradientSums([p for p in model.parameters() if p.requires_grad], has_scores=False)
-    sums.reset()
-    used = model.config._attn_implementation
-    attention.choose_own(model, "eager")  # others leave out what they cannot compute, a soft cap say
-    own_N, own_norms = _by_autograd(model, members, sums)
-    attention.choose_own(model, used)
-    own_norm = total_norm(sums.total)
-    with ranks.without_sequence_groups():
-        packed_N, norms = (_by_one_pass if is_recorded else _by_plain_pass)(model, members, sums)
-    if ranks.sequence_count() > 1:
-        packed_N = score(model, packing.join(members)).logprob_N
-    difference = total_norm(sums.total) / own_norm
-    _compare(model, packed_N, own_N)
-    norm_error = 0.0 if norms is None else float((norms - own_norms).norm() / own_norms.norm())
-    relative = max(norm_error, float(difference))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    found = [_proven_part(model, part, trained, is_recorded=is_recorded) for part in _parts(trained)]
+    own_n = torch.stack([one.own2_n for one in found]).sum(dim=0).sqrt()
+    norm_n = torch.stack([one.norm2_n for one in found]).sum(dim=0).sqrt()
+    gap = torch.stack([one.gap2 for one in found]).sum() / torch.stack([one.size2 for one in found]).sum()
+    relative = max(float((norm_n - own_n).norm() / own_n.norm()), float(gap.sqrt()))
     if not relative <= GRADIENT_BOUND[model.dtype]:
         of = "by trajectory" if is_recorded else "of packed episodes"
         raise ConfigError(f"{type(model).__name__}: gradients {of} differ from autograd's by {relative:.2g} (relative)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """What the proof found about some of the weights. float64"""
+
+    own2_n: Tensor  # squared score norm of each text, by autograd
+    norm2_n: Tensor  # the same as recorded; by autograd again where nothing is recorded
+    size2: Tensor  # squared norm of autograd's weighted gradient
+    gap2: Tensor  # of its difference from ours
+
+
+def _parts(trained: list[Tensor]) -> Iterator[list[Tensor]]:
+    part: list[Tensor] = []
+    for parameter in trained:
+        if part and sum(one.numel() for one in (*part, parameter)) > PART_ELEMENTS:
+            yield part
+            part = []
+        part.append(parameter)
+    yield part
+
+
+@contextmanager
+def _trained_alone(part: list[Tensor], trained: list[Tensor]) -> Iterator[None]:
+    """Inside, only the weights of `part` have gradients."""
+    inside = {id(parameter) for parameter in part}
+    for parameter in trained:
+        parameter.requires_grad_(id(parameter) in inside)
+    try:
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
+
+
+def _proven_part(model: Any, part: list[Tensor], trained: list[Tensor], *, is_recorded: bool) -> _Part:
+    """Raises ConfigError if log-probabilities differ."""
+    members = _texts(model)
+    sums = GradientSums(part, has_scores=False)
+    sums.reset()
+    used = model.config._attn_implementation
+    attention.choose_own(model, "eager")  # others leave out what they cannot compute, a soft cap say
+    with _trained_alone(part, trained):
+        own_N, own2_n = _by_autograd(model, members, sums)
+    attention.choose_own(model, used)
+    size2 = total_norm(sums.total).square()
+    with ranks.without_sequence_groups():
+        if is_recorded:
+            packed_N, norm2_n = _by_one_pass(model, members, sums)
+        else:
+            with _trained_alone(part, trained):
+                packed_N, norm2_n = _by_plain_pass(model, members, sums), own2_n
+    if ranks.sequence_count() > 1:
+        packed_N = score(model, packing.join(members)).logprob_N.detach()
+    _compare(model, packed_N, own_N)
+    gap2 = total_norm(sums.total).square()
+    return _Part(own2_n=own2_n, norm2_n=norm2_n, size2=size2, gap2=gap2)
 
 
 @torch.no_grad()
@@ -167,7 +217,8 @@ def _text(model: Any, index: int, num_tokens: int, num_actions: int) -> ActionTe
 
 
 def _by_autograd(model: Any, members: list[ActionTensors], sums: GradientSums) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and score norms from the model's own logits, text by text; sums -= the weighted gradients.
+    """Log-probabilities and squared score norms from the model's own logits, text by text; sums -= the weighted
+    gradients.
 
     The head is computed in float32, like ours: see trainer/gradient/logprobs.py.
     """
@@ -182,7 +233,7 @@ def _by_autograd(model: Any, members: list[ActionTensors], sums: GradientSums) -
 
         with _each_gradient(sums.parameters, subtract):
             torch.autograd.backward(logprob_N.sum())
-        norms.append(torch.stack(squares).sum().sqrt())
+        norms.append(torch.stack(squares).sum())
         logprobs.append(logprob_N.detach())
     return torch.cat(logprobs), torch.stack(norms)
 
@@ -240,10 +291,10 @@ def _by_one_pass(model: Any, members: list[ActionTensors], sums: GradientSums) -
     with recording(model, recorder):
         logprob_N = score(model, pack, recorder).logprob_N
         torch.autograd.backward(logprob_N, torch.ones_like(logprob_N))
-    return logprob_N.detach(), recorder.norm2_n.clamp(min=0).sqrt()
+    return logprob_N.detach(), recorder.norm2_n.clamp(min=0)
 
 
-def _by_plain_pass(model: Any, members: list[ActionTensors], sums: GradientSums) -> tuple[Tensor, None]:
+def _by_plain_pass(model: Any, members: list[ActionTensors], sums: GradientSums) -> Tensor:
     """Log-probabilities from packs, or from single texts; sums += the weighted gradients that autograd makes."""
 
     def add(index: int, gradient: Tensor) -> None:
@@ -257,4 +308,4 @@ def _by_plain_pass(model: Any, members: list[ActionTensors], sums: GradientSums)
         with _each_gradient(sums.parameters, add):
             torch.autograd.backward(logprob_N, seed_N)
         logprobs.append(logprob_N.detach())
-    return torch.cat(logprobs), None
+    return torch.cat(logprobs)

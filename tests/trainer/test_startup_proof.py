@@ -66,11 +66,24 @@ class TwiceUsed(nn.Module):
         return output
 
 
-def test_a_weight_that_acts_twice_is_refused_by_its_gradients() -> None:
+@pytest.mark.parametrize("part_elements", [startup_proof.PART_ELEMENTS, 5000], ids=["at once", "in parts"])
+def test_a_weight_that_acts_twice_is_refused_by_its_gradients(
+    monkeypatch: pytest.MonkeyPatch, part_elements: int
+) -> None:
+    monkeypatch.setattr(startup_proof, "PART_ELEMENTS", part_elements)
     model = architecture("Qwen3")
     model.model.layers[0].mlp.up_proj = TwiceUsed(model.model.layers[0].mlp.up_proj)
     with pytest.raises(ConfigError, match="gradients by trajectory"):
         startup_proof.prepare(model)
+
+
+@pytest.mark.parametrize("is_recorded", [True, False])
+@pytest.mark.parametrize("name", ["Qwen3", "Qwen2-tied"])
+def test_weights_are_proven_some_at_a_time(monkeypatch: pytest.MonkeyPatch, name: str, is_recorded: bool) -> None:
+    monkeypatch.setattr(startup_proof, "PART_ELEMENTS", 5000)  # the embedding alone is larger
+    model = architecture(name)
+    startup_proof.prepare(model, is_recorded=is_recorded)
+    assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
 
 
 def fresh_adapters() -> Any:

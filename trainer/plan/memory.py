@@ -7,6 +7,7 @@ where the optimizer is divided (all stages but 0 in float32) and 1 otherwise; ev
 | what | bytes |
 |---|---|
 | weights | w A; stage 3: w A / N |
+| proof at the start | 4 bytes for each of 2^29 weights that are proven at a time, or of L |
 | optimizer | 8 T / D of AdamW, and 4 T / D of float32 weights where w = 2 or the stage is not 0; offloaded: none |
 | kept gradients | room that DeepSpeed has from start to end; w = 2, stages 0 and 1: 4 T; stage 3: 4 T / N |
 | sums | one_pass: 4 T, with exact norms 8 T; one_pass_sharded: 8 T / N and 4 L; plain, two_pass: none |
@@ -28,6 +29,7 @@ from dataclasses import dataclass
 from agentrl.cli.doctor.plan.records import PassCost, Phase
 from agentrl.config import LearnerConfig
 from agentrl.engine.checksum import CHUNK_WORDS, ROWS_ON_GPU, WORD_BYTES
+from trainer.startup_proof import PART_ELEMENTS
 
 LIVE_ELEMENTS = 10**9
 """DeepSpeed's stage3_max_live_parameters and sub_group_size."""
@@ -126,7 +128,7 @@ def phases(sizes: Sizes, passes: Passes) -> tuple[Phase, ...]:
     made: Mapping[str, int] = {"sums": passes.sums} if passes.sums else _gradients(sizes)
     found = [
         Phase(name="load", parts=whole),
-        Phase(name="prove", parts={**whole, "sums": 4 * sizes.trained, "pass": passes.proof.peak_bytes}),
+        Phase(name="prove", parts={**whole, "sums": _proof_sum(sizes), "pass": passes.proof.peak_bytes}),
         Phase(name="start", parts=_start(sizes)),
     ]
     if passes.norms:
@@ -155,6 +157,11 @@ def kept_parts(sizes: Sizes) -> dict[str, int]:
 
 def _present(parts: Mapping[str, int]) -> dict[str, int]:
     return {name: size for name, size in parts.items() if size}
+
+
+def _proof_sum(sizes: Sizes) -> int:
+    """Of the weights that are proven at a time."""
+    return 4 * min(sizes.trained, max(PART_ELEMENTS, sizes.largest))
 
 
 def _start(sizes: Sizes) -> dict[str, int]:

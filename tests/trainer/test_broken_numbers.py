@@ -40,7 +40,7 @@ def test_a_rate_that_breaks_the_weights_is_found_before_they_reach_an_engine(
     tiny_model_dir: Path, tiny_model: Any
 ) -> None:
     """A real step at an absurd learning rate."""
-    learner = Learner(config(tiny_model_dir, learner={"lr": 1e12}))
+    learner = Learner(config(tiny_model_dir, learner={"lr": 1e15}))
     with pytest.raises(LearnerError) as found:
         for version in range(3):
             learner.step(batch(mixed_groups(tiny_model), version=version))

@@ -114,7 +114,7 @@ KEYS = [
     says("an option that does not exist", f"{TRAIN} --frobnicate", "No such option: --frobnicate"),
     says("a key of TRL", f"{TRAIN} learner.learning_rate=1e-4", "unknown key; did you mean learner.lr?"),
     says("a key of TRL, in no section", f"{TRAIN} num_generations=8", "did you mean rollout.group_size?"),
-    says("a key for what agentrl does not have", f"{TRAIN} beta=0.04", "there is no KL penalty"),
+    says("TRL's name of a key", f"{TRAIN} beta=0.04", "did you mean algorithm.kl_beta?"),
     says("a key without its section", f"{TRAIN} steps=5", "did you mean train.steps"),
     says("a misspelt section", f"{TRAIN} lerner.lr=1", "did you mean learner?"),
     says("key and value apart", f"{TRAIN} train.steps 5", "write train.steps=5"),

@@ -60,6 +60,8 @@ PROVOKED_ELSEWHERE = {
     "model.path=... is a mixture": "training/test_model_folder.py::test_a_run_refuses_before_anything_starts",
     "one logprob of the probe text": "engine/test_parity.py::"
     "test_an_update_with_one_outlier_is_taken_and_logged_and_one_that_is_off_is_refused",
+    "step ...: mean importance weight": "../trainer/test_diagnostics.py::test_the_mean_weight_alarms_outside_its_range",
+    "rho_base is ...": "../trainer/objective/test_vcpo.py::test_rho_base_is_told_once_it_is_settled",
     "no engine is left": "engine/test_pool.py::test_an_update_that_no_engine_takes_is_an_error",
     "the run needs": "engine/test_placement.py::test_what_cannot_work_is_refused_with_what_would",
     "engine.gpus=... counts": "engine/test_placement.py::test_what_cannot_work_is_refused_with_what_would",

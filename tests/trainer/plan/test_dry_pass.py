@@ -47,15 +47,15 @@ def planned(*overrides: str) -> Config:
 
 
 def test_operations_of_a_7b_pass_by_hand() -> None:
-    """Forward, recomputation and backward: 8 a matrix parameter and token, but 6 of a layer's last, whose product no
-    backward needs; attention: forward twice, backward 2.5 times a forward."""
+    """Forward, recomputation and backward: 8 a matrix parameter and token; attention: forward twice, backward 2.5 times
+    a forward. torch may leave out the recomputation of a layer's last product, which no backward needs."""
     settings = settings_of(planned(), SEVEN)
     cost = measure(planned_model(planned(), settings), "plain", 4096, 4096)
     head, embedding = 152064 * 3584, 152064 * 3584
     matrices = 7_615_616_512 - head - embedding
     attention = 28 * (2 * 2 + 5) * 4096**2 * 28 * 128
-    last = 28 * 3584 * 18944
-    assert cost.matrix_flop == pytest.approx(4096 * (8 * matrices - 2 * last + 8 * head) + attention, rel=0.02)
+    whole, last = 4096 * (8 * matrices + 8 * head) + attention, 4096 * 2 * 28 * 3584 * 18944
+    assert 0.99 * (whole - last) < cost.matrix_flop < 1.01 * whole
 
 
 def test_memory_of_a_pass_grows_with_its_tokens_and_not_with_its_kind() -> None:

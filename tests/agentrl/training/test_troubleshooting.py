@@ -61,6 +61,12 @@ PROVOKED_ELSEWHERE = {
     "one logprob of the probe text": "engine/test_parity.py::"
     "test_an_update_with_one_outlier_is_taken_and_logged_and_one_that_is_off_is_refused",
     "step ...: mean importance weight": "../trainer/test_diagnostics.py::test_the_mean_weight_alarms_outside_its_range",
+    "model.reference=... has another": "../trainer/test_reference.py::"
+    "test_a_teacher_of_another_vocabulary_is_refused_by_name",
+    "model.reference=... does nothing": "../trainer/test_reference.py::"
+    "test_a_config_without_the_model_that_its_objective_needs_is_refused_and_so_is_an_unused_one",
+    "algorithm.objective=... needs a frozen": "../trainer/test_reference.py::"
+    "test_a_config_without_the_model_that_its_objective_needs_is_refused_and_so_is_an_unused_one",
     "rho_base is ...": "../trainer/objective/test_vcpo.py::test_rho_base_is_told_once_it_is_settled",
     "no engine is left": "engine/test_pool.py::test_an_update_that_no_engine_takes_is_an_error",
     "the run needs": "engine/test_placement.py::test_what_cannot_work_is_refused_with_what_would",

@@ -79,6 +79,7 @@ def with_penalty(members: Sequence[Member], beta: float, centered: Callable[[Ten
             num_actions_E[position] += len(members[i].log_ratio_N)
         penalty_E = beta * centered(d_E, num_actions_E)
         for i in index_G:
-            advantage = members[i].advantage - float(penalty_E[episodes.index(members[i].episode)])
-            changed[i] = replace(members[i], advantage=advantage)
+            one, penalty = members[i], float(penalty_E[episodes.index(members[i].episode)])
+            advantage_N = None if one.advantage_N is None else one.advantage_N - penalty
+            changed[i] = replace(one, advantage=one.advantage - penalty, advantage_N=advantage_N)
     return changed

@@ -141,12 +141,14 @@ def test_segments_of_an_episode_share_its_divergence() -> None:
             episode=episode,
             logprob_N=float64(d),
             reference_logprob_N=float64(0.0),
+            advantage_N=float64(0.25),  # of its one token
         )
 
     changed = reference_kl.with_penalty(
         [member(0, -0.25), member(1, -1.0), member(0, -0.75), member(4, -4.0)], 0.5, lambda d_E, _: d_E - d_E.mean()
     )
     assert [one.advantage for one in changed] == pytest.approx([-0.5, -0.5, -0.5, 1.0])  # d (-1, -1, -4), mean -2
+    assert [float(one.token_advantage_N) for one in changed] == pytest.approx([-0.25, -0.25, -0.25, 1.25])
 
 
 @pytest.mark.parametrize(("baseline", "advantage"), [("mean", 0.3 - 0.5 * 0.5), ("leave_one_out", 0.3 - 0.5 * 1.0)])

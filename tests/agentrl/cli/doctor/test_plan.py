@@ -152,6 +152,14 @@ def test_a_step_takes_less_time_on_more_ranks() -> None:
     assert plan_of("quickstart", "1x24")[1].time.learner_s is None  # float32
 
 
+def test_replayed_groups_cost_the_learner_and_surplus_episodes_the_engines() -> None:
+    replay = ["rollout.replay={recent: 0.5, multiplier: 1.5}"]
+    plain, more = (plan_of("aime_8gpu", "8x141", *overrides)[1].time for overrides in ([], replay))
+    assert plain.learner_s and plain.generation_s
+    assert more.learner_s == pytest.approx(2 * plain.learner_s)
+    assert more.generation_s == pytest.approx(1.5 * plain.generation_s)
+
+
 @pytest.mark.parametrize(
     ("asked", "name", "count"),
     [("8x80", "H100", 8), ("1x80GB", "H100", 1), ("2xh200", "H200", 2), ("3x11", "11 GB", 3)],

@@ -8,8 +8,8 @@ There are three ways, depending on what weights and baseline must know first:
 - one pass: a pack's own log-probabilities suffice, its backward follows its forward.
 - one pass with norms (baseline opob): packs hold one group; once its norms are measured its baseline is moved, by means
   of the score sum that the same backward left beside the gradient:  g -= (b* - b_0) sum_i w_i/(s B) score_i.
-- two passes: everything is scored first, with norms where these are by proxy or each episode has its own baseline; then
-  weights and baselines are computed; then every pack is differentiated.
+- two passes: everything is scored first, with norms where these are by proxy, each episode has its own baseline or
+  ranks divide packs; then weights and baselines are computed; then every pack is differentiated.
 
 Independent of DeepSpeed.
 """
@@ -21,6 +21,7 @@ from typing import Any
 
 from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.types import TrajectoryGroup
+from trainer import ranks
 from trainer.gradient.passes import Passes
 from trainer.gradient.scored import ScoredGroup, ScoredTrajectory
 from trainer.gradient.step_members import Gather, ReferenceLogprobs, StepMembers
@@ -59,7 +60,9 @@ class Estimator:
         self._objective = self._members.objective
         self._needs_norms = self._objective.needs_norms
         self._is_exact = algorithm.baseline_norms == "exact"
-        self._has_scores = self._needs_norms and self._is_exact and not self._objective.needs_norms_first
+        # Where ranks divide each pack, its norms are measured over blocks of the weights, of which no sums are kept.
+        moves_baseline = not self._objective.needs_norms_first and ranks.sequence_count() == 1
+        self._has_scores = self._needs_norms and self._is_exact and moves_baseline
         self.parameters = self._members.parameters
         """The trained parameters, in the order of `sums.total`."""
         self.sums = GradientSums(self.parameters, has_scores=self._has_scores)

@@ -82,7 +82,8 @@ class Learner:
         """DeepSpeed's engine, which holds the weights and the optimizer."""
         frozen = reference.load(config, self.model)
         method = ranks.of_first(choose(config, gpu_bytes), str)
-        self._method = make_method(method, self.model, self.engine, config, frozen.logprobs if frozen else None)
+        reference_logprobs = None if frozen is None else frozen.logprobs
+        self._method = make_method(method, self.model, self.engine, config, reference_logprobs)
         self._split_variance = SplitVariance(
             self.model,
             config.algorithm,
@@ -90,6 +91,7 @@ class Learner:
             share=own_share,
             gather=ranks.gather_data,
             reduce=ranks.add_up,
+            reference=reference_logprobs,
         )
         self._rho_base = vcpo.RhoBase(config.algorithm.rho_base)
         self._skipped_steps = 0

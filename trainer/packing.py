@@ -145,8 +145,8 @@ def all_actions(ids_T: Tensor) -> ActionTensors:
 
 
 def shortest(device: torch.device) -> ActionTensors:
-    """A text of two tokens, for a pass whose result nobody needs: other ranks wait for it."""
-    return all_actions(torch.zeros(2, dtype=torch.int64, device=device))
+    """A text that reads two tokens, for a pass whose result nobody needs: other ranks wait for it."""
+    return all_actions(torch.zeros(3, dtype=torch.int64, device=device))
 
 
 def join(members: Sequence[ActionTensors]) -> Pack:

@@ -20,6 +20,7 @@ from agentrl.config.presets import OPTIMAL, Baseline, refusal
 from agentrl.types import TrajectoryGroup
 from trainer.gradient.norms import squared_norm
 from trainer.gradient.step_gradient import Estimator
+from trainer.gradient.step_members import ReferenceLogprobs
 
 COMPARED: tuple[Baseline, ...] = (
     *("none", "mean", "leave_one_out", "length_weighted"),
@@ -51,6 +52,7 @@ class SplitVariance:
 
     Args:
         pack_tokens: budget of a pack.
+        reference: scores packs under the frozen model, for objectives that need it.
         share: the groups of this rank.
         gather: collects a list over ranks.
         reduce: sums a tensor over ranks, in place.
@@ -69,11 +71,12 @@ class SplitVariance:
         share: Callable[[Sequence[TrajectoryGroup]], list[TrajectoryGroup]],
         gather: Callable[[list[Any], Any], list[Any]],
         reduce: Callable[[Tensor], None],
+        reference: ReferenceLogprobs | None = None,
     ) -> None:
         self._model = model
         self._algorithms = comparable(algorithm)
         self._pack_tokens = pack_tokens
-        self._share, self._gather, self._reduce = share, gather, reduce
+        self._share, self._gather, self._reduce, self._reference = share, gather, reduce, reference
 
     def measure(self, groups: Sequence[TrajectoryGroup], *, policy_version: int) -> dict[str, float]:
         """`vitals/split_variance_BASELINE` for each baseline (`own` for a class of the user's).
@@ -96,7 +99,9 @@ class SplitVariance:
         self, parts: Sequence[list[TrajectoryGroup]], algorithm: AlgorithmConfig, policy_version: int
     ) -> float:
         """|g_1 - g_2|^2, over all ranks' shares."""
-        estimator = Estimator(self._model, algorithm, pack_tokens=self._pack_tokens, gather=self._gather)
+        estimator = Estimator(
+            self._model, algorithm, pack_tokens=self._pack_tokens, gather=self._gather, reference=self._reference
+        )
         first, second = (self._gradient(estimator, part, policy_version) for part in parts)
         total = 0.0
         for mine, other in zip(first, second, strict=True):

@@ -23,7 +23,7 @@ from trainer.gradient.recorder import Recorder
 from trainer.gradient.scored import ScoredTrajectory
 from trainer.gradient.sums import GradientSums, NoSums
 from trainer.objective import baselines
-from trainer.packing import ActionTensors, Pack
+from trainer.packing import Pack
 
 Weigh = Callable[[ScoredTrajectory], None]
 """Sets a trajectory's weights, from the log-ratios that the forward left in it."""
@@ -97,17 +97,7 @@ class Passes:
         _keep_norms(members, recorder)
 
     def _join(self, members: Sequence[ScoredTrajectory]) -> Pack:
-        return packing.join([one.tensors for one in members] or [self._dummy()])
-
-    def _dummy(self) -> ActionTensors:
-        ids = torch.zeros(2, dtype=torch.int64, device=self._model.device)
-        return ActionTensors(
-            input_ids_S=ids,
-            predictor_N=ids[1:] + 1,
-            target_N=ids[:1],
-            behavior_logprob_N=torch.zeros(1, dtype=torch.float64),
-            policy_version_N=torch.zeros(1, dtype=torch.int64),
-        )
+        return packing.join([one.tensors for one in members] or [packing.shortest(self._model.device)])
 
     def _recorder(self, pack: Pack, *, is_split: bool, sums: GradientSums | None) -> Recorder:
         part = sequence.part_of(pack)

@@ -182,9 +182,9 @@ def why_not_trainable(model_config: Mapping[str, Any]) -> str | None:
         for key in NUM_EXPERTS:
             if isinstance(count := section.get(key), int) and count > 1:
                 return (
-                    f"is a mixture of experts ({key}: {count} in its config.json): gradients of expert weights cannot "
-                    "be split by trajectory, and transformers fuses them under names that are not the checkpoint's. "
-                    "Take a dense model"
+                    f"is a mixture of experts ({key}: {count} in its config.json): transformers fuses the experts' "
+                    "weights under names that are not the checkpoint's, so the engine would not find them in an "
+                    "update. Take a dense model"
                 )
     return None
 

@@ -229,6 +229,9 @@ class TrainConsole(Terminal):
         table.add_row("after", _quality(summary.after))
         table.add_row("rise", f"{summary.after.avg - summary.before.avg:+.3f}")
         table.add_row("training", f"{summary.num_steps} steps in {summary.train_s / 60:.1f} min")
+        if summary.num_refused:
+            why = f"{summary.num_refused} of them, which changed no weight; logs/learner.log says why"
+            table.add_row("refused", Text(why, style="yellow"))
         table.add_row(
             "async overlap", f"during {summary.overlap:.0%} of the learner's working time the engine generated"
         )

@@ -54,6 +54,7 @@ class Summary:
     overlap: float  # share of the learner's working time during which the engine generated, since its last start
     note: str = ""  # why it ended early; empty if it did not
     signal: LearningSignal = field(default_factory=LearningSignal)  # of all finished groups
+    num_refused: int = 0  # steps that the learner refused: they changed no weight
 
 
 class Observer:

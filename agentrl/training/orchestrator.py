@@ -163,7 +163,7 @@ class Orchestrator:
         await self._exported(session)
         values = {"run/overlap": session.overlap, "run/train_s": train_s, **parts.buffer.pop_signal().metrics()}
         self._metrics.log("event", version, values)
-        evaluations = self._journal.evaluations()
+        evaluations, lines = self._journal.evaluations(), read(self._run.metrics)
         return Summary(
             num_steps=version,
             before=evaluations[min(evaluations)],
@@ -171,7 +171,8 @@ class Orchestrator:
             train_s=train_s,
             overlap=session.overlap,
             note=note,
-            signal=total(signal_in(line.values) for line in read(self._run.metrics)),
+            signal=total(signal_in(line.values) for line in lines),
+            num_refused=int(max((line.values.get("learner/skipped_steps", 0) for line in lines), default=0)),
         )
 
     def _gauges_at(self, version: int) -> Gauges:

@@ -57,10 +57,13 @@ def test_a_whole_run_is_shown(terminal: bool) -> None:
         view.evaluated(before)
         for step in (1, 2, 3):
             view.step(report(step, step_metrics(step)))
-    summary = Summary(num_steps=3, before=before, after=after, train_s=60.0, overlap=0.88, note="cut [red]short[/red]")
+    summary = Summary(
+        num_steps=3, before=before, after=after, train_s=60.0, overlap=0.88, note="cut [red]short[/red]", num_refused=2
+    )
     view.summary(summary, Path("runs/[q]"), Path("runs/[q]/report.html"))
     text = shown(console)
-    for part in ("starting the engine", f"{before.avg:.3f} [", f"{after.avg - before.avg:+.3f}", "88%"):
+    refused = "2 of them, which changed no weight"
+    for part in ("starting the engine", f"{before.avg:.3f} [", f"{after.avg - before.avg:+.3f}", "88%", refused):
         assert part in text
     assert "cut [red]short[/red]" in text and "runs/[q]/report.html" in text
     assert ("\x1b" in text) is terminal

@@ -197,7 +197,9 @@ def _handed(sizes: Sizes, sums: int) -> dict[str, int]:
     stage, mine = sizes.learner.zero_stage, sizes.trained // sizes.ranks
     if stage == 3:
         return {"sums": sums, "one weight": sizes.one_weight}
-    made = 8 * mine if stage == 2 else sum(_gradients(sizes).values())  # stage 2 joins its parts in the end
+    if stage == 2:  # DeepSpeed may hold back a parameter's gradient until its bucket is full
+        return {"sums": sums, "gradients": 4 * mine, "one weight": 4 * sizes.largest}
+    made = sum(_gradients(sizes).values())
     return {"sums" if sums > made else "gradients": max(sums, made), "one weight": 4 * sizes.largest}
 
 

@@ -62,9 +62,9 @@ def predicted(model_dir: Path, given: dict[str, Any]) -> dict[str, int]:
     return sizes
 
 
-def check(real: dict[str, int], planned: dict[str, int], *, above: float = ABOVE) -> None:
+def check(real: dict[str, int], planned: dict[str, int], *, above: float = ABOVE, what: object = None) -> None:
     ratios = {name: planned[name] / real[name] for name in real if name in planned}
-    assert all(BELOW <= ratio <= above for ratio in ratios.values()), ratios
+    assert all(BELOW <= ratio <= above for ratio in ratios.values()), (what, ratios)
 
 
 PLAIN = {"gradient": "plain", "algorithm": {"preset": "grpo"}}
@@ -130,4 +130,9 @@ def test_two_ranks(model_dir: Path, tmp_path: Path) -> None:
         given,
         strict=True,
     ):
-        check({name: max(peaks[name] for peaks in real) for name in real[0]}, predicted(model_dir, one), above=1.2)
+        check(
+            {name: max(peaks[name] for peaks in real) for name in real[0]},
+            predicted(model_dir, one),
+            above=1.2,
+            what=one,
+        )

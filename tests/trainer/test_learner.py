@@ -150,7 +150,7 @@ def test_where_memory_is_short_the_price_of_exact_norms_is_told(
 ) -> None:
     with caplog.at_level(logging.INFO):
         Learner(config(tiny_model_dir, learner={"offload_optimizer": True}, algorithm={"baseline_norms": norms}))
-    assert ("algorithm.baseline_norms=proxy" in caplog.text) == is_told
+    assert ("two_pass keeps none" in caplog.text) == is_told
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -19,7 +19,7 @@ from trainer import ranks
 from trainer.gradient import handoff
 from trainer.gradient.norms import total_norm
 from trainer.gradient.step_gradient import Estimator
-from trainer.gradient.step_members import ReferenceLogprobs
+from trainer.gradient.step_members import ReferenceLogprobs, StepMembers
 from trainer.packing import share_of_rank
 from trainer.step_stats import GroupStats
 
@@ -29,6 +29,22 @@ log = logging.getLogger(__name__)
 def own_share(groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
     """The groups of this rank, where whole groups are dealt out."""
     return share_of_rank(groups, rank=ranks.data_index(), num_ranks=ranks.data_count())
+
+
+def step_members(model: Any, config: Config, reference: ReferenceLogprobs | None) -> StepMembers:
+    """What every method shares, for this process's ranks."""
+    return StepMembers(
+        model,
+        config.algorithm,
+        pack_tokens=config.learner.pack_tokens,
+        gather=ranks.gather_data,
+        reference=reference,
+    )
+
+
+def overflow(gradients: Iterable[Tensor]) -> list[str]:
+    """Why a step with these gradients must be refused; empty where they are finite."""
+    return [] if math.isfinite(float(total_norm(gradients))) else ["the summed gradient overflows"]
 
 
 class GradientMethod(Protocol):
@@ -105,8 +121,7 @@ class OnePass:
 
     def non_finite(self) -> list[str]:
         """Whether this rank's sum overflows."""
-        is_finite = math.isfinite(float(total_norm(self._estimator.sums.total)))
-        return [] if is_finite else ["the summed gradient overflows"]
+        return overflow(self._estimator.sums.total)
 
     def hand_over(self) -> None:
         """Give every parameter's sum away inside DeepSpeed's own backward."""

@@ -9,7 +9,6 @@ Independent of recorders and sums. Shapes: _N action tokens of a pack.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,11 +18,10 @@ from agentrl.config import Config
 from agentrl.types import TrajectoryGroup
 from trainer import ranks
 from trainer.gradient import handoff
-from trainer.gradient.methods import own_share
-from trainer.gradient.norms import total_norm
+from trainer.gradient.methods import overflow, own_share, step_members
 from trainer.gradient.passes import Passes, Weigh, weighted
 from trainer.gradient.scored import ScoredTrajectory
-from trainer.gradient.step_members import ReferenceLogprobs, StepMembers
+from trainer.gradient.step_members import ReferenceLogprobs
 from trainer.gradient.sums import GradientSums
 from trainer.step_stats import GroupStats
 
@@ -66,13 +64,7 @@ class Plain:
 
     def __init__(self, model: Any, engine: Any, config: Config, reference: ReferenceLogprobs | None = None) -> None:
         self._engine = engine
-        self._members = StepMembers(
-            model,
-            config.algorithm,
-            pack_tokens=config.learner.pack_tokens,
-            gather=ranks.gather_data,
-            reference=reference,
-        )
+        self._members = step_members(model, config, reference)
         self._passes = PlainPasses(model, engine)
 
     @property
@@ -101,8 +93,7 @@ class Plain:
 
     def non_finite(self) -> list[str]:
         """Whether this rank's part of the summed gradient overflows."""
-        is_finite = math.isfinite(float(total_norm(handoff.held_gradients(self._engine))))
-        return [] if is_finite else ["the summed gradient overflows"]
+        return overflow(handoff.held_gradients(self._engine))
 
     def hand_over(self) -> None:
         """DeepSpeed has it already."""

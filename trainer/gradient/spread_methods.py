@@ -6,7 +6,6 @@ of theirs. So a group may span packs and ranks, and every rank knows every group
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from agentrl.config import Config
 from agentrl.types import TrajectoryGroup
 from trainer import ranks
 from trainer.gradient import handoff
-from trainer.gradient.norms import total_norm
+from trainer.gradient.methods import overflow, step_members
 from trainer.gradient.passes import Passes
 from trainer.gradient.plain import Plain
 from trainer.gradient.scored import ScoredGroup, ScoredTrajectory
@@ -38,7 +37,7 @@ class OnePassSharded:
 
     def __init__(self, model: Any, engine: Any, config: Config, reference: ReferenceLogprobs | None = None) -> None:
         self._engine = engine
-        self._members = _members(model, config, reference)
+        self._members = step_members(model, config, reference)
         self._sums = ShardedSums(
             self._members.parameters, rank=ranks.index(), num_ranks=ranks.count(), scatter=ranks.add_up_parts
         )
@@ -69,8 +68,7 @@ class OnePassSharded:
 
     def non_finite(self) -> list[str]:
         """Whether this rank's part overflows."""
-        is_finite = math.isfinite(float(total_norm(self._sums.total)))
-        return [] if is_finite else ["the summed gradient overflows"]
+        return overflow(self._sums.total)
 
     def hand_over(self) -> None:
         """Each rank gives its part of every sum, and zeros for the others'."""
@@ -129,16 +127,6 @@ class TwoPass(Plain):
         stats = members.stats(scored, policy_version)
         self._passes.differentiate(members.evenly(packs), members.weigh, num_episodes=num_episodes)
         return stats
-
-
-def _members(model: Any, config: Config, reference: ReferenceLogprobs | None) -> StepMembers:
-    return StepMembers(
-        model,
-        config.algorithm,
-        pack_tokens=config.learner.pack_tokens,
-        gather=ranks.gather_data,
-        reference=reference,
-    )
 
 
 def _mine(members: StepMembers, every: Sequence[ScoredTrajectory]) -> list[ScoredTrajectory]:

@@ -12,7 +12,7 @@ import json
 import random
 import time
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Generator
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator
 from types import TracebackType
 from typing import Any
 from urllib.parse import quote
@@ -57,13 +57,24 @@ class SandboxClient:
         async with SandboxClient.embedded() as client: ...  # starts a local service
     """
 
-    def __init__(self, url: str, token: str | None = None, *, return_timeout_s: float = 0.0) -> None:
-        """`return_timeout_s`: how long opening a session waits for a service that died to be restarted."""
+    def __init__(
+        self, url: str | Callable[[], str], token: str | None = None, *, return_timeout_s: float = 0.0
+    ) -> None:
+        """
+        Args:
+            url: of the service, or a function that gives it where a restarted service may have another.
+            return_timeout_s: how long opening a session waits for a service that died to be restarted.
+        """
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
-        self.url = url.rstrip("/")
+        self._url = url
         self.return_timeout_s = return_timeout_s
         self._closing: set[asyncio.Task[None]] = set()
         self._http: aiohttp.ClientSession | None = None
+
+    @property
+    def url(self) -> str:
+        """Base URL of the service."""
+        return (self._url if isinstance(self._url, str) else self._url()).rstrip("/")
 
     async def __aenter__(self) -> SandboxClient:
         return self

@@ -80,7 +80,7 @@ class SessionRequest(ProtocolModel):
     ttl_s: Annotated[float, Field(gt=0, le=86_400)] | None = None
     """The session is closed after this time without a call."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] | None = None
-    """Seeds `random` and `numpy.random`, again after every loss of state."""
+    """Seeds `random`, `numpy.random` and sympy's generator, again after every loss of state."""
     idempotency_key: Identifier | None = None
 
 

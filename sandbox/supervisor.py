@@ -11,6 +11,7 @@ import json
 import secrets
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +44,9 @@ class Frame(msgspec.Struct):
     traceback: str | None = None
     exit_code: int | None = None
 
+
+# Not the default threads: hostile programs can slow down what uses those, file transfers and the ends of sessions.
+_WATCHDOGS = ThreadPoolExecutor(max_workers=16, thread_name_prefix="sandbox-watchdog")
 
 _decode = msgspec.json.Decoder(Frame).decode
 
@@ -303,7 +307,7 @@ class Interpreter:
     async def _watch(self, call: _Call) -> None:
         while True:
             await asyncio.sleep(WATCH_INTERVAL_S)
-            if await asyncio.to_thread(self._child.is_over_limit):
+            if await asyncio.get_running_loop().run_in_executor(_WATCHDOGS, self._child.is_over_limit):
                 call.is_over_limit = True
                 self._kill()
                 return
@@ -320,8 +324,11 @@ class Interpreter:
         cap: int,
     ) -> ExecResult:
         exited = self._child.exited.result() if self._child.exited.done() else None
+        failed = exited is not None and exited.is_failure
         if call.is_over_limit or (exited is not None and exited.is_oom):
             status = "oom"
+        elif failed:
+            status = "sandbox_error"
         elif status is None:
             status = "crashed" if frame is None else "ok" if frame.ok else "error"
         if exited is not None:
@@ -332,7 +339,7 @@ class Interpreter:
         return ExecResult(
             status=status,
             stdout=call.stdout.text(),
-            stderr=call.stderr.text(),
+            stderr="the process that the session was forked from ended" if failed else call.stderr.text(),
             result=_text(frame.result, cap) if frame and status == "ok" else None,
             traceback=_text(frame.traceback, cap) if frame and status == "error" else None,
             truncated=call.stdout.truncated or call.stderr.truncated or bool(frame and _is_cut(frame, cap)),

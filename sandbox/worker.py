@@ -102,7 +102,7 @@ class Worker:
     def _exec(self, request: dict[str, Any]) -> dict[str, Any]:
         cap = int(request["max_output_bytes"])
         if (seed := request.get("seed")) is not None:
-            _seed(seed)
+            seed_generators(seed)
         streams = self._open_streams(request.get("stdin") or "", cap)
         reply: dict[str, Any] = {"ok": False, "result": None, "traceback": None, "exit_code": None}
         try:
@@ -199,10 +199,13 @@ def _open_beneath(root: str, path: str, flags: int, *, make_parents: bool = Fals
     return fd
 
 
-def _seed(seed: int) -> None:
+def seed_generators(seed: int) -> None:
+    """Seed the global generators of `random`, and of numpy and sympy where they are loaded."""
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed)
+    if "sympy.core.random" in sys.modules:
+        sys.modules["sympy.core.random"].seed(seed)
 
 
 def _flush(raws: list[_Stream]) -> None:

@@ -43,6 +43,7 @@ class Exit:
     cpu_s: float
     peak_rss_bytes: int
     is_oom: bool
+    is_failure: bool = False  # the backend failed; the program did not end it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -57,8 +57,12 @@ class Cgroup:
         return [int(line) for line in processes.read(f"{folder}/cgroup.procs").split()]
 
     def num_oom_kills(self) -> int:
-        """Number of kernel kills for memory in the group since it was made or `reset`."""
+        """Number of kernel kills for memory in the group since it was made, `reset` or `forget_oom_kills`."""
         return self._all_oom_kills() - self._past_oom_kills
+
+    def forget_oom_kills(self) -> None:
+        """Count kernel kills from now on."""
+        self._past_oom_kills = self._all_oom_kills()
 
     def _all_oom_kills(self) -> int:
         if "memory" not in self._folders:
@@ -75,7 +79,7 @@ class Cgroup:
             and int(processes.read(f"{self._folders['memory']}/{name}") or 0) > _MAX_RESIDUE_BYTES
         ):
             return False
-        self._past_oom_kills = self._all_oom_kills()
+        self.forget_oom_kills()
         return True
 
     def remove(self, *, deadline_s: float = 2.0) -> bool:

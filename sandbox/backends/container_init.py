@@ -48,6 +48,7 @@ class Init:
         self._event("hello", version=muxing.PROTOCOL_VERSION)
         control, theirs = socket.socketpair()
         pipes = {channel: os.pipe() for channel in (muxing.STDOUT, muxing.STDERR)}
+        self._past_oom_kills = _oom_kills()
         self._pid = os.fork()
         if self._pid == 0:
             fds = [theirs.detach(), *(pipe[1] for pipe in pipes.values())]
@@ -101,7 +102,7 @@ class Init:
                         exit_code=os.waitstatus_to_exitcode(status),
                         cpu_s=usage.ru_utime + usage.ru_stime,
                         peak_rss_bytes=usage.ru_maxrss * 1024,
-                        is_oom=any(map(cgroups.oom_kills, _OOM_FILES)),
+                        is_oom=_oom_kills() > self._past_oom_kills,
                     )
                     return False
         return True
@@ -192,6 +193,7 @@ class Init:
         os.kill(self._pid, signal.SIGSTOP)  # again, because one of them may have continued it
         self._drain()
         usage = {"cpu_s": processes.cpu_s(self._pid), "peak_rss_bytes": processes.peak_rss_bytes(self._pid)}
+        self._past_oom_kills = _oom_kills()  # what ended in this call must not explain the next call's end
         self._event("settled", is_clean=is_clean, **usage)
 
     def _event(self, name: str, **fields: object) -> None:
@@ -222,6 +224,10 @@ def _set_rlimits(limits: isolate.SessionLimits) -> None:
         has_rest = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1] == 0
         if not has_rest or resource.getrlimit(resource.RLIMIT_FSIZE)[1] != limits.disk_bytes:
             raise
+
+
+def _oom_kills() -> int:
+    return sum(map(cgroups.oom_kills, _OOM_FILES))
 
 
 def _read_exactly(fd: int, num_bytes: int) -> bytes:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from sandbox.backends import isolate
 from sandbox.backends.base import BackendError, BackendSettings, Child
 from sandbox.backends.contained import OVERHEAD_BYTES, ContainedChild, remove
+from sandbox.backends.uids import NUM_UIDS, UidRange
 
 if TYPE_CHECKING:
     import docker
@@ -48,9 +49,7 @@ class DockerBackend:
         self._settings = settings
         self._instance = secrets.token_hex(8)
         self._numbers = itertools.count(1)
-        self._first_uid = secrets.randbelow(
-            isolate.NUM_HOST_UIDS
-        )  # random, so that services on one machine rarely share uids
+        self._uids: UidRange | None = None  # while it runs
         self._client: docker.DockerClient | None = None
         self._runtime = "runc"
         self._environment: dict[str, str | None] = {}
@@ -84,6 +83,7 @@ class DockerBackend:
         inherited = {entry.partition("=")[0] for entry in image.attrs["Config"]["Env"] or []}
         # None removes a variable of the image; Python itself needs two
         self._environment = {**dict.fromkeys(inherited - {"PATH", "PYTHONPATH"}), **isolate.ENVIRONMENT}
+        self._uids = UidRange.claim()
         self._client = client
         self._describe(info)
 
@@ -152,9 +152,10 @@ class DockerBackend:
     def _options(self, number: int) -> dict[str, Any]:
         from docker.types import LogConfig
 
+        assert self._uids is not None
         limits, disk_bytes = self._settings.limits, self._settings.disk_bytes
         # no uid twice at a time: the kernel counts the processes of a uid over all containers
-        uid = isolate.HOST_UID_BASE + (self._first_uid + number) % isolate.NUM_HOST_UIDS
+        uid = self._uids.first + number % NUM_UIDS
         is_gvisor = self._runtime == "runsc"
         memory_bytes = limits.memory_bytes + OVERHEAD_BYTES
         config = {"preload": self._settings.preload, "limits": {**limits.model_dump(), "disk_bytes": disk_bytes}}
@@ -190,6 +191,9 @@ class DockerBackend:
         if self._client is not None:
             client, self._client = self._client, None
             await asyncio.to_thread(self._remove_all, client)
+        if self._uids is not None:
+            self._uids.close()
+            self._uids = None
 
     def _remove_all(self, client: docker.DockerClient) -> None:
         from docker.errors import DockerException

@@ -111,7 +111,9 @@ class ForkedChild:
         if not self.exited.done():
             usage = {"cpu_s": event.get("cpu_s", 0.0), "peak_rss_bytes": event.get("peak_rss_bytes", 0)}
             is_oom = self._cgroup is not None and self._cgroup.num_oom_kills() > 0
-            self.exited.set_result(Exit(exit_code=event.get("exit_code"), is_oom=is_oom, **usage))
+            is_failure = "error" in event  # no program can end the zygote where sessions are isolated
+            exited = Exit(exit_code=event.get("exit_code"), is_oom=is_oom, is_failure=is_failure, **usage)
+            self.exited.set_result(exited)
 
     def join_cgroup(self, parent: CgroupParent) -> None:
         """Put the process into a control group. Blocks for some milliseconds in the kernel. Raises OSError."""
@@ -140,6 +142,8 @@ class ForkedChild:
             for _ in range(_MAX_READS):
                 if self._fds[stream] < 0 or not self._read_output(stream):
                     break
+        if self._cgroup is not None and not self.exited.done():
+            self._cgroup.forget_oom_kills()  # a child's end in this call must not explain the next call's end
         return is_clean
 
     def _strays(self) -> list[int]:
@@ -203,7 +207,7 @@ class ForkedChild:
             return True
         if self.folder is None:  # it has a file system of its own, which limits the size
             return False
-        return folders.size_bytes(self.folder) + processes.deleted_bytes(pids) > self._disk_bytes
+        return folders.size_bytes(self.folder) + processes.deleted_bytes(pids, self.folder) > self._disk_bytes
 
     async def restrict(self, limits: Limits) -> None:
         """See base.Child."""

@@ -17,6 +17,7 @@ from sandbox.backends import isolate
 from sandbox.backends.base import BackendError, BackendSettings
 from sandbox.backends.cgroups import CgroupParent
 from sandbox.backends.forked import ForkedChild
+from sandbox.backends.uids import NUM_UIDS, UidRange
 from sandbox.backends.zygote import Isolation
 
 START_DEADLINE_S = 60.0
@@ -45,6 +46,7 @@ class ForkServer:
         self._children: dict[str, ForkedChild] = {}
         self._numbers = itertools.count(1)
         self._starting = asyncio.Lock()
+        self._uids: UidRange | None = None  # while a zygote runs, and only root has one
         self._folder: str | None = None  # holds the folders of all sessions; the zygote's keeper removes it
 
     async def start(self) -> None:
@@ -52,7 +54,10 @@ class ForkServer:
         async with self._starting:
             if self._socket is not None:
                 return
-            self._launch()
+            try:
+                self._launch()
+            except OSError as error:
+                raise BackendError(f"the zygote could not be started: {error}") from error
             assert self._ready is not None
             try:
                 async with asyncio.timeout(START_DEADLINE_S):
@@ -65,6 +70,8 @@ class ForkServer:
         """Start the zygote from the event loop's thread: the kernel ties the zygote's life to that thread."""
         loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if self._uids is None and os.getuid() == 0 and self._isolation != "none":
+            self._uids = UidRange.claim()
         if self._isolation != "namespaces":
             self._folder = tempfile.mkdtemp(prefix="sandbox-")
             os.chmod(self._folder, 0o711)  # sessions may traverse it, but not list it
@@ -73,6 +80,7 @@ class ForkServer:
             "isolation": self._isolation,
             "preload": self._settings.preload,
             "folder": self._folder,
+            "first_uid": self._uids.first if self._uids else 0,
         }
         root = str(Path(__file__).resolve().parents[2])
         self._process = subprocess.Popen(
@@ -161,10 +169,10 @@ class ForkServer:
 
     def _uid(self, number: int) -> int:
         """A separate host uid for each session if the service may assign uids, else 0: the service's own."""
-        if os.getuid() != 0 or self._isolation == "none":
+        if self._uids is None:
             return 0
-        offset = 1 + number % (isolate.NUM_HOST_UIDS - 1)
-        return offset if self._isolation == "namespaces" else isolate.HOST_UID_BASE + offset
+        offset = 1 + number % (NUM_UIDS - 1)
+        return offset if self._isolation == "namespaces" else self._uids.first + offset
 
     def _make_child(self, uid: int) -> tuple[ForkedChild, list[int]]:
         """A child object with this side's descriptors, and the other side's as [control, stdout, stderr]."""
@@ -211,3 +219,6 @@ class ForkServer:
             self._process = None
         for child in children:
             await child.close()
+        if self._uids is not None:
+            self._uids.close()
+            self._uids = None

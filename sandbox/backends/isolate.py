@@ -16,11 +16,8 @@ import socket
 import sys
 from dataclasses import dataclass
 
-from sandbox.backends import linux, processes, seccomp
+from sandbox.backends import linux, processes, seccomp, uids
 
-HOST_UID_BASE = 1_600_000_000
-"""Host uids of sessions when the service is root: a range that no distribution assigns."""
-NUM_HOST_UIDS = 65_536
 WORK_FOLDER = "/home/sandbox"
 _COVERED_FOLDER = "/.python"
 SESSION_UID = 1000
@@ -120,17 +117,17 @@ def _write(path: str, text: str) -> None:
         file.write(text)
 
 
-def enter_user_namespace(*, build: bool) -> None:
+def enter_user_namespace(*, build: bool, first_uid: int) -> None:
     """Enter new user, pid, mount, net, ipc and uts namespaces as an unprivileged host uid. The caller forks next.
 
-    As root, the root file system must be built already, and a helper maps a range of host uids. A plain user can map
-    only its own uid, and the root file system is built inside (`build`). Raises OSError.
+    As root, the root file system must be built already, and a helper maps the range of host uids from `first_uid` on. A
+    plain user can map only its own uid, and the root file system is built inside (`build`). Raises OSError.
     """
     all_new = linux.CLONE_NEWNS | linux.CLONE_NEWPID | linux.CLONE_NEWNET | linux.CLONE_NEWIPC | linux.CLONE_NEWUTS
     uid, gid = os.getuid(), os.getgid()
     if uid == 0:
         os.setgroups([])
-        _unshare_mapped(linux.CLONE_NEWUSER | all_new)
+        _unshare_mapped(linux.CLONE_NEWUSER | all_new, first_uid)
         os.setresgid(0, 0, 0)
         os.setresuid(0, 0, 0)
     else:
@@ -141,7 +138,7 @@ def enter_user_namespace(*, build: bool) -> None:
         build_root()
 
 
-def _unshare_mapped(flags: int) -> None:
+def _unshare_mapped(flags: int, first_uid: int) -> None:
     """Unshare while a child, which stays real root, waits to write the uid map of this process."""
     ready_read, ready_write = os.pipe()
     target = os.getpid()
@@ -152,7 +149,7 @@ def _unshare_mapped(flags: int) -> None:
         with contextlib.suppress(OSError):
             if os.read(ready_read, 1):
                 for name in ("uid_map", "gid_map"):
-                    _write(f"/proc/{target}/{name}", f"0 {HOST_UID_BASE} {NUM_HOST_UIDS}")
+                    _write(f"/proc/{target}/{name}", f"0 {first_uid} {uids.NUM_UIDS}")
                 status = 0
         os._exit(status)
     os.close(ready_read)

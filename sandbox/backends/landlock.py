@@ -52,6 +52,7 @@ class LandlockBackend:
         )
         self.degraded = [
             "no control groups: memory, disk and processes are watched by polling, CPU is not shared out",
+            "kernel memory of pipes and sockets is not bounded",
             "sessions see the names and sizes of files, though not what is in them",
         ]
         if not is_root:

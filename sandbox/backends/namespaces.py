@@ -40,7 +40,10 @@ class NamespacesBackend:
         try:
             self._cgroups = await asyncio.to_thread(cgroups.open_parent, f"sandbox-{os.getpid()}")
         except OSError as error:
-            self.degraded.append(f"no control groups ({error}): memory is watched by polling, CPU is not shared out")
+            self.degraded.append(
+                f"no control groups ({error}): memory is watched by polling, "
+                "kernel memory of pipes and sockets is not bounded, CPU is not shared out"
+            )
         else:
             missing = {"memory", "pids", "cpu"} - set(self._cgroups.controllers)
             self.degraded += [f"no {name} control group" for name in sorted(missing)]

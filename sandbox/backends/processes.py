@@ -15,9 +15,8 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 def children(pid: int) -> list[int]:
     """Processes that any thread of `pid` forked, or that were orphaned below it. Empty when it is gone."""
     found: list[int] = []
-    with contextlib.suppress(OSError):
-        for task in os.listdir(f"/proc/{pid}/task"):
-            found += map(int, read(f"/proc/{pid}/task/{task}/children").split())
+    for thread in threads(pid):
+        found += map(int, read(f"/proc/{pid}/task/{thread}/children").split())
     return found
 
 
@@ -32,8 +31,20 @@ def descendants(pid: int) -> list[int]:
 
 
 def is_alive(pid: int) -> bool:
-    """False for a process that is gone, or that has ended and was not reaped yet."""
-    return _stat(pid)[:1] not in ([], ["Z"])
+    """False for a process that is gone, or whose last thread has ended and that was not reaped yet.
+
+    A process whose main thread alone has ended looks like a zombie, but its other threads run on.
+    """
+    state = _stat(pid)[:1]
+    return state != [] and (state != ["Z"] or len(threads(pid)) > 1)
+
+
+def threads(pid: int) -> list[str]:
+    """Ids of the threads of a process, also of one whose main thread has ended; empty when it is gone."""
+    try:
+        return os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return []
 
 
 def _stat(pid: int) -> list[str]:
@@ -58,6 +69,15 @@ def read(path: str) -> str:
     return data.decode("utf-8", "replace")
 
 
+def _status(pid: int) -> str:
+    """/proc/PID/status of a thread that still has memory: that of an ended main thread shows none."""
+    status = read(f"/proc/{pid}/status")
+    if "RssAnon:" in status:
+        return status
+    others = (read(f"/proc/{pid}/task/{thread}/status") for thread in threads(pid))
+    return next((other for other in others if "RssAnon:" in other), "")
+
+
 def _kib(status: str, *names: str) -> int:
     """Sum of some lines of /proc/PID/status, in bytes."""
     lines = (line for line in status.splitlines() if line.startswith(names))
@@ -79,7 +99,7 @@ def cpu_s(pid: int) -> float:
 
 def peak_rss_bytes(pid: int) -> int:
     """High-water mark of resident memory; 0 when the process is gone."""
-    return _kib(read(f"/proc/{pid}/status"), "VmHWM:")
+    return _kib(_status(pid), "VmHWM:")
 
 
 def own_memory_bytes(pid: int) -> int:
@@ -88,23 +108,52 @@ def own_memory_bytes(pid: int) -> int:
     Includes memory that it still shares with the process it was forked from. Unlike the proportional share (PSS), this
     can be read for processes of other users.
     """
-    return _kib(read(f"/proc/{pid}/status"), "RssAnon:", "RssShmem:", "VmSwap:")
+    return _kib(_status(pid), "RssAnon:", "RssShmem:", "VmSwap:")
 
 
-def deleted_bytes(pids: Iterable[int]) -> int:
-    """Disk space of deleted files that these processes hold open.
+def deleted_bytes(pids: Iterable[int], folder: str) -> int:
+    """Disk space of deleted files that these processes hold open, or mapped from below `folder`, by any thread.
 
     Misses processes that this one may not inspect: of another uid, in a container without CAP_SYS_PTRACE.
     """
     found: dict[tuple[int, int], int] = {}
     for pid in pids:
-        with contextlib.suppress(OSError):
-            for fd in os.listdir(f"/proc/{pid}/fd"):
-                with contextlib.suppress(OSError):
-                    held = os.stat(f"/proc/{pid}/fd/{fd}")
-                    if stat.S_ISREG(held.st_mode) and held.st_nlink == 0:
-                        found[held.st_dev, held.st_ino] = held.st_blocks * 512
+        for thread in threads(pid):  # a thread may have descriptors of its own
+            found |= _deleted_and_open(f"/proc/{pid}/task/{thread}")
+            for key, num_bytes in _deleted_and_mapped(read(f"/proc/{pid}/task/{thread}/maps"), folder).items():
+                found.setdefault(key, num_bytes)
     return sum(found.values())
+
+
+def _deleted_and_open(folder: str) -> dict[tuple[int, int], int]:
+    """(device, inode) -> bytes of the deleted regular files among the descriptors of a thread."""
+    found: dict[tuple[int, int], int] = {}
+    with contextlib.suppress(OSError):
+        for fd in os.listdir(f"{folder}/fd"):
+            with contextlib.suppress(OSError):
+                held = os.stat(f"{folder}/fd/{fd}")
+                if stat.S_ISREG(held.st_mode) and held.st_nlink == 0:
+                    found[held.st_dev, held.st_ino] = held.st_blocks * 512
+    return found
+
+
+def _deleted_and_mapped(maps: str, folder: str) -> dict[tuple[int, int], int]:
+    """(device, inode) -> mapped bytes of the deleted files below a folder, from /proc/PID/maps.
+
+    Others may be libraries that were upgraded meanwhile.
+
+    >>> _deleted_and_mapped("1000-3000 rw-s 0 08:01 7 /home/a (deleted)", "/home")
+    {(2049, 7): 8192}
+    """
+    found: dict[tuple[int, int], int] = {}
+    for line in maps.splitlines():
+        fields = line.split(maxsplit=5)
+        if len(fields) == 6 and fields[5].endswith(" (deleted)") and fields[5].startswith(f"{folder}/"):
+            begin, _, end = fields[0].partition("-")
+            major, _, minor = fields[3].partition(":")
+            key = os.makedev(int(major, 16), int(minor, 16)), int(fields[4])
+            found[key] = found.get(key, 0) + int(end, 16) - int(begin, 16)
+    return found
 
 
 def num_tasks(uid: int) -> int:
@@ -114,5 +163,5 @@ def num_tasks(uid: int) -> int:
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
                 if entry.stat().st_uid == uid:
-                    total += len(os.listdir(f"/proc/{entry.name}/task"))
+                    total += len(threads(int(entry.name)))
     return total

@@ -24,7 +24,13 @@ _ALLOW, _KILL_PROCESS, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _NAMESPACE_FLAGS = 0x7E020080  # CLONE_NEW* of clone(2), time included
 _CLONE_PARENT = 0x8000  # makes a sibling of the session, which would not be counted to it
 _EXIT_SIGNAL_MASK, _SIGCHLD = 0xFF, 17
-_F_SETSIG = 10
+# F_DUPFD GETFD SETFD GETFL SETFL, record locks (sqlite), F_DUPFD_CLOEXEC, F_GETPIPE_SZ. Not: leases, notifications of
+# files that other programs use, signals for descriptors, larger pipes.
+_FCNTLS = [0, 1, 2, 3, 4, 5, 6, 7, 1030, 1032]
+_SOL_SOCKET, _MSG_OOB = 1, 1
+_SET_OPTIONS = [2, 20, 21]  # SO_REUSEADDR RCVTIMEO SNDTIMEO
+_GET_OPTIONS = [2, 3, 4, 7, 8, 20, 21, 30, 38, 39]  # and TYPE ERROR SNDBUF RCVBUF ACCEPTCONN PROTOCOL DOMAIN
+_FLAGS_ARGUMENT = {"sendto": 3, "recvfrom": 3, "sendmsg": 2, "recvmsg": 2}
 _AF_UNIX = 1
 _STREAMS = [1 | flags for flags in (0, 0x800, 0x80000, 0x80800)]  # SOCK_STREAM, perhaps non-blocking, close-on-exec
 _IOCTLS = [0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451]  # TCGETS TIOCGWINSZ FIONREAD FIONBIO FIONCLEX FIOCLEX
@@ -57,19 +63,41 @@ def program(machine: str, *, shares_host: bool = False) -> bytes:
     flags = [_argument(0), (_JSET, 3, 0, _NAMESPACE_FLAGS | _CLONE_PARENT), (_AND, 0, 0, _EXIT_SIGNAL_MASK)]
     exit_signal: list[Instruction] = [(_JEQ, 2, 0, 0), (_JEQ, 1, 0, _SIGCHLD), refuse, (_RET, 0, 0, _ALLOW)]
     code += _when(special["clone"], [*flags, *exit_signal])
-    code += _when(special["fcntl"], [_argument(1), (_JEQ, 0, 1, _F_SETSIG), refuse, (_RET, 0, 0, _ALLOW)])
     families = [] if shares_host else [_AF_UNIX]  # a socket with a path may belong to any program
     by_value = [(special["socket"], 0, families), (special["ioctl"], 1, _IOCTLS), (special["prctl"], 0, _PRCTLS)]
+    by_value.append((special["fcntl"], 1, _FCNTLS))
     if shares_host:
         by_value.append((syscalls.number_of(machine, "prlimit64"), 0, [0]))  # pid 0: itself
-        by_value.append((syscalls.number_of(machine, "socketpair"), 1, _STREAMS))  # datagrams could go to any path
     for number, argument, values in by_value:
-        body = [_argument(argument)]
-        for value in values:
-            body += [(_JEQ, 0, 1, value), (_RET, 0, 0, _ALLOW)]
-        code += _when(number, [*body, refuse])
+        code += _when(number, [*_one_of(argument, values), refuse])
+    code += _sockets(machine, shares_host=shares_host)
     code.append(refuse)
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in code)
+
+
+def _sockets(machine: str, *, shares_host: bool) -> list[Instruction]:
+    """The rules for calls on socket pairs: AF_UNIX only, few options, no urgent data."""
+    refuse: Instruction = (_RET, 0, 0, _ERRNO | errno.EPERM)
+    allow: Instruction = (_RET, 0, 0, _ALLOW)
+    # under `shares_host` datagrams could go to any path
+    kinds = [*_one_of(1, _STREAMS), refuse] if shares_host else [allow]
+    code = _when(syscalls.number_of(machine, "socketpair"), [_argument(0), (_JEQ, 1, 0, _AF_UNIX), refuse, *kinds])
+    for name, options in (("setsockopt", _SET_OPTIONS), ("getsockopt", _GET_OPTIONS)):
+        level = [_argument(1), (_JEQ, 1, 0, _SOL_SOCKET), refuse]
+        code += _when(syscalls.number_of(machine, name), [*level, *_one_of(2, options), refuse])
+    for name, argument in _FLAGS_ARGUMENT.items():
+        if not (shares_host and name == "sendmsg"):  # it could name any path
+            body = [_argument(argument), (_JSET, 0, 1, _MSG_OOB), refuse, allow]
+            code += _when(syscalls.number_of(machine, name), body)
+    return code
+
+
+def _one_of(argument: int, values: list[int]) -> list[Instruction]:
+    """Allow the call when the argument has one of these values; falls through otherwise."""
+    code = [_argument(argument)]
+    for value in values:
+        code += [(_JEQ, 0, 1, value), (_RET, 0, 0, _ALLOW)]
+    return code
 
 
 def _argument(index: int) -> Instruction:

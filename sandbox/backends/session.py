@@ -65,9 +65,8 @@ def become_worker(fds: list[int], confine: Callable[[], None]) -> NoReturn:
         _arrange_descriptors(fds)
         os.setsid()
         confine()
-        if "numpy" in sys.modules:
-            # otherwise every session without a seed would draw the same numbers
-            sys.modules["numpy"].random.seed(int.from_bytes(os.urandom(4)))
+        # otherwise every session without a seed would draw the same numbers
+        worker.seed_generators(int.from_bytes(os.urandom(4)))
         worker.Worker(_CONTROL_FD, _CONTROL_FD).serve()
     except BaseException:
         with contextlib.suppress(OSError):

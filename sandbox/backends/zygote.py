@@ -32,7 +32,7 @@ def main(config_json: str) -> None:
         linux.die_with_parent(signal.SIGKILL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if config["isolation"] == "namespaces":
-            _enter_namespaces()
+            _enter_namespaces(config["first_uid"])
         else:
             _go_below_a_keeper(config["folder"])
         session.preload(config["preload"])
@@ -67,13 +67,13 @@ def _go_below_a_keeper(folder: str) -> None:
     linux.die_with_parent(signal.SIGKILL)
 
 
-def _enter_namespaces() -> None:
+def _enter_namespaces(first_uid: int) -> None:
     """Move into the shared namespaces. The calling process stays outside, waits, and never returns from here."""
     is_root = os.getuid() == 0
     if is_root:
         linux.unshare(linux.CLONE_NEWNS)
         isolate.build_root()
-    isolate.enter_user_namespace(build=not is_root)
+    isolate.enter_user_namespace(build=not is_root, first_uid=first_uid)
     linux.die_with_parent(signal.SIGKILL)
     if pid := os.fork():
         os.closerange(3, 256)

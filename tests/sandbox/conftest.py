@@ -98,7 +98,7 @@ def own_tmp() -> Iterator[Path]:
         yield Path(folder)
 
 
-def wait_until(condition: Callable[[], object], deadline_s: float = 5.0) -> bool:
+def wait_until(condition: Callable[[], object], deadline_s: float = 20.0) -> bool:
     deadline = time.monotonic() + deadline_s
     while time.monotonic() < deadline:
         if condition():

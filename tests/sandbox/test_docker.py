@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from sandbox.backends import docker as docker_backend
-from sandbox.backends import isolate
+from sandbox.backends import isolate, uids
 from sandbox.backends.base import BackendSettings
 from sandbox.client import SandboxClient, SandboxUnavailable
 from tests.docker_engine import IMAGE
@@ -78,7 +78,7 @@ async def test_a_container_is_as_hard_as_it_says(docker_environment: dict[str, s
     assert "no-new-privileges" in host["SecurityOpt"][0]
     assert host["PidsLimit"] == 33 and host["Memory"] == host["MemorySwap"] > 0 and host["NanoCpus"] == 10**9
     assert host["LogConfig"]["Type"] == "none"
-    assert int(config["User"].split(":")[0]) >= isolate.HOST_UID_BASE
+    assert int(config["User"].split(":")[0]) >= uids.FIRST_UID
     assert not any("TOKEN" in entry or "SECRET" in entry for entry in config["Env"])
 
 

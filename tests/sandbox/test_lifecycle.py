@@ -13,7 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from sandbox.backends.base import BackendSettings
+from sandbox.backends.namespaces import NamespacesBackend
 from sandbox.client import SandboxClient, SandboxUnavailable, SessionLost
+from sandbox.supervisor import Interpreter
 from tests.sandbox.conftest import (
     TOKEN,
     Service,
@@ -117,6 +120,25 @@ def _command(pid: int) -> bytes:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return b""
+
+
+async def test_the_end_of_the_zygote_during_a_call_is_no_crash_of_the_program() -> None:
+    before = descendants(os.getpid())
+    backend = NamespacesBackend(BackendSettings(preload=()))
+    await backend.start()
+    try:
+        interpreter = await Interpreter.start(backend)
+        zygotes = [pid for pid in descendants(os.getpid()) - before if b"backends.zygote" in _command(pid)]
+        order = interpreter.execute("while True: pass", timeout_s=60, max_output_bytes=1000, stdin=None, seed=None)
+        call = asyncio.create_task(order)
+        await asyncio.sleep(0)  # lets it begin
+        os.kill(min(zygotes), signal.SIGKILL)
+        result = await call
+        assert (result.status, result.exit_code) == ("sandbox_error", None)
+        assert "forked from" in result.stderr
+        await interpreter.close()
+    finally:
+        await backend.stop()
 
 
 async def test_a_plain_user_is_told_what_is_weaker() -> None:

@@ -53,6 +53,15 @@ async def test_equal_seeds_give_equal_numbers(client: SandboxClient) -> None:
     assert len(set(results)) == 4
 
 
+async def test_sympy_is_seeded_for_each_session(client: SandboxClient) -> None:
+    drawn = []
+    for seed in (7, 7, 8, None, None):
+        async with client.session(seed=seed) as session:
+            result = await session.exec("from sympy.core.random import rng; rng.random()")
+            drawn.append(result.result)
+    assert drawn[0] == drawn[1] and len(set(drawn)) == 4
+
+
 async def test_a_fresh_interpreter_is_seeded_again(client: SandboxClient) -> None:
     async with client.session(seed=7) as session:
         first = await session.exec("import random; random.random()")
@@ -155,17 +164,21 @@ async def test_a_session_whose_opening_is_cancelled_is_given_back(client: Sandbo
             await asyncio.sleep(0.01)
 
 
+async def until_running(client: SandboxClient, number: int) -> None:
+    async with asyncio.timeout(30):
+        while (await client.health()).running != number:
+            await asyncio.sleep(0.02)
+
+
 async def test_closing_ends_a_running_program(client: SandboxClient) -> None:
     session = await client.open_session()
     running = asyncio.create_task(session.exec("while True: pass", timeout_s=60))
-    await asyncio.sleep(0.3)
+    await until_running(client, 1)
     running.cancel()
     began = time.monotonic()
     await session.close()
-    assert time.monotonic() - began < 1
-    async with asyncio.timeout(3):
-        while (await client.health()).running:
-            await asyncio.sleep(0.05)
+    assert time.monotonic() - began < 20
+    await until_running(client, 0)
 
 
 async def test_a_vanished_client_frees_its_slot(
@@ -174,35 +187,39 @@ async def test_a_vanished_client_frees_its_slot(
     path = f"{session._path}/exec"
     async with httpx.AsyncClient(base_url=service.url, headers={"Authorization": f"Bearer {TOKEN}"}) as other:
         with pytest.raises(httpx.ReadTimeout):
-            await other.post(path, json=order("while True: pass", timeout_s=100), timeout=0.3)
-    async with asyncio.timeout(3):
+            patience = httpx.Timeout(30, read=0.3)
+            await other.post(path, json=order("while True: pass", timeout_s=100), timeout=patience)
+    async with asyncio.timeout(30):
         while (await http.get("/healthz")).json()["running"]:
             await asyncio.sleep(0.05)
     assert (await http.post(path, json=order("1 + 1"))).json()["result"] == "2"
 
 
 async def test_queueing_is_not_charged_to_the_program(client: SandboxClient) -> None:
+    """Seven rounds on four slots: the last programs wait 1.8 s or more, and may run for 1.5 s."""
+
     async def sleeper() -> ExecResult:
         async with client.session() as session:
-            return await session.exec("import time; time.sleep(0.3)", timeout_s=0.6)
+            return await session.exec("import time; time.sleep(0.3)", timeout_s=1.5)
 
-    results = await asyncio.gather(*(sleeper() for _ in range(12)))
+    results = await asyncio.gather(*(sleeper() for _ in range(28)))
     assert {result.status for result in results} == {"ok"}
-    assert max(result.queue_s for result in results) > 0.5
+    assert max(result.queue_s for result in results) > 1.5
 
 
 async def test_what_waited_too_long_is_never_run(client: SandboxClient) -> None:
     async def sleeper() -> ExecResult:
         async with client.session() as session:
-            return await session.exec("import time; time.sleep(1)")
+            return await session.exec("import time; time.sleep(100)", timeout_s=100)
 
     async with asyncio.TaskGroup() as group:
-        for _ in range(4):
-            group.create_task(sleeper())
-        await asyncio.sleep(0.3)
+        sleepers = [group.create_task(sleeper()) for _ in range(4)]
+        await until_running(client, 4)
         async with client.session() as late:
             with pytest.raises(SandboxUnavailable, match="no slot came free"):
                 await late.exec("x = 1", max_queue_s=0.2)
+            for sleeping in sleepers:
+                sleeping.cancel()
             assert (await late.exec("x")).status == "error"
 
 
@@ -285,7 +302,8 @@ async def test_no_body_makes_a_500(service: Service, body: object, key: str) -> 
         await http.delete(f"/v1/sessions/{session_id}")
 
 
-async def test_an_absent_service_raises_after_bounded_retries() -> None:
+async def test_an_absent_service_raises_after_bounded_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sandbox.client.BACKOFF_S", 0.01)
     began = time.monotonic()
     async with SandboxClient("http://127.0.0.1:9") as client:
         with pytest.raises(SandboxUnavailable):
@@ -297,7 +315,7 @@ async def test_closing_a_session_of_a_dead_service_is_quick(client: SandboxClien
     async with client.session() as session, SandboxClient("http://127.0.0.1:9") as nobody:
         began = time.monotonic()
         await SandboxSession(nobody, SessionReply(session_id="x", backend="", limits=session.limits)).close()
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 10
 
 
 def test_importing_the_client_loads_no_server() -> None:

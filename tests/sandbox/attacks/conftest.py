@@ -121,13 +121,13 @@ Healthy = Callable[[], Awaitable[None]]
 
 @pytest.fixture
 def healthy(client: SandboxClient, tier: Tier) -> Healthy:
-    """A check that the service answers at once and that the next session works."""
+    """A check that the service answers soon, also on a busy machine, and that the next session works."""
 
     async def check() -> None:
         began = time.monotonic()
         health = await client.health()
         assert health.backend == tier.backend
-        assert time.monotonic() - began < 1.0
+        assert time.monotonic() - began < 10
         async with client.session() as fresh:
             assert (await fresh.exec("6 * 7", timeout_s=5)).result == "42"
 

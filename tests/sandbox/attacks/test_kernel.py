@@ -26,6 +26,28 @@ SYSCALLS = {  # number on x86_64 (None: only elsewhere), number on aarch64, argu
     "timer_create": (222, 107, "0, 0, 0"),
     "setpgid": (109, 154, "0, 0"),
     "fcntl_setsig": (72, 25, "1, 10, 18"),
+    "lease_of_a_library": (72, 25, "open(__import__('os').__file__).fileno(), 1024, 0"),
+    "fcntl_notify": (72, 25, "__import__('os').open('.', 0), 1026, 0x80000002"),
+    "fcntl_setown": (72, 25, "1, 8, 1"),
+    "fcntl_setown_ex": (72, 25, "1, 15, b'\\1\\0\\0\\0\\1\\0\\0\\0'"),
+    "fcntl_pipe_size": (72, 25, "1, 1031, 1 << 20"),
+    "fcntl_ofd_lock": (72, 25, "1, 37, b'\\0' * 32"),
+    "flock": (73, 32, "open(__import__('os').__file__).fileno(), 2"),
+    "socketpair_tipc": (53, 199, "30, 1, 0, b'\\0' * 8"),
+    "socketpair_rds": (53, 199, "21, 5, 0, b'\\0' * 8"),
+    "socketpair_inet": (53, 199, "2, 1, 0, b'\\0' * 8"),
+    "attach_filter": (54, 208, "PAIR, 1, 26, b'\\0' * 16, 16"),
+    "attach_bpf": (54, 208, "PAIR, 1, 50, b'\\0' * 4, 4"),
+    "pass_credentials": (54, 208, "PAIR, 1, 16, b'\\1\\0\\0\\0', 4"),
+    "send_buffer": (54, 208, "PAIR, 1, 7, b'\\0\\0\\1\\0', 4"),
+    "option_of_tcp": (54, 208, "PAIR, 6, 2, b'\\1\\0\\0\\0', 4"),
+    "peer_credentials": (55, 209, "PAIR, 1, 17, b'\\0' * 12, b'\\x0c\\0\\0\\0'"),
+    "peer_pidfd": (55, 209, "PAIR, 1, 77, b'\\0' * 4, b'\\4\\0\\0\\0'"),
+    "peer_groups": (55, 209, "PAIR, 1, 59, b'\\0' * 64, b'\\x40\\0\\0\\0'"),
+    "urgent_send": (44, 206, "PAIR, b'x', 1, 1, 0, 0"),
+    "urgent_receive": (45, 207, "PAIR, b'x', 1, 1, 0, 0"),
+    "urgent_message": (46, 211, "PAIR, b'\\0' * 56, 1"),
+    "urgent_receive_message": (47, 212, "PAIR, b'\\0' * 56, 1"),
     "clone3": (435, 435, "0, 0"),
     "setns": (308, 268, "3, 0"),
     "pivot_root": (155, 41, "b'.', b'.'"),
@@ -104,7 +126,8 @@ async def test_the_kernels_doors_are_shut(isolated: Tier, session: SandboxSessio
     if number is None:
         pytest.skip("this machine has no such call")
     code = (
-        "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\n"
+        "import ctypes, socket\nlibc = ctypes.CDLL(None, use_errno=True)\n"
+        "pair = socket.socketpair(); PAIR = pair[0].fileno()\n"
         f"result = libc.syscall({number}, {arguments})\nresult, ctypes.get_errno()"
     )
     assert (await session.exec(code)).result in {"(-1, 1)", "(-1, 38)"}  # EPERM, ENOSYS
@@ -136,3 +159,17 @@ async def test_no_capability_and_an_unprivileged_uid(isolated: Tier, session: Sa
     status = dict(line.split(":\t", 1) for line in result.stdout.splitlines() if ":\t" in line)
     assert {status[key].strip() for key in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb")} == {"0" * 16}
     assert (status["Seccomp"].strip(), status["NoNewPrivs"].strip()) == ("2", "1")
+
+
+async def test_what_python_does_with_descriptors_is_allowed(isolated: Tier, session: SandboxSession) -> None:
+    code = (
+        "import asyncio, fcntl, os, socket, sqlite3\n"
+        "async def wait(): await asyncio.sleep(0); return 1\n"
+        "a, b = socket.socketpair(); a.settimeout(1); a.sendall(b'x'); assert b.recv(1) == b'x'\n"
+        "assert a.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0\n"
+        "copy = os.dup(1); fcntl.fcntl(copy, fcntl.F_SETFD, fcntl.FD_CLOEXEC)\n"
+        "file = open('f', 'w'); fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)\n"
+        "database = sqlite3.connect('d'); database.execute('create table t (x)'); database.commit()\n"
+        "asyncio.run(wait())"
+    )
+    assert (await session.exec(code, timeout_s=10)).result == "1"

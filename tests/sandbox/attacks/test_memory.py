@@ -41,6 +41,29 @@ async def test_memory_is_bounded(session: SandboxSession, healthy: Healthy, name
     await healthy()
 
 
+async def test_a_childs_end_for_memory_does_not_explain_a_later_end(isolated: Tier, session: SandboxSession) -> None:
+    children = (
+        "import os, time\nfor _ in range(4):\n  if os.fork() == 0:\n    x = bytearray(15 * 10**7)\n"
+        "    x[::4096] = b'x' * len(x[::4096])\n    time.sleep(30)\nos.wait()"
+    )
+    assert (await session.exec(children, timeout_s=5)).status in {"ok", "oom"}
+    later = await session.exec("import os; os._exit(3)", timeout_s=5)
+    assert (later.status, later.exit_code) == ("crashed", 3)
+
+
+async def test_memory_of_a_process_without_its_main_thread_counts(isolated: Tier, session: SandboxSession) -> None:
+    code = (
+        "import ctypes, os, platform, threading, time\n"
+        "def hold():\n  x = bytearray(10**8); x[::4096] = b'x' * len(x[::4096]); time.sleep(30)\n"
+        "for _ in range(6):\n  if os.fork() == 0:\n    threading.Thread(target=hold, daemon=True).start()\n"
+        "    ctypes.CDLL(None).syscall({'x86_64': 60, 'aarch64': 93}[platform.machine()], 0)\n"
+        "  time.sleep(0.05)\n"
+        "while os.waitpid(-1, os.WNOHANG)[0] == 0: time.sleep(0.01)\n'ended by the kernel'"
+    )
+    result = await session.exec(code, timeout_s=20)
+    assert result.status == "oom" or result.result == "'ended by the kernel'"
+
+
 FOLDERS = {"work": ".", "home": "~", "temporary": "TMPDIR", "tmp": "/tmp", "shared": "/dev/shm"}
 OPEN = "import os, tempfile\nfolder = os.path.expanduser({folder!r}.replace('TMPDIR', tempfile.gettempdir()))\nn = 0\n"
 FILL = {
@@ -53,6 +76,18 @@ FILL = {
     "sparse": "os.truncate(os.open(f'{folder}/f', os.O_CREAT | os.O_RDWR), 10**12)",
     "deleted_large": "fds = []\nwhile n < 40:\n  fds.append(os.open(f'{folder}/f', os.O_CREAT | os.O_RDWR)); "
     "os.unlink(f'{folder}/f')\n  os.write(fds[-1], b'x' * 8 * 10**6); n += 1\nimport time; time.sleep(0.5)",
+    # through the C library, because Python's mmap keeps a copy of the descriptor
+    "deleted_but_mapped": "import ctypes, mmap\nlibc = ctypes.CDLL(None)\nwhile n < 40:\n"
+    "  fd = os.open(f'{folder}/f', os.O_CREAT | os.O_RDWR); os.unlink(f'{folder}/f'); os.write(fd, b'x' * 8 * 10**6)\n"
+    "  libc.mmap(None, ctypes.c_size_t(8 * 10**6), 1, 1, fd, ctypes.c_long(0)); os.close(fd); n += 1\n"
+    "import time; time.sleep(0.5)",
+    "moved": "os.mkdir(f'{folder}/a'); os.mkdir(f'{folder}/b'); a, b = 'a', 'b'\nwhile True:\n"
+    "  n < 40 and open(f'{folder}/{a}/f{n}', 'wb').write(b'x' * 4 * 10**6); n += 1\n"
+    "  os.rename(f'{folder}/{a}', f'{folder}/{b}/c'); os.rename(f'{folder}/{b}', f'{folder}/{a}')\n"
+    "  os.rename(f'{folder}/{a}/c', f'{folder}/{b}'); a, b = b, a",
+    "exchanged": "os.mkdir(f'{folder}/d')\nwhile True:\n  os.rename(f'{folder}/d', f'{folder}/e'); os.symlink('/', f'{folder}/d')\n"
+    "  open(f'{folder}/e/f{n}', 'wb').write(b'x' * 10**6); n += 1\n"
+    "  os.unlink(f'{folder}/d'); os.rename(f'{folder}/e', f'{folder}/d')",
     "unreadable": "os.mkdir(f'{folder}/closed', 0o300)\nwhile n < 40:\n"
     "  open(f'{folder}/closed/f{n}', 'wb').write(b'x' * 8 * 10**6); n += 1\nimport time; time.sleep(0.5)",
     "deleted": "fds = []\nwhile True:\n  fds.append(os.open(f'{folder}/f{n}', os.O_CREAT | os.O_RDWR)); "

@@ -43,3 +43,29 @@ async def test_a_session_does_not_run_between_calls(isolated: Tier, session: San
     await asyncio.sleep(1.0)
     after = await session.exec("n")
     assert after.state_lost or int(after.result or -1) - began < 200  # a second of freedom is about 900
+
+
+LEADERLESS = (
+    "import ctypes, os, platform, threading, time\n"
+    "EXIT = {'x86_64': 60, 'aarch64': 93}[platform.machine()]\n"
+    "def beat():\n  while True:\n    with open('beats', 'a') as file: file.write('x')\n    time.sleep(0.005)\n"
+    "def leave():\n  threading.Thread(target=beat, daemon=True).start()\n"
+    "  ctypes.CDLL(None).syscall(EXIT, 0)\n"
+)
+LEAVERS = {
+    "child": "if os.fork() == 0: leave()",
+    "grandchild": "if os.fork() == 0:\n  if os.fork() == 0: leave()\n  os._exit(0)",
+    "daemon": "if os.fork() == 0:\n  os.setsid()\n  if os.fork() == 0: leave()\n  os._exit(0)",
+    "child_of_a_thread": "threading.Thread(target=lambda: os.fork() or leave()).start()",
+    "parent_of_another": "if os.fork() == 0:\n  if os.fork() == 0: leave()\n  leave()",
+}
+
+
+@pytest.mark.parametrize("name", LEAVERS)
+async def test_a_process_without_its_main_thread_ends_with_the_call(
+    isolated: Tier, session: SandboxSession, name: str
+) -> None:
+    wait = "\nwhile not os.path.exists('beats'): time.sleep(0.001)"
+    assert (await session.exec(LEADERLESS + LEAVERS[name] + wait, timeout_s=5)).status == "ok"
+    sizes = "before = os.path.getsize('beats'); time.sleep(0.3); os.path.getsize('beats') - before"
+    assert (await session.exec(sizes)).result == "0"

@@ -52,7 +52,7 @@ async def test_time_is_taken_back(session: SandboxSession, healthy: Healthy, nam
     began = time.monotonic()
     result = await session.exec(TIME[name], timeout_s=T)
     assert result.status == "timeout"
-    assert time.monotonic() - began < T + 2.5
+    assert time.monotonic() - began < T + 10
     after = await session.exec("6 * 7", timeout_s=5)
     assert (after.status, after.result) == ("ok", "42")
     await healthy()

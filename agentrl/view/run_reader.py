@@ -1,0 +1,160 @@
+"""One run, read for a viewer: each part by itself, so that a missing or damaged one hides nothing else.
+
+What could not be read is named in `problems`, which each way of showing a run prints. Independent of servers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from agentrl.buffer.journal import Journal
+from agentrl.errors import AgentRLError, ConfigError
+from agentrl.report.metrics import MetricKind, MetricsLine
+from agentrl.run_folder import EpisodeKind, EpisodeLine, RunFolder
+from agentrl.supervision.status import Assessment, RunState, assess, read_status
+from agentrl.view.episode_index import EpisodeIndex
+from agentrl.view.pieces import Pieces
+from agentrl.view.rows import RunRow
+from agentrl.view.trajectory_files import TrajectoryFile, decoded
+
+LEDGER_COLUMNS = ("group_id", "task_id", "state", "admitted", "step", "reason", "rewards")
+
+
+class RunReader:
+    """Reads one run folder. Each call sees what the run has written by then.
+
+    Example:
+        reader = RunReader(RunFolder.open("runs/quickstart"))
+        reader.row().sentence, reader.problems()
+    """
+
+    def __init__(self, run: RunFolder) -> None:
+        self.run = run
+        self.index = EpisodeIndex(run)
+        self._problems: dict[str, list[str]] = {}
+        self._pieces: Pieces | None = None
+        self._last: tuple[tuple[Path, int, int], dict[int, list[bytes]]] | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of the folder."""
+        return self.run.path.resolve().name
+
+    def problems(self) -> list[str]:
+        """What could not be read, by the calls so far."""
+        return [one for part in self._problems.values() for one in part] + self.index.problems()
+
+    def config(self) -> dict[str, Any]:
+        """The resolved config; empty where it cannot be read."""
+        self._problems["config"] = []
+        try:
+            found = json.loads(self.run.config.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            self._problems["config"] = [f"config.json cannot be read ({error})"]
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def status(self) -> Assessment | None:
+        """What `agentrl status` says; None where there is no status file that can be read."""
+        try:
+            return assess(read_status(self.run.path), self.run.path)
+        except ConfigError:
+            return None
+
+    def metrics(self, kind: MetricKind | None = None) -> list[MetricsLine]:
+        """The lines of metrics.jsonl; a line that is half written, or holds no finite number, is named and left out."""
+        lines, self._problems["metrics"] = _metrics(self.run.metrics)
+        return [line for line in lines if kind in (None, line.kind)]
+
+    def ledger(self) -> list[dict[str, Any]]:
+        """Every group that was issued, from the journal; empty where it cannot be read."""
+        self._problems["journal"] = []
+        if not self.run.journal.exists():
+            self._problems["journal"] = ["journal.sqlite is missing: the ledger is not shown"]
+            return []
+        try:
+            with closing(Journal(self.run.journal, read_only=True)) as journal:
+                return [dict(zip(LEDGER_COLUMNS, row, strict=True)) for row in journal.ledger()]
+        except AgentRLError as error:
+            self._problems["journal"] = [f"the ledger is not shown: {error}"]
+            return []
+
+    def group(self, kind: EpisodeKind, step: int, group_id: int) -> list[EpisodeLine]:
+        """The segments of a group with messages and tokens; empty where they are not kept."""
+        problems: list[str] = []
+        self._problems["group"] = problems
+        file = TrajectoryFile.of(self.run, kind, step)
+        try:
+            stamp = (file.path, *file.stamp())
+            if self._last is None or self._last[0] != stamp:
+                self._last = (stamp, dict(file.groups(problems)))
+            return decoded(self._last[1].get(group_id, ()))
+        except (OSError, msgspec.DecodeError) as error:
+            problems.append(f"{file.path.name}: group {group_id} cannot be read ({error})")
+            return []
+
+    def pieces(self) -> Pieces:
+        """Texts of token ids, by the tokenizer of the run's model."""
+        if self._pieces is None:
+            path = (self.config().get("model") or {}).get("path") or ""
+            self._pieces = Pieces.of_model([Path(path), *self._exported()])
+        self._problems["tokenizer"] = [self._pieces.problem] if self._pieces.problem else []
+        return self._pieces
+
+    def row(self) -> RunRow:
+        """The run in one row."""
+        config, status, lines = self.config(), self.status(), self.metrics()
+        evals = [line.values.get("eval/avg_at_n") for line in lines if line.kind == "eval"]
+        return RunRow(
+            run=self.name,
+            state=status.state if status else "unknown",
+            sentence=status.sentence if status else "no status file: an older agentrl made this run, or it never began",
+            steps=max((line.step for line in lines if line.kind == "step"), default=0),
+            num_steps=(config.get("train") or {}).get("steps"),
+            env=(config.get("env") or {}).get("target") or "",
+            model=(config.get("model") or {}).get("path") or "",
+            started_s=lines[0].time_s if lines else None,
+            ended_s=lines[-1].time_s if lines else None,
+            eval_first=evals[0] if evals else None,
+            eval_last=evals[-1] if evals else None,
+            problems=tuple(self.problems()),
+        )
+
+    def is_live(self) -> bool:
+        """Whether the run may still write."""
+        status = self.status()
+        return status is not None and status.state in (RunState.RUNNING, RunState.STALLED)
+
+    def _exported(self) -> Iterator[Path]:
+        yield from sorted(path.parent for path in self.run.checkpoints.glob("*/tokenizer.json"))
+
+
+def _metrics(path: Path) -> tuple[list[MetricsLine], list[str]]:
+    """The lines that can be read, and what is wrong with the others."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return [], ["metrics.jsonl is missing: no curves are shown"]
+    except OSError as error:
+        return [], [f"metrics.jsonl cannot be read ({error.strerror})"]
+    whole, _, rest = text.rpartition("\n")
+    lines: list[MetricsLine] = []
+    problems: list[str] = []
+    for number, one in enumerate(whole.split("\n") if whole else [], start=1):
+        try:
+            line = MetricsLine(**json.loads(one))
+            if not all(math.isfinite(value) for value in (line.step, line.time_s, *line.values.values())):
+                raise ValueError("a number is not finite")
+            lines.append(line)
+        except (ValueError, TypeError, AttributeError) as error:
+            problems.append(f"metrics.jsonl, line {number} cannot be read ({error}): it is left out")
+    if rest:  # a run that is being written: its end comes with the next read
+        problems.append("metrics.jsonl ends in half a line: it is left out")
+    return lines, problems

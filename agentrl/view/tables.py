@@ -1,0 +1,194 @@
+"""The tables of a run, and their answers to a query. Independent of how rows are shown."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+from agentrl.errors import ConfigError
+from agentrl.report.metrics import MetricKind
+from agentrl.run_folder import EpisodeKind, EpisodeLine
+from agentrl.view.query import Query
+from agentrl.view.rows import MessageRow, TokenRow, flat
+from agentrl.view.run_reader import RunReader
+from agentrl.view.trajectory_files import episode_of
+
+Row = dict[str, Any]
+
+
+def ask(readers: Iterable[RunReader], text: str) -> Iterator[Row]:
+    """The rows that answer a question, of all runs; each row names its run. Raises ConfigError, also for a column that
+    no row has."""
+    query = Query.parse(text)
+    if query.table not in TABLES:
+        raise ConfigError(f"--json: there is no table {query.table!r}. {_suggest(query.table, TABLES, 'The tables')}")
+    rows = _checked(query, (row for reader in readers for row in _of_run(reader, query)))
+    if query.sort:
+        rows = iter(_sorted(list(rows), query.sort))
+    for row in islice(rows, query.limit):
+        yield {name: row[name] for name in query.fields if name in row} if query.fields else row
+
+
+def _of_run(reader: RunReader, query: Query) -> Iterator[Row]:
+    name = reader.name
+    for row in TABLES[query.table](reader, query):
+        yield {"run": name, **row}
+
+
+def _checked(query: Query, rows: Iterable[Row]) -> Iterator[Row]:
+    """The rows that pass. A column that is in no row at all is a mistake; some rows may lack one."""
+    wanted = {one.column for one in query.conditions} | {query.sort.removeprefix("-"), *query.fields} - {""}
+    wanted.discard("")
+    seen: set[str] = set()
+    for row in rows:
+        seen.update(row)
+        if all(condition.holds(row) for condition in query.conditions):
+            yield row
+    if seen and (unknown := sorted(wanted - seen)):
+        raise ConfigError(f"--json: {query.table} has no column {unknown[0]}. {_suggest(unknown[0], seen, 'Columns')}")
+
+
+def _sorted(rows: list[Row], sort: str) -> list[Row]:
+    """By one column; rows without a value come last."""
+    column, descending = sort.removeprefix("-"), sort.startswith("-")
+    have = [row for row in rows if row.get(column) is not None]
+    try:
+        have.sort(key=lambda row: row[column], reverse=descending)
+    except TypeError:
+        have.sort(key=lambda row: str(row[column]), reverse=descending)
+    return have + [row for row in rows if row.get(column) is None]
+
+
+def _runs(reader: RunReader, _: Query) -> Iterator[Row]:
+    yield flat(reader.row())
+
+
+def _measured(kind: MetricKind) -> Callable[[RunReader, Query], Iterator[Row]]:
+    def rows(reader: RunReader, _: Query) -> Iterator[Row]:
+        for line in reader.metrics(kind):
+            yield {"step": line.step, "time_s": line.time_s, **line.values}
+
+    return rows
+
+
+def _episodes(reader: RunReader, query: Query) -> Iterator[Row]:
+    reader.index.refresh()
+    return map(flat, reader.index.episodes(**_where(query)))
+
+
+def _groups(reader: RunReader, query: Query) -> Iterator[Row]:
+    reader.index.refresh()
+    return map(flat, reader.index.groups(**_where(query)))
+
+
+def _ledger(reader: RunReader, _: Query) -> Iterator[Row]:
+    yield from reader.ledger()
+
+
+def _problems(reader: RunReader, _: Query) -> Iterator[Row]:
+    reader.index.refresh()
+    for read in (reader.row, reader.ledger, reader.pieces):
+        read()
+    for problem in reader.problems():
+        yield {"problem": problem}
+
+
+def _messages(reader: RunReader, query: Query) -> Iterator[Row]:
+    for kind, step, group_id in _places(reader, query):
+        for episode_id, segment, line in _segments(reader, kind, step, group_id):
+            for position, message in enumerate(line.messages):
+                calls = [{"id": one.id, "name": one.name, "arguments": one.arguments} for one in message.tool_calls]
+                yield flat(
+                    MessageRow(
+                        kind=kind,
+                        step=step,
+                        group_id=group_id,
+                        episode_id=episode_id,
+                        segment=segment,
+                        position=position,
+                        role=message.role,
+                        content=message.content,
+                        tool_call_id=message.tool_call_id,
+                        tool_calls=tuple(calls),
+                    )
+                )
+
+
+def _tokens(reader: RunReader, query: Query) -> Iterator[Row]:
+    pieces = reader.pieces()
+    for kind, step, group_id in _places(reader, query):
+        for episode_id, segment, line in _segments(reader, kind, step, group_id):
+            turns = [
+                n
+                for n, size in enumerate(line.turns)
+                for _ in range(size.num_observation_tokens + size.num_action_tokens)
+            ]
+            for position, token_id in enumerate(line.token_ids):
+                sampled = bool(line.action_mask[position])
+                yield flat(
+                    TokenRow(
+                        kind=kind,
+                        step=step,
+                        group_id=group_id,
+                        episode_id=episode_id,
+                        segment=segment,
+                        position=position,
+                        turn=turns[position],
+                        token_id=token_id,
+                        text=pieces.text(token_id),
+                        sampled=sampled,
+                        logprob=line.behavior_logprobs[position] if sampled else None,
+                        version=line.policy_versions[position] if sampled else None,
+                    )
+                )
+
+
+def _segments(reader: RunReader, kind: EpisodeKind, step: int, group_id: int) -> Iterator[tuple[str, int, EpisodeLine]]:
+    """Episode id, number of the segment in it, and its line."""
+    seen: dict[str, int] = {}
+    for line in reader.group(kind, step, group_id):
+        episode_id = episode_of(line)
+        seen[episode_id] = seen.get(episode_id, -1) + 1
+        yield episode_id, seen[episode_id], line
+
+
+def _places(reader: RunReader, query: Query) -> Iterator[tuple[EpisodeKind, int, int]]:
+    """Kind, step and id of the groups that the conditions leave, so that no other group's file is read."""
+    reader.index.refresh()
+    known = ("kind", "step", "group_id", "episode_id")
+    conditions = [one for one in query.conditions if one.column in known]
+    places = (
+        (row.kind, row.step, row.group_id)
+        for row in reader.index.episodes(**_where(query))
+        if all(one.holds({name: getattr(row, name) for name in known}) for one in conditions)
+    )
+    yield from dict.fromkeys(places)
+
+
+def _where(query: Query) -> dict[str, Any]:
+    kind, step = query.value_of("kind"), query.value_of("step")
+    found: dict[str, Any] = {"kind": kind} if kind in ("train", "eval") else {}
+    return found | ({"step": int(step)} if step is not None and step.isdecimal() else {})
+
+
+def _suggest(name: str, known: Iterable[str], what: str) -> str:
+    names = sorted(known)
+    near = difflib.get_close_matches(name, names, n=5)
+    return f"Similar: {', '.join(near)}" if near else f"{what}: {', '.join(names)}"
+
+
+TABLES: Mapping[str, Callable[[RunReader, Query], Iterator[Row]]] = {
+    "runs": _runs,
+    "steps": _measured("step"),
+    "evals": _measured("eval"),
+    "events": _measured("event"),
+    "episodes": _episodes,
+    "groups": _groups,
+    "messages": _messages,
+    "tokens": _tokens,
+    "ledger": _ledger,
+    "problems": _problems,
+}
+"""Name -> the rows of one run. The query may save work, and is checked again on each row."""

@@ -46,6 +46,9 @@ _RULES: Mapping[str, Callable[[Tensor, Tensor, Tensor], Tensor | None]] = {
     "opob_leave_one_out": lambda size_E, reward_E, length_E: vcpo.leave_one_out_baseline(
         torch.zeros_like(size_E), size_E, reward_E
     ),
+    "opob_safe_leave_one_out": lambda size_E, reward_E, length_E: vcpo.safe_leave_one_out_baseline(
+        torch.zeros_like(size_E), size_E, reward_E
+    ),
 }
 
 

@@ -10,13 +10,14 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 
 from agentrl.config import Config
-from agentrl.errors import LearnerError, StaleTrajectoryError
+from agentrl.config.learner import STREAMS_NO_WHOLE_BATCH
+from agentrl.errors import ConfigError, LearnerError, StaleTrajectoryError
 from agentrl.types import Batch, StepOutput, Trajectory
 from trainer import diagnostics, packing, ranks, reference, startup_proof
 from trainer.deepspeed_settings import set_rates, start_engine
@@ -51,13 +52,30 @@ class _Update:
         return {f"learner/{name}": value for name, value in asdict(self).items()}
 
 
+@dataclass(slots=True, kw_only=True)
+class _Parts:
+    """What was computed of a step's batch so far."""
+
+    batches: list[Batch] = field(default_factory=list)
+    stats: list[GroupStats] = field(default_factory=list)
+    early_s: float = 0.0  # spent on all parts but the last
+
+    def whole(self) -> Batch:
+        """The batch, in the order of its groups."""
+        groups = [group for batch in self.batches for group in batch.groups]
+        if len(self.batches) > 1:  # parts come in the order in which their groups finished
+            groups.sort(key=lambda group: group.group_id)
+        return replace(self.batches[-1], groups=tuple(groups))
+
+
 class Learner:
     """The policy and its optimizer. The entry point must have called `ranks.set_defaults`.
 
     Args:
         gpu_bytes: what its tensors may take of the GPU, for the choice of a gradient method; None: no limit.
 
-    Raises ConfigError if `model.path` cannot be loaded or the architecture cannot be scored exactly.
+    Raises ConfigError if `model.path` cannot be loaded, the architecture cannot be scored exactly, or
+    `learner.stream_groups` is set with an objective that looks at the whole batch.
 
     Example::
 
@@ -74,7 +92,9 @@ class Learner:
         )
         self.policy_version = policy_version
         self.config = config
-        make_objective(config.algorithm)  # a mistake in a class of the user's is named before the model is loaded
+        objective = make_objective(config.algorithm)  # a class of the user's is checked before the model is loaded
+        if config.learner.stream_groups and objective.needs_batch:
+            raise ConfigError(STREAMS_NO_WHOLE_BATCH)
         self.model = load_model(config).to(self.device)
         keep_activations(self.model, config.learner)
         startup_proof.prepare(self.model, is_recorded=is_recorded(config))
@@ -96,9 +116,29 @@ class Learner:
         self._rho_base = vcpo.RhoBase(config.algorithm.rho_base)
         self._skipped_steps = 0
         self._broken_in_a_row = 0
+        self._parts = _Parts()
+
+    def add(self, part: Batch) -> None:
+        """Compute the gradient of some groups of the next batch, while the others are still played.
+
+        Every rank calls it with the same part. The next `step` is given the rest, and makes one step of all groups.
+        Raises as `step` does.
+        """
+        started_s = time.perf_counter()
+        self._check(part)
+        self._compute(part, is_last=False)
+        self._parts.early_s += time.perf_counter() - started_s
+
+    def drop_parts(self) -> None:
+        """Forget what was added: there will be no step. Weights and optimizer have not changed."""
+        if self._parts.batches:
+            self._method.discard()
+            self._parts = _Parts()
 
     def step(self, batch: Batch) -> StepOutput:
         """One optimizer step. Every rank calls it with the same batch and gets the same result.
+
+        Groups that were given to `add` are not in `batch` again.
 
         A step is refused if its gradient contains a NaN or an infinity, or if its ESS ratio is below
         `algorithm.refuse_below`: weights and optimizer do not change, `learner/skipped_steps` counts it and the log
@@ -107,13 +147,15 @@ class Learner:
 
         Raises:
             StaleTrajectoryError: a trajectory is older than the batch's max_lag.
-            LearnerError: the batch is empty, for another version, or contains tokens of a future version; or MAX_BROKEN
-                steps in a row were refused for numbers that are not finite.
+            LearnerError: the batch is empty, for another version, lacks groups, has one twice, or contains tokens of a
+                future version; or MAX_BROKEN steps in a row were refused for numbers that are not finite.
         """
         started_s = time.perf_counter()
         self._check(batch)
         batch, masked_share = self._masked(batch)
-        groups = self._estimate(batch)
+        self._compute(batch, is_last=True)
+        parts, self._parts = self._parts, _Parts()
+        batch, groups = parts.whole(), parts.stats
         metrics = diagnostics.counts(groups) | diagnostics.policy(groups) | self._weight_metrics(groups)
         metrics |= self._penalty() | ({} if masked_share is None else {"learner/masked_share": masked_share})
         rho, update = _rho(groups), None
@@ -133,10 +175,11 @@ class Learner:
         for alarm in self._alarms(groups, masked_share or 0.0):
             log.warning("step %d: %s", self.policy_version + 1, alarm)
         self.policy_version += 1
-        step_s = time.perf_counter() - started_s
+        step_s = time.perf_counter() - started_s + parts.early_s
         metrics |= {
             "learner/skipped_steps": float(self._skipped_steps),
             "learner/step_s": step_s,
+            **({"learner/early_gradient_s": parts.early_s} if self.config.learner.stream_groups else {}),
             "learner/tokens_per_s": sum(one.num_tokens for one in diagnostics.members(groups)) / step_s,
         }
         self._log_step(groups, rho, update, step_s)
@@ -211,15 +254,44 @@ class Learner:
 
     def _masked(self, batch: Batch) -> tuple[Batch, float | None]:
         """The batch without tokens of older weights and their share, where they are to be left out."""
-        if self.config.rollout.partial == "keep":
+        if self.config.rollout.partial != "mask":
             return batch, None
         masked = packing.without_older_tokens(batch)
         num_all, num_left = (sum(one.num_action_tokens for one in b.trajectories()) for b in (batch, masked))
         return masked, 1 - num_left / num_all if num_all else 0.0
 
-    def _estimate(self, batch: Batch) -> list[GroupStats]:
-        """Leave the gradient in the method. Statistics of all ranks' groups."""
-        return self._method.estimate(batch.groups, policy_version=self.policy_version, num_episodes=batch.num_episodes)
+    def _compute(self, batch: Batch, *, is_last: bool) -> None:
+        """Add these groups to the gradient that the method holds. `is_last`: the batch is complete with them."""
+        if is_last and batch.num_missing:
+            raise LearnerError(
+                f"{batch.num_missing} groups of the batch of version {self.policy_version} are missing: give its parts "
+                "to Learner.add, and only the last one to Learner.step"
+            )
+        is_first, rollout = not self._parts.batches, self.config.rollout
+        has_parts = not (is_first and is_last)
+        stats = self._method.estimate(
+            batch.groups,
+            policy_version=self.policy_version,
+            num_episodes=rollout.groups_per_step * rollout.group_size if has_parts else batch.num_episodes,
+            is_first=is_first,
+            is_last=is_last,
+        )
+        self._parts.batches.append(batch)
+        self._parts.stats += stats
+        if is_last and has_parts:
+            self._check_parts()
+
+    def _check_parts(self) -> None:
+        """Raises LearnerError unless the parts are a batch as it was expected when the first one was computed."""
+        whole, rollout = self._parts.whole(), self.config.rollout
+        num_groups, num_episodes = len({group.group_id for group in whole.groups}), whole.num_episodes
+        if num_groups != rollout.groups_per_step or num_episodes != num_groups * rollout.group_size:
+            raise LearnerError(
+                f"the parts of the batch of version {self.policy_version} have {num_groups} different groups with "
+                f"{num_episodes} episodes, and not rollout.groups_per_step={rollout.groups_per_step} groups of "
+                f"rollout.group_size={rollout.group_size}: give Learner.add and Learner.step each group once, or the "
+                "whole batch to Learner.step"
+            )
 
     def _weight_metrics(self, groups: list[GroupStats]) -> dict[str, float]:
         algorithm = self.config.algorithm
@@ -231,7 +303,8 @@ class Learner:
         """Where groups are replayed, which may have any lag, the mean weight of the others counts."""
         rollout = self.config.rollout
         fresh = diagnostics.mean_weight(groups, max_lag=rollout.lag_bound if rollout.replay else None)
-        fresher = "rollout.max_lag" if rollout.max_lag else "rollout.oversample" if rollout.oversample > 1 else None
+        spans_steps = rollout.oversample > 1 and rollout.partial != "restart"
+        fresher = "rollout.max_lag" if rollout.max_lag else "rollout.oversample" if spans_steps else None
         lower = f"{fresher} or learner.lr" if fresher else "learner.lr"
         spurious_share = diagnostics.spurious_share(groups)
         return diagnostics.alarms(fresh, spurious_share, masked_share=masked_share, lower=lower)

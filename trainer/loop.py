@@ -105,6 +105,7 @@ class _Publication:
         return {
             "learner/publish_s": self.blocked_s,
             "learner/publish_beside_s": max(0.0, self.whole_s - self.blocked_s),
+            "learner/publish_bytes": float(self.num_bytes),
             "learner/publish_bytes_per_s": self.num_bytes / self.whole_s,
         }
 
@@ -142,21 +143,19 @@ class _LearnerLoop:
                 published = self._proven(published)
             if self._is_saving():
                 self._save_what_is_due()
-            with _clock() as wait_batch_s:
-                batch = self._next_batch()
+            batch, wait_batch_s = self._rest_of_batch()
             if batch is None:
                 self._proven(published)
                 return self._finish()
-            self._share.begin_step()
             output = self._learner.step(batch)
             self._probe_ids = batch.trajectories()[0].token_ids()[:PROBE_TOKENS]
             # The publication before this step: a step is reported before its own weights are published.
             published = self._proven(published)
             if ranks.is_first():
-                metrics = {**output.metrics, "learner/wait_batch_s": wait_batch_s[0], **published.metrics()}
+                metrics = {**output.metrics, "learner/wait_batch_s": wait_batch_s, **published.metrics()}
                 oldest = checkpoint.oldest_version(self._run.states)
                 self._orchestrator.report(
-                    replace(output, metrics=metrics, resumable_from=oldest, wait_batch_s=wait_batch_s[0])
+                    replace(output, metrics=metrics, resumable_from=oldest, wait_batch_s=wait_batch_s)
                 )
 
     def _publish(self) -> _Publication:
@@ -190,10 +189,32 @@ class _LearnerLoop:
         except WeightsWanted:
             return None
 
-    def _next_batch(self) -> Batch | None:
-        """The next batch; None when the run is over. Meanwhile restarted engines are sent the present version."""
+    def _rest_of_batch(self) -> tuple[Batch | None, float]:
+        """The next batch, without the parts of it that the learner got before; None when the run is over.
+
+        And the seconds spent waiting for it and for its parts.
+        """
+        num_known, waited_s = 0, 0.0
         while True:
-            answer: Batch | NoBatch = _agreed(self._polled, Batch | NoBatch)
+            with _clock() as wait_s:
+                part = self._next_part(num_known)
+            waited_s += wait_s[0]
+            if part is None:
+                self._learner.drop_parts()
+                return None, waited_s
+            self._share.begin_step()
+            if not part.num_missing:
+                return part, waited_s
+            self._learner.add(part)
+            num_known += len(part.groups)
+
+    def _next_part(self, num_known: int) -> Batch | None:
+        """The next batch, or a part of it, without the first `num_known` groups; None when the run is over.
+
+        Meanwhile restarted engines are sent the present version.
+        """
+        while True:
+            answer: Batch | NoBatch = _agreed(lambda: self._polled(num_known), Batch | NoBatch)
             if isinstance(answer, Batch):
                 return answer
             if answer is NoBatch.RUN_OVER:
@@ -201,13 +222,15 @@ class _LearnerLoop:
             if answer is NoBatch.PUBLISH_AGAIN:
                 log.warning("an engine was restarted: publishing version %d again", self._learner.policy_version)
                 self._sender.reopen()
-                self._publish()
+                published = self._publish()
+                if self._waits:
+                    self._proven(published)
 
-    def _polled(self) -> Batch | NoBatch:
+    def _polled(self, num_known: int) -> Batch | NoBatch:
         if not ranks.is_first():
             return NoBatch.NOT_YET
         try:
-            return self._orchestrator.poll(self._learner.policy_version)
+            return self._orchestrator.poll(self._learner.policy_version, num_known)
         except LearnerError:
             self._sender.proven()  # raises the cause, where engines that refused the weights ended the run
             raise

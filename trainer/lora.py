@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from agentrl.config import LoraConfig
+from agentrl.engine.vllm.changes import merged
 from agentrl.errors import ConfigError, MissingDependencyError
 
 ADAPTER = "default"  # PEFT's name of the only adapter
@@ -31,10 +32,9 @@ class Adapter:
     up_OR: Tensor  # PEFT's lora_B
     scale: float
 
-    @torch.no_grad()
     def merged(self, weight_OI: Tensor) -> Tensor:
         """W + scale * B A, in float32. A new tensor [O, I]. ZeRO-3 must not have divided any of the three."""
-        return torch.addmm(weight_OI.float(), self.up_OR.float(), self.down_RI.float(), alpha=self.scale)
+        return merged(weight_OI, down_RI=self.down_RI, up_OR=self.up_OR, scale=self.scale)
 
     def copied(self) -> Adapter:
         """A copy on the CPU."""

@@ -60,12 +60,15 @@ class OrchestratorClient:
         self._publish_timeout_s = publish_timeout_s
         self._gone_after_s = gone_after_s
 
-    def poll(self, policy_version: int) -> Batch | NoBatch:
-        """One long poll for the batch of this version. Raises LearnerError."""
+    def poll(self, policy_version: int, num_known: int = 0) -> Batch | NoBatch:
+        """One long poll for the batch of this version, without the `num_known` groups that came in earlier parts.
+
+        Raises LearnerError.
+        """
         response = self._call(
             lambda: self._client.get(
                 api.BATCH,
-                params={"policy_version": policy_version},
+                params={"policy_version": policy_version, "num_known": num_known},
                 timeout=api.LONG_POLL_S + self._gone_after_s,
             )
         )

@@ -194,10 +194,12 @@ def _first_fit(order: Sequence[int], num_read: Sequence[int], budget_tokens: int
     return packs
 
 
-def _balanced(order: Sequence[int], num_read: Sequence[int], num_packs: int) -> list[list[int]]:
-    """In decreasing order of length, each to the pack with the fewest tokens so far."""
+def _balanced(
+    order: Sequence[int], num_read: Sequence[int], num_packs: int, loads: list[int] | None = None
+) -> list[list[int]]:
+    """In decreasing order of length, each to the pack with the fewest tokens so far. `loads`: from the beginning."""
     packs: list[list[int]] = [[] for _ in range(num_packs)]
-    loads = [0] * num_packs
+    loads = [0] * num_packs if loads is None else loads
     for index in order:
         lightest = loads.index(min(loads))
         packs[lightest].append(index)
@@ -220,11 +222,14 @@ def num_tokens(group: TrajectoryGroup) -> int:
     return sum(len(trajectory.token_ids()) for trajectory in group.trajectories)
 
 
-def share_of_rank(groups: Sequence[TrajectoryGroup], *, rank: int, num_ranks: int) -> list[TrajectoryGroup]:
+def share_of_rank(
+    groups: Sequence[TrajectoryGroup], *, rank: int, num_ranks: int, loads: list[int] | None = None
+) -> list[TrajectoryGroup]:
     """The groups of one rank, balanced by tokens: in decreasing size, each to the rank with the fewest tokens so far.
 
-    A group stays on one rank because its baseline needs all its members. Every rank computes the same split.
+    A group stays on one rank because its baseline needs all its members. Every rank computes the same split. `loads`:
+    tokens that each rank has so far, of groups that were dealt out before; these groups' are added to it.
     """
     order = sorted(groups, key=lambda group: (-num_tokens(group), group.group_id))
-    shares = _balanced(range(len(order)), [num_tokens(group) for group in order], num_ranks)
+    shares = _balanced(range(len(order)), [num_tokens(group) for group in order], num_ranks, loads)
     return [order[index] for index in shares[rank]]

@@ -24,7 +24,7 @@ from trainer.gradient.step_members import ReferenceLogprobs
 
 COMPARED: tuple[Baseline, ...] = (
     *("none", "mean", "leave_one_out", "length_weighted"),
-    *("opob", "opob_safe", "opob_leave_one_out", "otb"),
+    *("opob", "opob_safe", "opob_leave_one_out", "opob_safe_leave_one_out", "otb"),
 )
 
 

@@ -20,6 +20,7 @@ from tests.trainer.trainer_builders import episode
 from trainer import ranks, startup_proof
 from trainer.gradient.logprobs import score
 from trainer.packing import Pack, action_tensors, join
+from trainer.process_end import end_process
 
 
 def main(out: Path) -> None:
@@ -60,3 +61,4 @@ def results(model: Any, pack: Pack) -> tuple[Tensor, list[Tensor]]:
 if __name__ == "__main__":
     ranks.set_defaults(os.environ)
     main(Path(sys.argv[1]))
+    end_process()

@@ -26,7 +26,7 @@ from torch import distributed
 from transformers import AutoModelForCausalLM
 
 from agentrl.testing import group, with_members
-from agentrl.types import Batch, TrajectoryGroup
+from agentrl.types import Batch, StepOutput, TrajectoryGroup
 from tests.device import without_gpus
 from tests.trainer.trainer_builders import (
     batch,
@@ -40,6 +40,7 @@ from tests.trainer.trainer_builders import (
 from trainer import packing, ranks
 from trainer.gradient import methods
 from trainer.learner import Learner
+from trainer.process_end import end_process
 from trainer.step_stats import GroupStats
 
 ROOT = Path(__file__).parents[2]
@@ -66,6 +67,7 @@ class Setting:
     longest: int | None = None  # tokens of the one long trajectory that the batch then has
     mlp_tiles: int = 1
     offload_activations: bool = False
+    streamed: bool = False  # the learner gets one group after the other
     is_poisoned: bool = False  # the second step's batch holds a NaN, in a group of one rank
 
 
@@ -102,11 +104,11 @@ class Difference:
 # Which groups a rank gets: as the learner does it, in reverse order of ranks, alternating, or all on the first rank.
 SHARES: dict[str, Share] = {
     "own": packing.share_of_rank,
-    "reversed": lambda groups, *, rank, num_ranks: packing.share_of_rank(
+    "reversed": lambda groups, *, rank, num_ranks, loads=None: packing.share_of_rank(
         groups, rank=num_ranks - 1 - rank, num_ranks=num_ranks
     ),
-    "dealt": lambda groups, *, rank, num_ranks: list(groups[rank::num_ranks]),
-    "all on one": lambda groups, *, rank, num_ranks: list(groups) if rank == 0 else [],
+    "dealt": lambda groups, *, rank, num_ranks, loads=None: list(groups[rank::num_ranks]),
+    "all on one": lambda groups, *, rank, num_ranks, loads=None: list(groups) if rank == 0 else [],
 }
 
 
@@ -117,10 +119,26 @@ class Watched(Learner):
         super().__init__(*args, **options)
         self.stats: list[list[GroupStats]] = []
 
-    def _estimate(self, batch: Batch) -> list[GroupStats]:
-        groups = super()._estimate(batch)
+    def _log_step(self, groups: list[GroupStats], *numbers: Any) -> None:
+        super()._log_step(groups, *numbers)
         self.stats.append(sorted(groups, key=lambda group: group.trajectories[0].id))
-        return groups
+
+
+def _rollout(setting: Setting) -> dict[str, Any]:
+    return {"groups_per_step": setting.num_groups, "group_size": 4, "max_lag": 0} if setting.streamed else {}
+
+
+def _stepped(learner: Learner, whole: Batch, setting: Setting) -> StepOutput:
+    if not setting.streamed:
+        return learner.step(whole)
+    *early, last = whole.groups[::-1]  # groups finish in any order
+    parts = [replace(whole, groups=(one,), num_missing=len(early) - number) for number, one in enumerate(early)]
+    learner.add(parts[0])
+    learner.drop_parts()  # leaves no trace
+    for part in parts:
+        learner.add(part)
+        learner.logprobs(range(8))  # as for an engine that was restarted meanwhile
+    return learner.step(replace(whole, groups=(last,)))
 
 
 def outcome(model_dir: Path, setting: Setting) -> Outcome:
@@ -139,17 +157,20 @@ def outcome(model_dir: Path, setting: Setting) -> Outcome:
         "mlp_tiles": setting.mlp_tiles,
         "offload_activations": setting.offload_activations,
         "num_ranks": setting.sequence_parallel,  # more only matters to who starts them
+        "stream_groups": setting.streamed,
     }
     algorithm = {"rho_base": 1.0, **setting.algorithm}
     model_section = {"path": str(model_dir), "dtype": setting.dtype, **setting.model}
     learner = with_steady_updates(
-        Watched(config(model_dir, model=model_section, learner=settings, algorithm=algorithm))
+        Watched(
+            config(model_dir, model=model_section, learner=settings, algorithm=algorithm, rollout=_rollout(setting))
+        )
     )
     before = whole_weights(learner.model)
     batches = [batch(groups, version=version) for version in range(setting.num_steps)]
     if setting.is_poisoned:
         batches[1] = batch(_poisoned(groups), version=1)
-    metrics = [learner.step(one).metrics for one in batches]
+    metrics = [_stepped(learner, one, setting).metrics for one in batches]
     assert metrics[-1]["learner/skipped_steps"] == setting.is_poisoned
     made = [version for version in range(setting.num_steps) if "learner/grad_norm" in metrics[version]]
     metrics, learner.stats = [metrics[version] for version in made], [learner.stats[version] for version in made]
@@ -288,10 +309,10 @@ def main() -> None:
     found = [outcome(arguments.model_dir, Setting(**case)) for case in json.loads(arguments.cases)]
     if distributed.get_rank() == 0:
         torch.save([{name: getattr(one, name) for name in Outcome.__annotations__} for one in found], arguments.out)
-    distributed.destroy_process_group()
-    return None
+    distributed.barrier()
 
 
 if __name__ == "__main__":
     ranks.set_defaults(os.environ)
     main()
+    end_process()

@@ -150,6 +150,7 @@ def test_the_variance_of_segmented_episodes_is_that_of_episodes() -> None:
         "variance_opob": 25 / 26,
         "variance_opob_safe": 6.5,
         "variance_opob_leave_one_out": 26.0,
+        "variance_opob_safe_leave_one_out": 26.0,
     }
     found = diagnostics.variance([batch], algorithm=AlgorithmConfig(), grad_norm=0.1)
     expected = {f"vitals/{name}": (square - 2 * 0.1**2) / 2 for name, square in squares.items()}

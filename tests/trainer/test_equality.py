@@ -77,6 +77,17 @@ ONE_RANK = {
     "plain, stage 3, offloaded, a NaN": Setting(
         zero_stage=3, offload=True, algorithm={"preset": "grpo"}, pack_tokens=30, is_poisoned=True
     ),
+    "streamed, stage 0": Setting(streamed=True),
+    "streamed, sharded sums, stage 3": Setting(streamed=True, zero_stage=3, method="one_pass_sharded", pack_tokens=30),
+    "streamed, two passes, stage 3, b* of the others": Setting(
+        streamed=True, zero_stage=3, algorithm={"preset": "vcpo", "baseline": "opob_leave_one_out"}
+    ),
+    "streamed, plain, stage 1, offloaded, a NaN": Setting(
+        streamed=True, zero_stage=1, offload=True, algorithm={"preset": "grpo"}, pack_tokens=30, is_poisoned=True
+    ),
+    "streamed, plain, stage 3, layers computed again": Setting(
+        streamed=True, zero_stage=3, algorithm={"preset": "grpo"}, pack_tokens=30, checkpointing=True
+    ),
     "bfloat16, stage 1, offloaded": Setting(dtype="bfloat16", zero_stage=1, offload=True),
     "bfloat16, stage 2, layers computed again": Setting(dtype="bfloat16", zero_stage=2, checkpointing=True),
     "bfloat16, stage 3, offloaded": Setting(dtype="bfloat16", zero_stage=3, offload=True),
@@ -95,8 +106,8 @@ TWO_RANKS = {
     "sharded sums, stage 1": Setting(zero_stage=1, method="one_pass_sharded"),
     "sharded sums, stage 3, packs of unequal number": Setting(zero_stage=3, method="one_pass_sharded", pack_tokens=30),
     "sharded sums, a NaN on one rank": Setting(zero_stage=2, method="one_pass_sharded", is_poisoned=True),
-    "two passes, b* of the others, stage 3": Setting(
-        zero_stage=3, method="two_pass", algorithm={"preset": "vcpo", "baseline": "opob_leave_one_out"}
+    "two passes, min(b*, mean) of the others, stage 3": Setting(
+        zero_stage=3, method="two_pass", algorithm={"preset": "vcpo", "baseline": "opob_safe_leave_one_out"}
     ),
     "two passes, stage 2": Setting(zero_stage=2, method="two_pass"),
     "two passes, stage 3, packs of unequal number": Setting(zero_stage=3, method="two_pass", pack_tokens=30),
@@ -154,6 +165,15 @@ TWO_RANKS = {
         algorithm={"preset": "grpo", "kl_beta": 0.5, "kl": "k2"},
         model={"reference": "initial"},
     ),
+    "streamed, stage 1": Setting(streamed=True, zero_stage=1),
+    "streamed, sharded sums, stage 3": Setting(streamed=True, zero_stage=3, method="one_pass_sharded", pack_tokens=30),
+    "streamed, two passes, stage 2, a NaN on one rank": Setting(
+        streamed=True, zero_stage=2, method="two_pass", is_poisoned=True
+    ),
+    "streamed, plain, stage 2": Setting(streamed=True, zero_stage=2, algorithm={"preset": "grpo"}, pack_tokens=30),
+    "streamed, packs divided, stage 1": Setting(
+        streamed=True, zero_stage=1, sequence_parallel=2, algorithm={"preset": "tis"}
+    ),
     "bfloat16, stage 0": Setting(dtype="bfloat16"),
     "bfloat16, stage 3, offloaded": Setting(dtype="bfloat16", zero_stage=3, offload=True),
 }
@@ -184,6 +204,7 @@ def reference(tiny_model_dir: Path) -> Callable[[Setting], Outcome]:
             split="own",
             pack_tokens=Setting.pack_tokens,
             sequence_parallel=1,
+            streamed=False,
             method="auto" if setting.algorithm.keys() & {"baseline", "kl_beta"} else "one_pass",
         )
         if str(plain) not in found:

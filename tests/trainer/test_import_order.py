@@ -6,6 +6,7 @@ from tests.test_imports import GRAPH
 
 ORDER = (
     *(
+        "process_end",
         "ranks",
         "whole_folder",
         "gpu_memory",

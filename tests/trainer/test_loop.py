@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
+from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
 from threading import Event, Thread
@@ -18,16 +20,19 @@ from safetensors.torch import load_file
 from agentrl.config import Config, save
 from agentrl.engine.base import Receivers
 from agentrl.engine.checksum import checksum_of
-from agentrl.errors import EngineError, LearnerError, WeightsWanted
+from agentrl.errors import EngineError, LearnerError, RunOver, WeightsWanted
 from agentrl.supervision.child import Child, child
 from agentrl.supervision.serving import free_port, serving
 from agentrl.training import launch
-from agentrl.training.learner_api import RunOver, create_app
+from agentrl.training.learner_api import create_app
 from agentrl.types import Batch, StepOutput, TransferInit, WeightsRef
 from tests.device import without_gpus
 from tests.one_session import OneSession
 from tests.trainer.trainer_builders import batch, config, mixed_groups, plain_logprobs
+from trainer import ranks
+from trainer.learner import Learner
 from trainer.orchestrator_client import NoBatch, OrchestratorClient
+from trainer.weights.source import WeightSource
 
 TOKEN = "secret"
 DEADLINE_S = 240.0
@@ -44,7 +49,7 @@ class Recorder:
         self.is_finished = False
         self.published: list[dict[str, torch.Tensor]] = []
 
-    async def next_batch(self, policy_version: int) -> Batch:
+    async def next_batch(self, policy_version: int, num_known: int) -> Batch:
         if policy_version >= self.num_steps:
             raise RunOver
         return batch(self.groups, version=policy_version)
@@ -123,17 +128,43 @@ def learner_process(
     return asyncio.run(ended(child("learner", command, log_path=folder / "learner.log", env=env)))
 
 
+class InParts(Recorder):
+    """Gives the first batch group by group, the second as a whole, and of a third one group before the run ends.
+
+    An engine is restarted while the first batch is incomplete.
+    """
+
+    async def next_batch(self, policy_version: int, num_known: int) -> Batch:
+        if policy_version == 0 and num_known == 1 and len(self.refs) == 1:
+            raise WeightsWanted
+        if policy_version == self.num_steps and not num_known:
+            return replace(batch(self.groups[:1], version=policy_version), num_missing=2)
+        whole = await super().next_batch(policy_version, num_known)
+        if policy_version > 0:
+            return whole
+        rest = len(whole.groups) - num_known - 1
+        return replace(whole, groups=whole.groups[num_known : num_known + 1], num_missing=rest)
+
+
 def test_the_process_trains_publishes_and_exports(tiny_model_dir: Path, tiny_model: Any, tmp_path: Path) -> None:
-    save(config(tiny_model_dir, learner={"lr": 1e-3, "save_every": 1}), tmp_path / "config.json")
-    recorder = Recorder(mixed_groups(tiny_model), num_steps=2)
+    """Also where a batch comes in parts; the one that never becomes whole leaves no trace."""
+    settings = config(
+        tiny_model_dir,
+        learner={"lr": 1e-3, "save_every": 1, "stream_groups": True},
+        rollout={"max_lag": 0, "groups_per_step": 3, "group_size": 4},
+    )
+    save(settings, tmp_path / "config.json")
+    recorder = InParts(mixed_groups(tiny_model), num_steps=2)
     with server(recorder) as url:
         code, text = learner_process(url, tmp_path)
     assert code == 0, text
-    assert [ref.policy_version for ref in recorder.refs] == [0, 1, 2]
+    assert [ref.policy_version for ref in recorder.refs] == [0, 0, 1, 2]
     assert [output.policy_version for output in recorder.outputs] == [1, 2]
     assert {"learner/wait_batch_s", "learner/publish_s", "learner/publish_bytes_per_s", "learner/ess_ratio"} <= set(
         recorder.outputs[0].metrics
     )
+    early_s = [output.metrics["learner/early_gradient_s"] for output in recorder.outputs]
+    assert 0 < early_s[0] < recorder.outputs[0].metrics["learner/step_s"] and early_s[1] == 0
     assert sorted(p.name for p in (tmp_path / "run/checkpoints").iterdir()) == ["final", "states", "step_1", "step_2"]
     for ref, tensors in zip(recorder.refs, recorder.published, strict=True):
         tiny_model.load_state_dict(tensors, strict=False)
@@ -141,8 +172,13 @@ def test_the_process_trains_publishes_and_exports(tiny_model_dir: Path, tiny_mod
             scored_T = plain_logprobs(tiny_model, ref.probe.token_ids)
         torch.testing.assert_close(scored_T, torch.tensor(ref.probe.logprobs), rtol=0, atol=1e-5)
     final = load_file(tmp_path / "run/checkpoints/final/model.safetensors")
-    assert all(torch.equal(final[name], tensor) for name, tensor in recorder.published[2].items())
+    assert all(torch.equal(final[name], tensor) for name, tensor in recorder.published[3].items())
     assert not torch.equal(recorder.published[0]["model.norm.weight"], recorder.published[2]["model.norm.weight"])
+    ranks.set_defaults(os.environ)
+    alone = Learner(settings)
+    alone.step(batch(recorder.groups))
+    for name, weight in WeightSource(alone.model, dtype=torch.float32):
+        torch.testing.assert_close(recorder.published[2][name], weight, rtol=1e-4, atol=2e-5)
 
 
 def test_without_a_token_the_process_ends_with_one_line(tiny_model_dir: Path, tmp_path: Path) -> None:
@@ -198,10 +234,10 @@ def test_the_learner_asks_who_takes_its_weights_and_hears_of_one_that_cannot_joi
 class Forgetful(Recorder):
     """One engine is restarted while it takes version 1, and once more before the second batch."""
 
-    async def next_batch(self, policy_version: int) -> Batch:
+    async def next_batch(self, policy_version: int, num_known: int) -> Batch:
         if policy_version == 1 and len(self.refs) == 3:
             raise WeightsWanted
-        return await super().next_batch(policy_version)
+        return await super().next_batch(policy_version, num_known)
 
     async def weights_published(self, ref: WeightsRef) -> None:
         await super().weights_published(ref)

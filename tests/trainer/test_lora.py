@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from agentrl.config import Config, LoraConfig, load
+from agentrl.engine.base import is_delta
 from agentrl.engine.checksum import checksum_of
 from agentrl.engine.vllm_engine import VLLMEngine
 from agentrl.errors import ConfigError
@@ -38,6 +39,7 @@ from trainer.gradient.logit_rule import logit_rule
 from trainer.learner import Learner
 from trainer.model import checkpoint_layers, load_model
 from trainer.weights import folder as weights
+from trainer.weights.delta import DeltaFolders
 from trainer.weights.source import WeightSource
 
 ROOT = Path(__file__).parents[2]
@@ -228,10 +230,11 @@ def test_an_export_from_zero_3_has_whole_adapters(
 
 
 @pytest.mark.engine
+@pytest.mark.parametrize("travels", ["merged", "adapter"])
 async def test_the_engine_says_what_the_adapted_policy_says(
-    vllm_server: VLLMServer, tiny_model_dir: Path, tiny_model: Any, tmp_path: Path
+    vllm_server: VLLMServer, tiny_model_dir: Path, tiny_model: Any, tmp_path: Path, travels: str
 ) -> None:
-    """Trained adapters are published merged, and proven by version, checksum and logprobs."""
+    """Trained adapters are published, merged here or by the engine, and proven by version, checksum and logprobs."""
     learner = Learner(learner_config(tiny_model_dir, learner={"lr": 3e-2}))
     first = published(learner, tmp_path / "first", 0)
     probe_before = learner.logprobs(TEXT)
@@ -239,7 +242,9 @@ async def test_the_engine_says_what_the_adapted_policy_says(
         learner.step(batch(mixed_groups(tiny_model), version=version))
     async with VLLMEngine(vllm_server.url, model=vllm_server.model) as engine:
         try:
-            ref = published(learner, tmp_path / "last", 3)
+            folders = DeltaFolders(tmp_path / "last", whole_every=8) if travels == "adapter" else None
+            ref = published(learner, tmp_path / "last", 3, folders)
+            assert is_delta(ref) == (travels == "adapter")
             await engine.update_weights(ref)  # compares the version, the checksum and the probe itself
             assert set(await engine.control.checksums()) == {ref.checksum}
             scored = torch.tensor(await engine.score(TEXT))
@@ -250,10 +255,12 @@ async def test_the_engine_says_what_the_adapted_policy_says(
     assert float((ours - scored).abs().max()) < parity_bound()
 
 
-def published(learner: Learner, folder: Path, version: int) -> WeightsRef:
+def published(learner: Learner, folder: Path, version: int, folders: DeltaFolders | None = None) -> WeightsRef:
     ids = tuple(range(30, 70))
     probe = Probe(token_ids=ids, logprobs=tuple(learner.logprobs(ids)))
     source = WeightSource(learner.model, dtype=torch.float32)
+    if folders is not None:
+        return folders.publish(source, policy_version=version, probe=probe)
     return weights.publish(source, folder, policy_version=version, probe=probe)
 
 

@@ -68,6 +68,7 @@ def test_deepspeed_finds_the_memory_of_a_gpu_that_the_mask_names_by_uuid(
 TWO_RANKS = """
 import os, sys
 from trainer import ranks
+from trainer.process_end import end_process
 ranks.set_defaults(os.environ)
 ranks.join(timeout_s=60)
 ranks.BROADCAST_BYTES = 1000
@@ -77,6 +78,7 @@ for record in (whole, [], whole):
 assert ranks.gather([ranks.index()], int) == [0, 1]
 assert ranks.on_this_machine() == 2
 ranks.leave()
+end_process()
 """
 
 

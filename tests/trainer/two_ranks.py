@@ -24,6 +24,7 @@ from tests.trainer.trainer_builders import (
 )
 from trainer import ranks
 from trainer.learner import Learner
+from trainer.process_end import end_process
 
 
 def main(model_dir: Path, out_dir: Path, sections: str) -> None:
@@ -42,3 +43,4 @@ def main(model_dir: Path, out_dir: Path, sections: str) -> None:
 if __name__ == "__main__":
     ranks.set_defaults(os.environ)
     main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
+    end_process()

@@ -186,7 +186,7 @@ def _phases(peaks: dict[str, int], device: torch.device) -> Iterator[None]:
         "load": (learner, "load_model"),
         "prove": (startup_proof, "prepare"),
         "start": (learner, "start_engine"),
-        "estimate": (learner.Learner, "_estimate"),
+        "estimate": (learner.Learner, "_compute"),
         "hand_over": (handoff, "hand_over"),
         "optimizer_step": (learner.Learner, "_update"),  # after the hand-over, which begins a new peak within it
     }

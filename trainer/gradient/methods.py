@@ -26,9 +26,9 @@ from trainer.step_stats import GroupStats
 log = logging.getLogger(__name__)
 
 
-def own_share(groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
-    """The groups of this rank, where whole groups are dealt out."""
-    return share_of_rank(groups, rank=ranks.data_index(), num_ranks=ranks.data_count())
+def own_share(groups: Sequence[TrajectoryGroup], *, loads: list[int] | None = None) -> list[TrajectoryGroup]:
+    """The groups of this rank, where whole groups are dealt out. `loads`: see `share_of_rank`."""
+    return share_of_rank(groups, rank=ranks.data_index(), num_ranks=ranks.data_count(), loads=loads)
 
 
 def step_members(model: Any, config: Config, reference: ReferenceLogprobs | None) -> StepMembers:
@@ -66,11 +66,23 @@ class GradientMethod(Protocol):
         ...
 
     def estimate(
-        self, groups: Sequence[TrajectoryGroup], *, policy_version: int, num_episodes: int
+        self,
+        groups: Sequence[TrajectoryGroup],
+        *,
+        policy_version: int,
+        num_episodes: int,
+        is_first: bool = True,
+        is_last: bool = True,
     ) -> list[GroupStats]:
         """Make this rank's share of the gradient of the batch's groups, with B = `num_episodes`. One record per group.
 
         Every rank is given all groups and gets all records, in the same order. NaN and infinities raise nothing here.
+
+        Args:
+            num_episodes: of the whole batch.
+            is_first: begin a new gradient. False: add to that of the last call. A batch may be given in parts, unless
+                its objective looks at the whole of it (`Objective.needs_batch`).
+            is_last: the batch is complete with these groups. False: a later call completes it.
         """
         ...
 
@@ -104,6 +116,7 @@ class OnePass:
             gather=ranks.gather_data,
             reference=reference,
         )
+        self._loads: list[int] = []  # tokens that each rank was given of this batch
         self._log_cost_of_exact_norms(config)
 
     @property
@@ -112,11 +125,23 @@ class OnePass:
         return self._estimator.parameters
 
     def estimate(
-        self, groups: Sequence[TrajectoryGroup], *, policy_version: int, num_episodes: int
+        self,
+        groups: Sequence[TrajectoryGroup],
+        *,
+        policy_version: int,
+        num_episodes: int,
+        is_first: bool = True,
+        is_last: bool = True,
     ) -> list[GroupStats]:
         """Leave the gradient of this rank's groups in the estimator's sums."""
-        mine = own_share(groups)
-        stats = self._estimator.estimate(mine, policy_version=policy_version, num_episodes=num_episodes)
+        self._loads = [0] * ranks.data_count() if is_first else self._loads
+        stats = self._estimator.estimate(
+            own_share(groups, loads=self._loads),
+            policy_version=policy_version,
+            num_episodes=num_episodes,
+            is_first=is_first,
+            is_last=is_last,
+        )
         return ranks.gather_data(stats, GroupStats)
 
     def non_finite(self) -> list[str]:

@@ -40,13 +40,16 @@ class PlainPasses(Passes):
         super().__init__(model, GradientSums([], has_scores=False))
         self._engine = engine
 
-    def differentiate(self, packs: Sequence[Sequence[ScoredTrajectory]], weigh: Weigh, *, num_episodes: int) -> None:
-        """Make the step's whole gradient: every rank must give the same number of packs, at least one.
+    def differentiate(
+        self, packs: Sequence[Sequence[ScoredTrajectory]], weigh: Weigh, *, num_episodes: int, is_last: bool = True
+    ) -> None:
+        """Add to the step's gradient: every rank must give the same number of packs, at least one.
 
-        Each pack is scored and its sum_i sum_t seed_it log pi_it differentiated. The last one completes the gradient.
+        Each pack is scored and its sum_i sum_t seed_it log pi_it differentiated. With `is_last` the last one completes
+        the gradient.
         """
         for index, members in enumerate(packs):
-            self._engine.set_gradient_accumulation_boundary(index == len(packs) - 1)
+            self._engine.set_gradient_accumulation_boundary(is_last and index == len(packs) - 1)
             scores = self._score(members, self._join(members), None, call=self._engine)
             for one in members:
                 weigh(one)
@@ -66,6 +69,7 @@ class Plain:
         self._engine = engine
         self._members = step_members(model, config, reference)
         self._passes = PlainPasses(model, engine)
+        self._loads: list[int] = []  # tokens that each rank was given of this batch
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -73,11 +77,18 @@ class Plain:
         return self._members.parameters
 
     def estimate(
-        self, groups: Sequence[TrajectoryGroup], *, policy_version: int, num_episodes: int
+        self,
+        groups: Sequence[TrajectoryGroup],
+        *,
+        policy_version: int,
+        num_episodes: int,
+        is_first: bool = True,
+        is_last: bool = True,
     ) -> list[GroupStats]:
         """Leave the gradient in DeepSpeed."""
         members = self._members
-        scored = members.scored(own_share(groups), policy_version=policy_version)
+        self._loads = [0] * ranks.data_count() if is_first else self._loads
+        scored = members.scored(own_share(groups, loads=self._loads), policy_version=policy_version)
         idle = [member for group in scored for member in group.idle]
         trained = [member for group in scored for member in group.trained]
         members.score_reference([*trained, *idle])
@@ -86,7 +97,7 @@ class Plain:
         if members.objective.needs_batch:
             members.each(packs, self._passes.forward_only)
             members.weigh_all([*trained, *idle])
-        self._passes.differentiate(members.evenly(packs), members.weigh, num_episodes=num_episodes)
+        self._passes.differentiate(members.evenly(packs), members.weigh, num_episodes=num_episodes, is_last=is_last)
         for member in idle:
             members.weigh(member)
         return ranks.gather_data(members.stats(scored, policy_version), GroupStats)

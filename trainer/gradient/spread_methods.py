@@ -49,15 +49,23 @@ class OnePassSharded:
         return self._members.parameters
 
     def estimate(
-        self, groups: Sequence[TrajectoryGroup], *, policy_version: int, num_episodes: int
+        self,
+        groups: Sequence[TrajectoryGroup],
+        *,
+        policy_version: int,
+        num_episodes: int,
+        is_first: bool = True,
+        is_last: bool = True,
     ) -> list[GroupStats]:
         """Leave this rank's parts of the gradient's sums here."""
-        self._sums.reset()
+        if is_first:
+            self._sums.reset()
         scored = self._members.scored(groups, policy_version=policy_version)
         for group in scored:
             if group.trained:
                 self._train(group, num_episodes)
-        self._sums.drop_scores()
+        if is_last:
+            self._sums.drop_scores()
         idle = [member for group in scored for member in group.idle]
         mine = _mine(self._members, idle)
         self._members.score_reference(mine)
@@ -106,7 +114,13 @@ class TwoPass(Plain):
         self._measure = first.exact_norms if config.algorithm.baseline_norms == "exact" else first.proxy_norms
 
     def estimate(
-        self, groups: Sequence[TrajectoryGroup], *, policy_version: int, num_episodes: int
+        self,
+        groups: Sequence[TrajectoryGroup],
+        *,
+        policy_version: int,
+        num_episodes: int,
+        is_first: bool = True,
+        is_last: bool = True,
     ) -> list[GroupStats]:
         """Leave the gradient in DeepSpeed."""
         members = self._members
@@ -125,7 +139,7 @@ class TwoPass(Plain):
                 group.move_baseline(members.objective)
         # Before the second pass, which scores again: every rank has the same statistics, from the same bytes.
         stats = members.stats(scored, policy_version)
-        self._passes.differentiate(members.evenly(packs), members.weigh, num_episodes=num_episodes)
+        self._passes.differentiate(members.evenly(packs), members.weigh, num_episodes=num_episodes, is_last=is_last)
         return stats
 
 

@@ -69,22 +69,31 @@ class Estimator:
         self._passes = Passes(model, self.sums)
 
     def estimate(
-        self, groups: Sequence[TrajectoryGroup], *, policy_version: int, num_episodes: int
+        self,
+        groups: Sequence[TrajectoryGroup],
+        *,
+        policy_version: int,
+        num_episodes: int,
+        is_first: bool = True,
+        is_last: bool = True,
     ) -> list[GroupStats]:
         """Leave these groups' share of g in `sums`, with B = `num_episodes`. One record per group, in their order.
 
         A group without reward spread (or with one member) has no gradient under a baseline or a standard deviation;
         its members are still scored, since their weights count in rho. NaN and infinities raise nothing: see
-        `TrajectoryStats.non_finite`, by which the step must be refused.
+        `TrajectoryStats.non_finite`, by which the step must be refused. `is_first`, `is_last`: see
+        `methods.GradientMethod`.
         """
-        self.sums.reset()
+        if is_first:
+            self.sums.reset()
         scored = self._members.scored(groups, policy_version=policy_version)
         self._members.score_reference([member for group in scored for member in group.members])
         active = [group for group in scored if group.has_advantages]
         idle = [member for group in scored for member in group.idle]
         if self._has_scores:
             self._one_pass_with_norms(active, num_episodes)
-            self.sums.drop_scores()
+            if is_last:
+                self.sums.drop_scores()
             self._idle_pass(idle)
         elif self._objective.needs_batch or self._needs_norms:
             self._two_passes(active, idle, num_episodes)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from agentrl.config.algorithm import AlgorithmConfig
-from agentrl.config.presets import OPTIMAL, PER_EPISODE, PER_TOKEN, WHOLE_BATCH
+from agentrl.config.presets import OPTIMAL, PER_EPISODE, PER_TOKEN
 from agentrl.report.statistics import has_spread
 from trainer.objective import baselines, ratios, reference_kl, silencing, vcpo
 from trainer.objective.interface import Group, Member, MemberWeights, Objective, Terms, by_group
@@ -46,8 +46,7 @@ class PolicyGradient(Objective):
         self.needs_reference = type(self).needs_reference or algorithm.has_penalty
         self.has_terms = type(self).has_terms or algorithm.has_terms
         self._penalizes_rewards = algorithm.has_penalty and algorithm.kl == "reward"
-        looks_at_batch = algorithm.treatment in WHOLE_BATCH or silencing.needs_batch(algorithm)
-        self.needs_batch = type(self).needs_batch or self.needs_logits or self._penalizes_rewards or looks_at_batch
+        self.needs_batch = type(self).needs_batch or algorithm.looks_at_batch
 
     def advantages(self, group: Group) -> Tensor | None:
         """(R - b_0) / s, with b_0 the reference baseline. [E] None: the group has no gradient.
@@ -112,6 +111,8 @@ class PolicyGradient(Objective):
                 return vcpo.safe_baseline(log_weight_E, score_norm_E, reward_E)
             case "opob_leave_one_out":
                 return vcpo.leave_one_out_baseline(log_weight_E, score_norm_E, reward_E)
+            case "opob_safe_leave_one_out":
+                return vcpo.safe_leave_one_out_baseline(log_weight_E, score_norm_E, reward_E)
             case other:
                 raise ValueError(f"baseline {other} does not depend on norms")
 

@@ -18,12 +18,6 @@ from trainer.objective import ratios
 from trainer.objective.interface import Member, MemberWeights, by_group
 
 
-def needs_batch(algorithm: AlgorithmConfig) -> bool:
-    """Whether the mask or the number of tokens that stay depends on more than one trajectory."""
-    spurious = algorithm.spurious
-    return spurious is not None and (spurious.entropy is None or algorithm.normalize_by_length == "group")
-
-
 def silenced(
     members: Sequence[Member], found: Sequence[MemberWeights], algorithm: AlgorithmConfig
 ) -> list[MemberWeights]:
@@ -36,7 +30,7 @@ def silenced(
     log-probabilities or entropies.
 
     Args:
-        members: one trajectory where `needs_batch` is false, else all of the step.
+        members: all of the step where `AlgorithmConfig.looks_at_batch` is true, else one trajectory.
     """
     if algorithm.spurious is None:
         return list(found)

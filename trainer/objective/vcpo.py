@@ -116,6 +116,20 @@ def leave_one_out_baseline(log_weight_G: Tensor, score_norm_G: Tensor, reward_G:
     return torch.where(has_share_G, share_GG @ reward_G, baselines.leave_one_out(reward_G))
 
 
+def safe_leave_one_out_baseline(log_weight_G: Tensor, score_norm_G: Tensor, reward_G: Tensor) -> Tensor | None:
+    """min(b*_i, mean of the others' rewards), both of the *other* members. [G] (not in the paper)
+
+    The cap of `safe_baseline` without its dependence on the member's own reward and norm (docs/baselines.md).
+    Arguments and result are those of `leave_one_out_baseline`. Raises ValueError for a single member.
+
+    >>> weight, norm, reward = torch.ones(3), torch.tensor([3.0, 1.0, 2.0]), torch.tensor([1.0, 0.0, 0.5])
+    >>> [round(float(b), 3) for b in safe_leave_one_out_baseline(weight.log(), norm, reward)]  # means .25, .75, .5
+    [0.25, 0.75, 0.5]
+    """
+    optimum_G = leave_one_out_baseline(log_weight_G, score_norm_G, reward_G)
+    return None if optimum_G is None else torch.minimum(optimum_G, baselines.leave_one_out(reward_G.double()))
+
+
 class RhoBase:
     """The ESS ratio at which the full learning rate is used: given, or (`auto`) learned from the first steps.
 

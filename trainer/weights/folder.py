@@ -10,7 +10,7 @@ import copy
 import json
 import secrets
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
@@ -38,14 +38,11 @@ def publish(
     Called on one rank; the others call `source.take_part()`. The id is new each time: a learner that was restarted
     makes a version again, and a network file system may still show another machine the old content of the same path.
     """
-    folder = root / f"v{policy_version}-{secrets.token_hex(4)}"
-    before = max(_published(root), key=lambda path: path.stat().st_mtime_ns, default=None)
+    folder = new_folder(root, policy_version)
+    before = max(published(root), key=lambda path: path.stat().st_mtime_ns, default=None)
     with whole_folder(folder) as temporary:
-        checksum = _save(source, source, temporary, max_shard_bytes)
-    for old in _published(root):
-        if old not in (folder, before):
-            shutil.rmtree(old)
-    remove_unfinished(root, "v*")
+        checksum = save(source.metadata(), source, temporary, max_shard_bytes)
+    keep_only(root, {folder} if before is None else {folder, before})
     return WeightsRef(
         policy_version=policy_version,
         num_bytes=checksum.num_bytes,
@@ -53,6 +50,24 @@ def publish(
         checksum=checksum.hexdigest(),
         probe=probe,
     )
+
+
+def new_folder(root: Path, version: int) -> Path:
+    """The path of a publication that is about to be written."""
+    return root / f"v{version}-{secrets.token_hex(4)}"
+
+
+def published(root: Path) -> list[Path]:
+    """The folders of all publications that are there."""
+    return [path for path in root.glob("v*") if path.name[1:].partition("-")[0].isdecimal()]
+
+
+def keep_only(root: Path, folders: Collection[Path]) -> None:
+    """Remove all other publications, and what killed writers left."""
+    for old in published(root):
+        if old not in folders:
+            shutil.rmtree(old)
+    remove_unfinished(root, "v*")
 
 
 def export(
@@ -74,7 +89,7 @@ def export(
     base = lora.base_of(model)
     adapters: dict[str, lora.Adapter] = {}
     with whole_folder(folder) as temporary:
-        _save(source, source.keeping(adapters), temporary, max_shard_bytes)
+        save(source.metadata(), source.keeping(adapters), temporary, max_shard_bytes)
         if adapters:
             lora.save(model, adapters, temporary / ADAPTER_FOLDER)
         config = copy.deepcopy(base.config)
@@ -91,15 +106,15 @@ def export(
             AutoTokenizer.from_pretrained(model_path).save_pretrained(temporary)
 
 
-def _save(
-    source: WeightSource, tensors_of_pass: Iterable[tuple[str, Tensor]], folder: Path, max_shard_bytes: int
+def save(
+    metadata: Sequence[TensorMeta], named: Iterable[tuple[str, Tensor]], folder: Path, max_shard_bytes: int
 ) -> Checksum:
-    """Write the tensors of one iteration over the source, with an index if there are several files."""
+    """Write these tensors, which `metadata` describes in their order, with an index if there are several files."""
     from safetensors.torch import save_file
 
-    sizes = _shard_sizes(source.metadata(), max_shard_bytes)
+    sizes = _shard_sizes(metadata, max_shard_bytes)
     checksum = Checksum()
-    tensors = checksum.through(tensors_of_pass)
+    tensors = checksum.through(named)
     file_of: dict[str, str] = {}
     for at, num_tensors in enumerate(sizes, start=1):
         file = f"model-{at:05d}-of-{len(sizes):05d}.safetensors" if len(sizes) > 1 else "model.safetensors"
@@ -133,7 +148,3 @@ def _copy_missing(source: Path, target: Path) -> None:
     for path in source.iterdir():
         if path.is_file() and not path.name.endswith(_WEIGHT_SUFFIXES) and not (target / path.name).exists():
             shutil.copyfile(path, target / path.name)
-
-
-def _published(root: Path) -> list[Path]:
-    return [path for path in root.glob("v*") if path.name[1:].partition("-")[0].isdecimal()]

@@ -70,14 +70,20 @@ class WeightSource:
         return self.keeping(None)
 
     @torch.no_grad()
-    def keeping(self, adapters: dict[str, Adapter] | None) -> Iterator[tuple[str, Tensor]]:
-        """Iterate, and put copies of the adapters, on the CPU, into `adapters` under their weights' names."""
+    def keeping(
+        self, adapters: dict[str, Adapter] | None, frozen: dict[str, Tensor] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Iterate, and put copies of the adapters, on the CPU, into `adapters` under their weights' names, and of these
+        weights without them into `frozen`.
+        """
         for _, layer in groupby(self._tensors, key=lambda one: layer_of(one.name)):
             tensors = list(layer)
             with gathered(part for one in tensors for part in _parts(one)):
                 for one in tensors:
                     if adapters is not None and one.adapter is not None:
                         adapters[one.name] = one.adapter.copied()
+                    if frozen is not None and one.adapter is not None:
+                        frozen[one.name] = one.tensor.detach().to("cpu", self._sent_dtype(one.tensor), copy=True)
                     whole = one.tensor if one.adapter is None else one.adapter.merged(one.tensor)
                     yield one.name, whole.detach().to(self._sent_dtype(one.tensor))
 
@@ -85,6 +91,11 @@ class WeightSource:
     def is_split(self) -> bool:
         """Whether ZeRO-3 divided the tensors among ranks."""
         return any(is_divided(one.tensor) for one in self._tensors)
+
+    @property
+    def is_adapted(self) -> bool:
+        """Whether adapters are all that changes."""
+        return any(one.adapter is not None for one in self._tensors)
 
     def take_part(self) -> None:
         """Iterate on a rank that does not use the tensors, so that the others can gather."""

@@ -43,8 +43,9 @@ def test_exact_norms_of_one_baseline_a_group_go_every_way(method: str) -> None:
     assert choose(method, {"preset": "vcpo"}) == method
 
 
-def test_auto_makes_two_passes_where_each_episode_has_its_own_baseline() -> None:
-    assert choose("auto", LEAVE_ONE_OUT) == "two_pass"
+@pytest.mark.parametrize("baseline", ["opob_leave_one_out", "opob_safe_leave_one_out"])
+def test_auto_makes_two_passes_where_each_episode_has_its_own_baseline(baseline: str) -> None:
+    assert choose("auto", {"preset": "vcpo", "baseline": baseline}) == "two_pass"
 
 
 def test_auto_keeps_no_sums_where_norms_are_by_proxy() -> None:

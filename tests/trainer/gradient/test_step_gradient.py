@@ -57,13 +57,15 @@ def reference(model: Any, groups: list[TrajectoryGroup], algorithm: AlgorithmCon
         norm = score.norm(dim=1) * (torch.stack(lengths) if algorithm.norm_of == "sum" else 1)
         importance = in_baseline.square() * norm.square()
         optimum = (importance * rewards).sum() / importance.sum()
+        of_others = ((importance * rewards).sum() - importance * rewards) / (importance.sum() - importance)
+        mean_of_others = (rewards.sum() - rewards) / (len(rewards) - 1)
         baseline = {
             "opob": optimum,
             "opob_safe": torch.minimum(optimum, rewards.mean()),
-            "opob_leave_one_out": ((importance * rewards).sum() - importance * rewards)
-            / (importance.sum() - importance),
+            "opob_leave_one_out": of_others,
+            "opob_safe_leave_one_out": torch.minimum(of_others, mean_of_others),
             "mean": rewards.mean(),
-            "leave_one_out": (rewards.sum() - rewards) / (len(rewards) - 1),
+            "leave_one_out": mean_of_others,
             "none": torch.zeros(()),
         }[algorithm.baseline]
         std = rewards.std(unbiased=algorithm.normalize_by_std != "population") if algorithm.normalize_by_std else 1.0
@@ -85,6 +87,7 @@ def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
         AlgorithmConfig(treatment="none"),
         AlgorithmConfig(max_weight=0.9),
         AlgorithmConfig(baseline="opob_leave_one_out", normalize_by_std=True),
+        AlgorithmConfig(baseline="opob_safe_leave_one_out", max_weight=1.5),
         AlgorithmConfig(baseline="mean"),
         AlgorithmConfig(baseline="leave_one_out"),
         AlgorithmConfig(baseline="none"),

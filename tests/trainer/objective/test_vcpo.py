@@ -19,6 +19,7 @@ from trainer.objective.vcpo import (
     leave_one_out_baseline,
     optimal_baseline,
     safe_baseline,
+    safe_leave_one_out_baseline,
     step_scale,
 )
 
@@ -212,13 +213,40 @@ def test_leave_one_out_by_hand() -> None:
     torch.testing.assert_close(found, f64(8 / 25, 12 / 20, 4 / 13))
 
 
+def test_safe_leave_one_out_by_hand() -> None:
+    # b* of the others is 8/25, 12/20, 4/13 as above; the others' means are .25, .75, .5.
+    found = safe_leave_one_out_baseline(f64(2.0, 1.0, 2.0).log(), f64(1.0, 3.0, 2.0), f64(1.0, 0.0, 0.5))
+    torch.testing.assert_close(found, f64(0.25, 12 / 20, 4 / 13))
+
+
+def test_safe_leave_one_out_keeps_the_whole_expected_gradient() -> None:
+    assert _expected_over_groups(safe_leave_one_out_baseline) == pytest.approx(1.0, abs=1e-12)
+
+
+@given(
+    st.lists(st.tuples(st.floats(-50, 50), st.floats(1e-3, 1e3), st.floats(-10, 10)), min_size=2, max_size=8),
+    st.floats(-10, 10),
+)
+def test_safe_leave_one_out_does_not_depend_on_the_members_own_numbers(
+    rows: list[tuple[float, float, float]], other: float
+) -> None:
+    columns = [f64(*column) for column in zip(*rows, strict=True)]
+    changed = [torch.cat([f64(abs(other) + 1e-3), column[1:]]) for column in columns]
+    before, after = safe_leave_one_out_baseline(*columns), safe_leave_one_out_baseline(*changed)
+    assert before is not None and after is not None
+    torch.testing.assert_close(before[0], after[0], rtol=1e-9, atol=1e-9)
+
+
 def test_leave_one_out_where_others_have_no_gradient_is_their_mean() -> None:
     reward = f64(1.0, 0.0, 0.5)
     found = leave_one_out_baseline(f64(1.0, 1.0, 1.0).log(), f64(2.0, 0.0, 0.0), reward)
     torch.testing.assert_close(found, f64(0.25, 1.0, 1.0))
-    assert leave_one_out_baseline(f64(1.0, 1.0, 1.0).log(), f64(0.0, 0.0, 0.0), reward) is None
-    with pytest.raises(ValueError, match="at least two"):
-        leave_one_out_baseline(f64(0.0), f64(1.0), f64(1.0))
+    safe = safe_leave_one_out_baseline(f64(1.0, 1.0, 1.0).log(), f64(2.0, 0.0, 0.0), reward)
+    torch.testing.assert_close(safe, f64(0.25, 0.75, 0.5))
+    for rule in (leave_one_out_baseline, safe_leave_one_out_baseline):
+        assert rule(f64(1.0, 1.0, 1.0).log(), f64(0.0, 0.0, 0.0), reward) is None
+        with pytest.raises(ValueError, match="at least two"):
+            rule(f64(0.0), f64(1.0), f64(1.0))
 
 
 def test_a_given_rho_base_never_moves() -> None:

@@ -21,6 +21,7 @@ from tests.trainer.trainer_builders import batch, config, divide_small_weights, 
 from trainer import checkpoint, deepspeed_settings, learner, startup_proof
 from trainer.plan.counting import Counter
 from trainer.plan.memory import CHECKSUM_BYTES
+from trainer.process_end import end_process
 from trainer.weights.source import WeightSource
 
 SCRATCH_ON_CPU = 4 * CHUNK_WORDS * WORD_BYTES
@@ -105,3 +106,4 @@ if __name__ == "__main__":
 
     ranks.set_defaults(os.environ)
     main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
+    end_process()

@@ -20,6 +20,7 @@ from agentrl.engine.checksum import Checksum
 from agentrl.training.model_folder import Origin
 from agentrl.types import Probe
 from trainer import ranks
+from trainer.process_end import end_process
 from trainer.weights import folder as weights
 from trainer.weights.source import WeightSource
 
@@ -85,3 +86,4 @@ def main(model_dir: Path, out: Path) -> None:
 if __name__ == "__main__":
     ranks.set_defaults(os.environ)
     main(Path(sys.argv[1]), Path(sys.argv[2]))
+    end_process()

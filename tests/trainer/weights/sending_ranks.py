@@ -26,6 +26,7 @@ from agentrl.types import Probe
 from tests import fake_nccl
 from trainer import ranks
 from trainer.orchestrator_client import OrchestratorClient
+from trainer.process_end import end_process
 from trainer.weights.publisher import Publisher, TransferSettings
 from trainer.weights.source import WeightSource
 from trainer.weights.transfer import publisher
@@ -102,4 +103,5 @@ if __name__ == "__main__":
         main(json.loads(sys.argv[1]))
     except AgentRLError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
-        sys.exit(1)
+        end_process(1)
+    end_process()

@@ -58,7 +58,8 @@ def loaded() -> None:
 
 
 @pytest.mark.usefixtures("loaded")
-def test_engines_that_never_join_end_the_publication(tiny_model: Any) -> None:
+def test_engines_that_never_join_end_the_publication(monkeypatch: pytest.MonkeyPatch, tiny_model: Any) -> None:
+    monkeypatch.setattr(trainer.weights.streamed, "GRACE_S", 0.2)
     source = WeightSource(tiny_model, dtype=torch.float32)
     sender = publisher(transfer("gloo"), EngineConfig(), source=source, link=Silent())
     started_s = time.monotonic()

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -17,23 +16,23 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from agentrl.config import EngineConfig
 from agentrl.engine.base import Receivers
 from agentrl.engine.checksum import checksum_of
 from agentrl.engine.vllm_engine import VLLMEngine
 from agentrl.engine.weight_updates import UpdateSettings
-from agentrl.errors import EngineError, WeightSyncError
+from agentrl.errors import EngineError, RunOver, WeightsWanted, WeightSyncError
 from agentrl.supervision.serving import serving
-from agentrl.training.learner_api import RunOver, create_app
+from agentrl.training.learner_api import create_app
 from agentrl.types import Batch, Probe, StepOutput, TransferInit, WeightsRef
-from tests.conftest import VLLMServer, kill_guarded, start_guarded
-from tests.device import cpu_engine_only, engine_settings, parity_bound, without_gpus
+from tests.conftest import VLLMServer, serving_tiny_model
+from tests.device import cpu_engine_only, parity_bound, without_gpus
 from tests.one_session import OneSession
 from tests.trainer.trainer_builders import plain_logprobs
 from trainer.weights import folder as weights
+from trainer.weights.delta import DeltaFolders
 from trainer.weights.source import WeightSource
 
 TEXT = list(range(100, 180))
@@ -49,7 +48,7 @@ class Engines:
         self.failures: list[EngineError] = []
         self.blamed: list[EngineError] = []  # errors that would end a run
 
-    async def next_batch(self, policy_version: int) -> Batch:
+    async def next_batch(self, policy_version: int, num_known: int) -> Batch:
         raise RunOver
 
     async def step_done(self, output: StepOutput) -> None:
@@ -76,60 +75,17 @@ class Engines:
         self.blamed.append(error)
 
 
-def start_server(model_dir: Path, log_path: Path, backend: str, port: int = 0) -> tuple[subprocess.Popen[bytes], str]:
-    from agentrl.engine import vllm_command
-    from agentrl.engine import vllm_server as engine_server
-    from agentrl.supervision.serving import free_port
-
-    port = free_port(port=port)
-    argv, env = vllm_command.command(
-        model_path=str(model_dir),
-        served_name="policy",
-        host="127.0.0.1",
-        port=port,
-        config=EngineConfig(**engine_settings(weight_transfer=backend)),
-        max_context=1024,
-        dtype="float32",
-        seed=0,
-    )
-    process = start_guarded(argv, env, log_path)
-    url = f"http://127.0.0.1:{port}"
-    waiting = engine_server.wait_ready(url, poll=process.poll, log=lambda: log_path.read_text()[-3000:], timeout_s=170)
-    try:
-        asyncio.run(waiting)
-    except BaseException:
-        kill_guarded(process)
-        raise
-    return process, url
-
-
-class GlooServer:
-    """A server of the tiny model that receives its weights over gloo."""
-
-    def __init__(self, model_dir: Path, logs: Path) -> None:
-        self._model_dir, self._logs = model_dir, logs
-        self._process, self.url = start_server(model_dir, logs / "first.log", "gloo")
-
-    def kill(self) -> None:
-        kill_guarded(self._process)
-
-    def start_again(self) -> None:
-        port = int(self.url.rpartition(":")[2])
-        self._process, _ = start_server(self._model_dir, self._logs / "again.log", "gloo", port)
-
-
 @pytest.fixture(scope="module")
-def gloo(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GlooServer]:
-    server = GlooServer(tiny_model_dir, tmp_path_factory.mktemp("gloo"))
-    yield server
-    server.kill()
+def gloo(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMServer]:
+    """A server of the tiny model that receives its weights over gloo."""
+    settings = {"weight_transfer": "gloo"}
+    with serving_tiny_model(tiny_model_dir, tmp_path_factory.mktemp("gloo"), engine=settings) as server:
+        yield server
 
 
 @pytest.fixture
-async def engines(gloo: GlooServer) -> AsyncIterator[Engines]:
-    async with VLLMEngine(
-        gloo.url, model="policy", updates=UpdateSettings(update_timeout_s=60, return_timeout_s=120)
-    ) as engine:
+async def engines(gloo: VLLMServer) -> AsyncIterator[Engines]:
+    async with VLLMEngine(gloo.url, model=gloo.model, updates=UpdateSettings(update_timeout_s=60)) as engine:
         yield Engines(engine)
 
 
@@ -193,11 +149,14 @@ async def learner(
 
 def written(model: Any, folder: Path, version: int, **limits: int) -> WeightsRef:
     """The model's weights as the learner would publish them to a folder."""
+    source = WeightSource(model, dtype=torch.float32)
+    return weights.publish(source, folder, policy_version=version, probe=probe_of(model), **limits)
+
+
+def probe_of(model: Any) -> Probe:
     ids = tuple(TEXT[:40])
     with torch.no_grad():
-        probe = Probe(token_ids=ids, logprobs=tuple(plain_logprobs(model, ids).tolist()))
-    source = WeightSource(model, dtype=torch.float32)
-    return weights.publish(source, folder, policy_version=version, probe=probe, **limits)
+        return Probe(token_ids=ids, logprobs=tuple(plain_logprobs(model, ids).tolist()))
 
 
 async def said(process: asyncio.subprocess.Process) -> str:
@@ -279,26 +238,6 @@ async def test_a_learner_that_hangs_while_it_sends_meets_the_deadline(
 @GLOO
 @pytest.mark.slow
 @pytest.mark.engine
-@pytest.mark.timeout(400)
-async def test_an_engine_that_dies_while_it_receives_gets_the_weights_when_it_is_back(
-    gloo: GlooServer, engines: Engines, tiny_model_dir: Path, tmp_path: Path
-) -> None:
-    model = new_model(tiny_model_dir, tmp_path / "new", seed=11)
-    async with learner(engines, tmp_path / "new", tmp_path, stall_at=7, stall_s=1.0) as process:
-        assert process.stdout is not None
-        assert await asyncio.wait_for(process.stdout.readline(), 120) == b"stalled\n"
-        gloo.kill()
-        await asyncio.to_thread(gloo.start_again)
-        errors = await said(process)
-    assert process.returncode == 0, errors
-    assert [ref.policy_version for ref in engines.refs] == [1, 1]
-    assert await distance(engines.engine, model) < parity_bound()
-    assert await engines.engine.version() == 1
-
-
-@GLOO
-@pytest.mark.slow
-@pytest.mark.engine
 async def test_another_models_weights_are_refused_before_they_travel(
     engines: Engines, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
@@ -346,6 +285,33 @@ async def test_a_folder_in_shards_arrives(
     async with VLLMEngine(shared.url, model=shared.model, updates=UpdateSettings(by_folder=by_folder)) as engine:
         await engine.update_weights(ref)
         assert await distance(engine, model) < parity_bound()
+
+
+@pytest.mark.engine
+async def test_only_what_changed_arrives_and_damage_to_it_is_mended(
+    shared: VLLMServer, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    """Two publications of changes, the second of them damaged on the disk."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype="float32").eval()
+    folders = DeltaFolders(tmp_path, whole_every=4)
+    async with VLLMEngine(shared.url, model=shared.model) as engine:
+        for version in (1, 2, 3):
+            with torch.no_grad():
+                model.model.layers[0].mlp.up_proj.weight[:, version] += 0.5
+            source = WeightSource(model, dtype=torch.float32)
+            ref = folders.publish(source, policy_version=version, probe=probe_of(model))
+            if version == 3:
+                file = Path(ref.update_info["deltas"][-1]) / "delta-00001.safetensors"
+                tensors = load_file(file)
+                save_file({name: tensor * 1 + ("values" in name) for name, tensor in tensors.items()}, file)
+                with pytest.raises(WeightsWanted):
+                    await engine.update_weights(ref)
+                assert await engine.control.is_paused()
+                ref = folders.whole_again()
+            await engine.update_weights(ref)
+            assert len(ref.update_info.get("deltas", [])) == (1 if version == 2 else 0)
+            assert await distance(engine, model) < parity_bound()
+            assert await engine.version() == version
 
 
 @pytest.mark.engine

@@ -22,6 +22,7 @@ WIDTH, NUM_LAYERS, NUM_HEADS = 64, 2, 4
 NUM_OPERANDS = 3
 PROMPT_TOKENS = 1 + 3 * NUM_OPERANDS
 MAX_TOKENS, MAX_ACTIONS = 52, 30
+NO_ANSWER = -1
 SKILL = 0.4
 WARM_STEPS = 500
 
@@ -97,6 +98,12 @@ def reply(call: str) -> str:
 def reward(turn: str, operands: Sequence[int]) -> float:
     """1 for the right answer in the turn that ended the episode, else 0."""
     return float(turn == f"A{sum(operands)}$")
+
+
+def error(turn: str, operands: Sequence[int]) -> int:
+    """|answer - sum| of the turn that ended the episode; NO_ANSWER where it gives no number."""
+    found = re.fullmatch(r"A(\d+)\$", turn)
+    return abs(int(found[1]) - sum(operands)) if found else NO_ANSWER
 
 
 def padded(rows: Sequence[Sequence[int]]) -> Tensor:

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from benchmarks import stability_pictures, stability_report
+from benchmarks.reporting import load_runs
 from benchmarks.stability_rules import RULES
 from benchmarks.stability_train import Spec, Stack, record
 
@@ -69,15 +70,10 @@ def key(run: dict[str, Any] | Spec) -> tuple[Any, ...]:
     return tuple(run[name] if isinstance(run, dict) else getattr(run, name) for name in names)
 
 
-def load(path: Path) -> list[dict[str, Any]]:
-    """Finished runs."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 def sweep(parts: Sequence[Part], out: Path) -> None:
     """Run what `out` does not have yet."""
     torch.set_num_threads(1)
-    done = {key(run) for run in load(out)}
+    done = {key(run) for run in load_runs(out)}
     for part in parts:
         for specs in part.stacks():
             specs = [spec for spec in specs if key(spec) not in done]
@@ -113,7 +109,7 @@ def main() -> None:
     parser.add_argument("--pictures", type=Path, default=Path("docs"), help="where --report draws")
     given = parser.parse_args()
     if given.report:
-        runs = load(given.out)
+        runs = load_runs(given.out)
         print(stability_report.tables(runs))
         print("drawn:", *stability_pictures.draw(runs, given.pictures))
         return

@@ -43,10 +43,9 @@ def grid(
     what: str,
 ) -> Path:
     """A row a setting, a column a rule that was run, a line a seed. `curve`: a run's updates made, and its rewards."""
-    pyplot = _pyplot()
     rows = settings(runs)
     rules = [rule for rule in rules if any(chosen(runs, rule, *setting) for setting in rows)]
-    figure, axes = pyplot.subplots(
+    figure, axes = pyplot().subplots(
         len(rows),
         len(rules),
         figsize=(1.5 * len(rules), 1.2 * len(rows) + 0.4),
@@ -63,14 +62,14 @@ def grid(
             for run in found:
                 plot.plot(*curve(run), linewidth=0.7, color="C3" if has_collapsed(run) else "C0")
     for rule, plot in zip(rules, axes[0], strict=True):
-        plot.set_title(rule)
+        plot.set_title(rule.replace("_leave_one_out", "\nleave_one_out"))
     figure.supxlabel(f"updates made; {what}; a line a seed, red: collapsed")
-    return _saved(figure, path)
+    return saved(figure, path)
 
 
 def _fates(runs: Sequence[Run], path: Path) -> Path:
     """Highest b* - mean of early steps against the lowest reward of the weights made since; a point a run."""
-    figure, plot = _pyplot().subplots(figsize=(4.5, 3.2))
+    figure, plot = pyplot().subplots(figsize=(4.5, 3.2))
     for i, rule in enumerate(name for name, rule in RULES.items() if rule.optimum is not None):
         mine = [run for run in runs if run["rule"] == rule and run["then"] is None and run["lag"] > 0]
         if not mine:
@@ -80,7 +79,7 @@ def _fates(runs: Sequence[Run], path: Path) -> Path:
     plot.set_xlabel(f"highest b* - mean of a step, mean over steps {EARLY.start} to {EARLY.stop}")
     plot.set_ylabel(f"lowest {WINDOW} weights in a row since")
     plot.legend(fontsize=7)
-    return _saved(figure, path)
+    return saved(figure, path)
 
 
 def fate(run: Run) -> tuple[float, float]:
@@ -88,8 +87,8 @@ def fate(run: Run) -> tuple[float, float]:
     return statistics.fmean(run["steps"]["shift_max"][EARLY]), min(smoothed(run["curve"][EARLY.start :]))
 
 
-def _pyplot() -> Any:
-    """Set for SVG that is the same each time."""
+def pyplot() -> Any:
+    """matplotlib's, set for SVG that is the same each time."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -99,7 +98,8 @@ def _pyplot() -> Any:
     return pyplot
 
 
-def _saved(figure: object, path: Path) -> Path:
+def saved(figure: object, path: Path) -> Path:
+    """Write a figure as SVG and forget it."""
     from matplotlib import pyplot
     from matplotlib.figure import Figure
 

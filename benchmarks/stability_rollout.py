@@ -36,7 +36,8 @@ class Episodes:
     ids_SUT: Ints
     acted_SUT: Bools
     logprob_SUT: Floats  # of the policy that sampled; 0 where nothing was sampled
-    reward_SU: Floats
+    reward_SU: Floats  # 1 for the right answer, else 0
+    error_SU: Ints  # distance of the answer from the right one; NO_ANSWER without an answer
     group_SU: Ints
     row_SB: Ints  # which row each episode is
 
@@ -44,6 +45,11 @@ class Episodes:
     def reward_SB(self) -> Floats:
         """Reward of every episode."""
         return np.take_along_axis(self.reward_SU, self.row_SB, axis=1)
+
+    @property
+    def error_SB(self) -> Ints:
+        """Error of every episode."""
+        return np.take_along_axis(self.error_SU, self.row_SB, axis=1)
 
 
 def rollout(
@@ -71,6 +77,7 @@ class _Sampler:
         self._logprob_SUT = np.zeros((num_runs, num_rows, MAX_TOKENS), np.float32)
         self._turn_start_SU = np.full((num_runs, num_rows), PROMPT_TOKENS)
         self._reward_SU = np.zeros((num_runs, num_rows), np.float32)
+        self._error_SU = np.full((num_runs, num_rows), calculator.NO_ANSWER)
         self._group_SU = np.full((num_runs, num_rows), -1)
         self._group_SU[:, :num_tasks] = np.arange(num_tasks)
         self.is_open_SU = self._group_SU >= 0
@@ -119,6 +126,7 @@ class _Sampler:
             acted_SUT=self._acted_SUT[:, used, :length],
             logprob_SUT=self._logprob_SUT[:, used, :length],
             reward_SU=self._reward_SU[:, used],
+            error_SU=self._error_SU[:, used],
             group_SU=self._group_SU[:, used],
             row_SB=self._row_SB,
         )
@@ -144,6 +152,7 @@ class _Sampler:
         if turn.endswith("$"):
             task = self._operands[run][self._group_SU[run, row]]
             self._reward_SU[run, row] = calculator.reward(turn, task)
+            self._error_SU[run, row] = calculator.error(turn, task)
             self.is_open_SU[run, row] = False
         else:
             answer = calculator.tokens(calculator.reply(turn))

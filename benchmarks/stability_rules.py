@@ -17,7 +17,12 @@ from agentrl.config.algorithm import AlgorithmConfig
 from trainer.objective import vcpo
 
 Optimum = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor | None]
-"""(log weight in use, log weight untruncated, score norm, reward), all [G], to b*; None: no member has a gradient."""
+"""(log weight in use, log weight untruncated, score norm, reward), all [G], to b*, one number or one a member [G].
+
+None: no member has a gradient.
+"""
+ALPHA = 0.125
+"""Of `scaled_mean`: fixed before the sweep, so that it pushes down as much as `opob_safe` (stability_rewards.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,11 +35,14 @@ class Rule:
     """b*, for rules that need norms."""
     has_proxy_norms: bool = False
     """Norms of the normalisation scales' gradients in the place of whole norms."""
+    drops_equal: bool = False
+    """Groups of equal rewards have no part, whatever the baseline: what a run does by default."""
 
     @property
     def is_a_setting(self) -> bool:
         """Whether a run's config can say it: `algorithm` is all there is to it."""
-        return self.optimum in (None, in_use, as_written, safe) and not self.has_proxy_norms
+        ways = (None, in_use, as_written, safe, of_others, safe_of_others)
+        return self.optimum in ways and not self.has_proxy_norms and not self.drops_equal
 
 
 def in_use(log_used_G: Tensor, log_weight_G: Tensor, norm_G: Tensor, reward_G: Tensor) -> Tensor | None:
@@ -50,6 +58,21 @@ def as_written(log_used_G: Tensor, log_weight_G: Tensor, norm_G: Tensor, reward_
 def safe(log_used_G: Tensor, log_weight_G: Tensor, norm_G: Tensor, reward_G: Tensor) -> Tensor | None:
     """min(b*, mean R)."""
     return vcpo.safe_baseline(log_used_G, norm_G, reward_G)
+
+
+def of_others(log_used_G: Tensor, log_weight_G: Tensor, norm_G: Tensor, reward_G: Tensor) -> Tensor | None:
+    """b* of the other members. [G]"""
+    return vcpo.leave_one_out_baseline(log_used_G, norm_G, reward_G)
+
+
+def safe_of_others(log_used_G: Tensor, log_weight_G: Tensor, norm_G: Tensor, reward_G: Tensor) -> Tensor | None:
+    """min(b*, mean) of the other members. [G]"""
+    return vcpo.safe_leave_one_out_baseline(log_used_G, norm_G, reward_G)
+
+
+def scaled_mean(log_used_G: Tensor, log_weight_G: Tensor, norm_G: Tensor, reward_G: Tensor) -> Tensor | None:
+    """min R + ALPHA (mean R - min R): below the mean whatever b* is. ALPHA mean R where the lowest reward is 0."""
+    return reward_G.min() + ALPHA * (reward_G.mean() - reward_G.min())
 
 
 def published_code(log_used_G: Tensor, log_weight_G: Tensor, norm_G: Tensor, reward_G: Tensor) -> Tensor | None:
@@ -83,12 +106,35 @@ RULES: dict[str, Rule] = {
     "opob_safe": Rule(
         algorithm=AlgorithmConfig(baseline="opob_safe", rho_base=1.0), optimum=safe, about="min(b*, mean)"
     ),
+    "opob_leave_one_out": Rule(
+        algorithm=AlgorithmConfig(baseline="opob_leave_one_out", rho_base=1.0),
+        optimum=of_others,
+        about="b* of the other episodes",
+    ),
+    "opob_safe_leave_one_out": Rule(
+        algorithm=AlgorithmConfig(baseline="opob_safe_leave_one_out", rho_base=1.0),
+        optimum=safe_of_others,
+        about="min(b*, mean) of the other episodes",
+    ),
+    "scaled_mean": Rule(
+        algorithm=_OPOB,
+        optimum=scaled_mean,
+        about="part of the mean, ESS step: the control for a baseline that is merely low",
+    ),
     "opob_no_w2": Rule(algorithm=_OPOB, optimum=without_weights, about="b* from norms alone"),
     "opob_proxy": Rule(
         algorithm=_OPOB, optimum=in_use, has_proxy_norms=True, about="b* with the norms of normalisation scales"
     ),
     "zero": Rule(algorithm=AlgorithmConfig(baseline="none", rho_base=1.0), about="no baseline, ESS step"),
+    "zero_dropped": Rule(
+        algorithm=AlgorithmConfig(baseline="none", rho_base=1.0),
+        drops_equal=True,
+        about="no baseline, ESS step, without the groups of equal rewards",
+    ),
     "mean": Rule(algorithm=AlgorithmConfig(baseline="mean", rho_base=1.0), about="mean baseline, ESS step"),
+    "leave_one_out": Rule(
+        algorithm=AlgorithmConfig(baseline="leave_one_out", rho_base=1.0), about="mean of the others, ESS step"
+    ),
     "tis": Rule(algorithm=AlgorithmConfig(preset="tis"), about="sequence-TIS, mean baseline"),
     "uncorrected": Rule(
         algorithm=AlgorithmConfig(preset="tis", ratio="none", treatment="none"), about="no correction, mean baseline"

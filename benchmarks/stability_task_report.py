@@ -1,33 +1,28 @@
-"""Tables and the picture of the stability study's real task. stability_report has the verdicts."""
+"""Tables of stale data on the quickstart's task. stability_report has the verdicts.
+
+It works on any part of the sweep: what has not been run is shown as missing. Pictures: stability_task_pictures.py.
+"""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 
-from benchmarks.reporting import table
-from benchmarks.stability_pictures import grid
-from benchmarks.stability_report import (
-    Run,
-    chosen,
-    has_collapsed,
-    has_fallen,
-    lowest_after,
-    settings,
-    spread,
-    steps_to,
-)
-from benchmarks.stability_rules import RULES
+from agentrl.config.presets import OPTIMAL
+from benchmarks.reporting import interval, table
+from benchmarks.stability_report import Run, has_collapsed, has_fallen, lowest_after, spread, steps_to
+from benchmarks.stability_task_rules import ABOUT, DEFAULT_RULES, ON_POLICY_TWINS, SHIPPED, TASK_RULES
+from benchmarks.stability_task_steps import VARIANCE
 
-VARIANCE = "vitals/split_variance_"
 LEARNED = 0.6
 COLUMNS = (
     "rule",
     "runs",
+    "final accuracy",
+    f"minus `{SHIPPED}`",
     "collapsed",
     "fell",
-    "final accuracy",
+    "reward of all weights",
     f"steps to {LEARNED:.0%}",
     f"lowest after {LEARNED:.0%}",
     "rho",
@@ -37,62 +32,144 @@ COLUMNS = (
     "its largest",
     "entropy at the end",
 )
-BASELINES = ("none", "mean", "opob", "opob_safe")
+MIDDLE, MEAN, LARGEST = range(3)
+"""Places in a run's `over_steps`."""
+Cell = tuple[str, int, float]
+"""Rewards, lag, learning rate."""
 
 
-def tables(runs: Sequence[Run]) -> str:
-    """One table a setting, then the estimator's variance under each baseline, on the same batches."""
-    parts = []
-    for lr, lag in settings(runs):
-        rows = [_row(rule, found) for rule in RULES if (found := chosen(runs, rule, lr, lag))]
-        steps = "/".join(sorted({str(run["num_steps"]) for run in runs if (run["lr"], run["lag"]) == (lr, lag)}))
-        parts.append(f"**Lag {lag}, lr {lr:g}, {steps} steps**\n\n" + table(COLUMNS, rows))
-        parts.append(_variances([run for run in runs if (run["lr"], run["lag"]) == (lr, lag)]))
+def page(runs: Sequence[Run]) -> str:
+    """The report."""
+    rules = [rule for rule in DEFAULT_RULES if any(run["rule"] == rule for run in runs)]
+    rules += [rule for rule in TASK_RULES if rule not in rules and any(run["rule"] == rule for run in runs)]
+    parts = [_head(runs), _summary(runs, rules)]
+    for cell in cells(runs):
+        reward, lag, lr = cell
+        here = _at(runs, cell)
+        rows = [_row(rule, found, here) for rule in rules if (found := _of(here, rule))]
+        steps = "/".join(sorted({str(run["num_steps"]) for run in here}))
+        title = f"## Lag {lag}, lr {lr:g}, rewards {reward}, {steps} steps\n\n"
+        parts.append(title + table(COLUMNS, rows) + _variances(here))
     return "\n".join(parts)
 
 
-def _row(rule: str, runs: Sequence[Run]) -> list[str]:
-    def of_steps(name: str) -> list[list[float]]:
-        return [run["steps"][name] for run in runs]
+def cells(runs: Sequence[Run]) -> list[Cell]:
+    """The settings that occur: the usual rewards, the longest lag and the highest rate first."""
+    found = {(run["reward"], run["lag"], run["lr"]) for run in runs}
+    return sorted(found, key=lambda cell: (cell[0] != "0/1", cell[0], -cell[1], -cell[2]))
 
-    has_b = RULES[rule].optimum is not None
+
+def _at(runs: Sequence[Run], cell: Cell) -> list[Run]:
+    return [run for run in runs if (run["reward"], run["lag"], run["lr"]) == cell]
+
+
+def _of(runs: Sequence[Run], rule: str) -> list[Run]:
+    return [run for run in runs if run["rule"] == rule]
+
+
+def _head(runs: Sequence[Run]) -> str:
+    def all_of(name: str) -> str:
+        return "; ".join(sorted({str(run[name]).split("; load")[0] for run in runs}))
+
+    dates = sorted(run["date"] for run in runs)
+    lines = [
+        "# Stale data on the quickstart's task",
+        "",
+        f"- date: {dates[0]} to {dates[-1]}" if dates else "- no run yet",
+        f"- commit: {all_of('commit')}",
+        f"- machine: {all_of('machine')}",
+        f"- {len(runs)} runs, a step is 8 tasks x 8 episodes; `python -m benchmarks.stability_task`",
+        "- final accuracy: 64 held-out problems x 4; mean over seeds with its bootstrap interval in brackets (95 %,",
+        "  resampled from so few seeds narrower than it should be)",
+        f"- minus `{SHIPPED}`: the mean difference in pairs of the same seed, with its interval",
+        "- collapsed, fell: benchmarks/stability.py; a run whose weights became NaN counts as collapsed",
+        "- what was expected before: stability_task_predictions.md",
+        "- at lag 0 " + ", ".join(f"`{one}` equals `{other}`" for one, other in ON_POLICY_TWINS.items()),
+        "",
+    ]
+    described = [f"- `{name}`: {ABOUT[name]}" for name in DEFAULT_RULES]
+    return "\n".join([*lines, *described, ""])
+
+
+def _summary(runs: Sequence[Run], rules: Sequence[str]) -> str:
+    """Final accuracy of every rule in every cell, and how many runs collapsed."""
+    columns = [cell for cell in cells(runs) if cell[0] == "0/1"]
+    rows = [[f"`{rule}`", *(_short_cell(_of(_at(runs, cell), rule)) for cell in columns)] for rule in rules]
+    names = [f"lag {lag}, lr {lr:g}" for _, lag, lr in columns]
+    title = "## Final accuracy, and collapsed of all runs where any did\n\n"
+    return title + table(("rule", *names), rows)
+
+
+def _short_cell(runs: Sequence[Run]) -> str:
+    if not runs:
+        return ""
+    collapsed = sum(map(has_collapsed, runs))
+    mean = f"{statistics.fmean(run['accuracy'] for run in runs):.2f}"
+    return f"{mean} ({collapsed} of {len(runs)})" if collapsed else mean
+
+
+def _row(rule: str, runs: Sequence[Run], all_runs: Sequence[Run]) -> list[str]:
+    def over(name: str, place: int) -> list[float]:
+        return [run["over_steps"][name][place] for run in runs if name in run["over_steps"]]
+
+    def middle(name: str, place: int, digits: int) -> str:
+        found = over(name, place)
+        return f"{statistics.median(found):.{digits}f}" if found else ""
+
+    has_b = TASK_RULES[rule].baseline in OPTIMAL
     return [
         f"`{rule}`",
         str(len(runs)),
+        with_interval([run["accuracy"] for run in runs]),
+        "" if rule == SHIPPED else with_interval(differences(runs, _of(all_runs, SHIPPED)), sign="+"),
         str(sum(map(has_collapsed, runs))),
         str(sum(map(has_fallen, runs))),
-        spread([run["accuracy"] for run in runs]),
+        with_interval([statistics.fmean(run["curve"]) for run in runs]),
         spread([steps_to(run, LEARNED) for run in runs], 0),
         spread([lowest_after(run, LEARNED) for run in runs]),
-        f"{statistics.median(map(statistics.median, of_steps('ess_ratio'))):.2f}",
-        f"{statistics.median(map(statistics.median, of_steps('grad_norm'))):.2f}",
-        f"{statistics.median(map(max, of_steps('max_weight'))):.0f}",
-        f"{statistics.median(map(statistics.fmean, of_steps('baseline_minus_mean'))):.2f}" if has_b else "",
-        spread([max(values) for values in of_steps("baseline_minus_mean_max")]) if has_b else "",
-        spread([statistics.fmean(values[-5:]) for values in of_steps("entropy")]),
+        middle("ess_ratio", MIDDLE, 2),
+        middle("grad_norm", MIDDLE, 2),
+        middle("max_weight", LARGEST, 0),
+        middle("baseline_minus_mean", MEAN, 2) if has_b else "",
+        spread(over("baseline_minus_mean_max", LARGEST)) if has_b else "",
+        spread([statistics.fmean(run["steps"]["entropy"][-5:]) for run in runs if run["steps"]["entropy"]]),
     ]
+
+
+def differences(runs: Sequence[Run], others: Sequence[Run]) -> list[float]:
+    """Final accuracies minus those of the other rule's run of the same seed, where there is one."""
+    known = {run["seed"]: run["accuracy"] for run in others}
+    return [run["accuracy"] - known[run["seed"]] for run in runs if run["seed"] in known]
+
+
+def with_interval(values: Sequence[float], *, sign: str = "") -> str:
+    """`mean [from, to]`; without an interval where there is only one value.
+
+    >>> with_interval([0.25, 0.25], sign="+"), with_interval([])
+    ('+0.25 [+0.25, +0.25]', '')
+    """
+    if not values:
+        return ""
+    mean = f"{statistics.fmean(values):{sign}.2f}"
+    if len(values) == 1:
+        return mean
+    low, high = interval(values)
+    return f"{mean} [{low:{sign}.2f}, {high:{sign}.2f}]"
 
 
 def _variances(runs: Sequence[Run]) -> str:
     """Each baseline's variance as a ratio to the mean baseline's on the same batch, by when it was measured."""
+    names = sorted({name for run in runs for one in run["variances"] for name in one})
     rows = []
-    for i in range(max(len(run["variances"]) for run in runs)):
+    for i in range(max((len(run["variances"]) for run in runs), default=0)):
         batches = [run["variances"][i] for run in runs if len(run["variances"]) > i]
-        usable = [one for one in batches if all(one.get(VARIANCE + name, 0.0) > 0 for name in BASELINES)]
+        usable = [one for one in batches if all(one.get(name, 0.0) > 0 for name in names)]
         if usable:
-            ratios = [spread([one[VARIANCE + name] / one[VARIANCE + "mean"] for one in usable]) for name in BASELINES]
+            ratios = [spread([one[name] / one[VARIANCE + "mean"] for one in usable]) for name in names]
             rows.append([str(i + 1), str(len(usable)), *ratios])
     if not rows:
         return ""
-    columns = ("measurement of a run", "batches", *(f"{name} / mean" for name in BASELINES))
-    return "Variance of the gradient under each baseline, on the same batches:\n\n" + table(columns, rows)
-
-
-def draw(runs: Sequence[Run], folder: Path) -> Path:
-    """Reward by updates made."""
-
-    def curve(run: Run) -> tuple[range, list[float]]:
-        rewards = run["curve"]
-        return range(len(rewards)), [statistics.fmean(rewards[max(0, i - 4) : i + 1]) for i in range(len(rewards))]
-
-    return grid(runs, list(RULES), folder / "stability-task.svg", curve=curve, what="reward, mean of 5 steps")
+    columns = ("measurement of a run", "batches", *(f"{name.removeprefix(VARIANCE)} / mean" for name in names))
+    return "\nVariance of the gradient under each baseline, on the same batches of all rules' runs:\n\n" + table(
+        columns, rows
+    )

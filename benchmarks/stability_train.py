@@ -19,8 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from agentrl.report.statistics import has_spread
 from benchmarks import calculator
 from benchmarks.calculator import MAX_TOKENS, warm_start
+from benchmarks.stability_payment import Payment, paid
 from benchmarks.stability_policy import AdamW, RowGradients, Scored, stacked
 from benchmarks.stability_rollout import Episodes, Ints, rollout
 from benchmarks.stability_rules import RULES, Rule
@@ -45,6 +47,12 @@ class Spec:
     num_steps: int
     then: str | None = None
     switch_at: int = 0
+    payment: Payment = "binary"
+
+    def __post_init__(self) -> None:
+        treatment = RULES[self.rule].algorithm.treatment
+        if self.payment == "noisy" and treatment not in ("none", "truncate"):
+            raise ValueError(f"rule {self.rule}: equal episodes with unequal rewards have one weight only")
 
     def rule_at(self, step: int) -> Rule:
         """The rule of this step."""
@@ -94,6 +102,7 @@ class Stack:
         self.weight_SP = stacked([warm_start(spec.seed) for spec in specs])
         self._optimizer = AdamW(self.weight_SP)
         self._generators = [torch.Generator().manual_seed(1000 + spec.seed) for spec in specs]
+        self._payment_generators = [torch.Generator().manual_seed(5000 + spec.seed) for spec in specs]
         self._kept: deque[Tensor] = deque(maxlen=specs[0].lag + 1)
         self.steps: list[list[Step]] = [[] for _ in specs]
 
@@ -135,7 +144,11 @@ class Stack:
         """One optimizer step of every run."""
         index = len(self.steps[0])
         rules = [spec.rule_at(index) for spec in self.specs]
-        runs = [_Run(rule, episodes, s) for s, rule in enumerate(rules)]
+        paid_SB = [
+            paid(spec.payment, episodes.reward_SB[s], episodes.error_SB[s], self._payment_generators[s])
+            for s, spec in enumerate(self.specs)
+        ]
+        runs = [_Run(rule, episodes, s, paid_SB[s]) for s, rule in enumerate(rules)]
         log_ratios, scored = self._scored(episodes, runs)
         gradient_SP = torch.zeros_like(self.weight_SP)
         if scored is not None:
@@ -211,19 +224,22 @@ class Stack:
 class _Run:
     """One run's part in a step."""
 
-    def __init__(self, rule: Rule, episodes: Episodes, s: int) -> None:
+    def __init__(self, rule: Rule, episodes: Episodes, s: int, paid_B: Tensor) -> None:
         self.rule, self.objective, self.step = rule, make_objective(rule.algorithm), Step()
+        self._paid_B = paid_B
         self._acted_UT, self._row_B = episodes.acted_SUT[s, :, 1:], episodes.row_SB[s]
-        self._num_actions_U, self._reward_U = self._acted_UT.sum(1), episodes.reward_SU[s]
+        self._num_actions_U = self._acted_UT.sum(1)
         self._weights: dict[int, MemberWeights] = {}
         self.groups = [group for k in range(NUM_TASKS) if (group := self._group(k)) is not None]
-        self.step.reward = float(self._reward_U[self._row_B].mean())
+        self.step.reward = float(episodes.reward_SB[s].mean())
         self.step.num_actions = float(self._num_actions_U[self._row_B].mean())
         self.step.num_groups = len(self.groups)
 
     def _group(self, k: int) -> _Group | None:
-        row_G = self._row_B[k * GROUP_SIZE : (k + 1) * GROUP_SIZE]
-        reward_G = torch.from_numpy(self._reward_U[row_G].astype(np.float64))
+        members = slice(k * GROUP_SIZE, (k + 1) * GROUP_SIZE)
+        row_G, reward_G = self._row_B[members], self._paid_B[members]
+        if self.rule.drops_equal and not has_spread(reward_G.tolist()):
+            return None
         num_actions_G = torch.from_numpy(self._num_actions_U[row_G])
         advantage_G = self.objective.advantages(Group(reward_E=reward_G, num_actions_E=num_actions_G))
         if advantage_G is None or not bool(advantage_G.any()):
@@ -279,7 +295,7 @@ class _Run:
         assert rule.optimum is not None
         optimum = rule.optimum(used_G, weight_G, norm_G, group.reward_G)
         assert optimum is not None
-        shift = float(optimum - group.reward_G.mean())
+        shift = float((optimum - group.reward_G.mean()).mean())
         advantage_G = group.reward_G - optimum
         coefficient_G = advantage_G * used_G.exp()
         step.shift += shift

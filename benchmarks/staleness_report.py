@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import reporting
-from benchmarks.staleness_sim import RULES, Row
+from benchmarks.staleness_sim import Row
+from benchmarks.staleness_stores import RULES
 
 COLUMNS = (
     *("rule", "k", "steps an hour", "learner idle", "engines busy", "mean lag", "largest lag", "trained older than k"),
@@ -19,7 +20,8 @@ COLUMNS = (
 )
 NOTE = """\
 A length is a group's longest episode, as a multiple of the mean over all groups that finished with signal: below 1 the
-learner sees the short ones. `capacity` is AReaL's admission rule without a check at consumption (see the module).
+learner sees the short ones. Groups that `tail` cancelled are not in that mean. `capacity` is AReaL's admission rule
+without a check at consumption (see the module).
 """
 
 

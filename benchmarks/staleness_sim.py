@@ -9,8 +9,10 @@ through hours in seconds.
 
 The first command adds rows to the file, so that the table can be made in pieces; the second writes table and picture.
 
-The rule `oversample` is for k = 0: twice the groups of a step are played, the step begins with the first that finish,
-and the engines stand still until its weights are there (`rollout.oversample: 2`, `on_stale: finish`).
+Two rules are for k = 0. `oversample`: twice the groups of a step are played, the step begins with the first that
+finish, and the engines stand still until its weights are there (`rollout.oversample: 2`, `on_stale: finish`). `tail`:
+1.25 times the groups, the others are cancelled, and their tasks have a step of their own (`oversample: 1.25`,
+`partial: restart`; RollPacker, arXiv 2509.21009).
 
 The rival is the admission rule of AReaL (arXiv 2505.24298, section 5.1): a group may start while
 (groups accepted and running) < (version + k + 1) * batch, and finished groups are trained in the order they finish. It
@@ -22,29 +24,18 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import itertools
 import json
 import math
 import random
 import statistics
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
 
-from agentrl.buffer.journal import GroupState, Journal
-from agentrl.buffer.staleness import StalenessRule
-from agentrl.buffer.trajectory_buffer import TrajectoryBuffer
-from agentrl.config.rollout import OnStale
-from agentrl.testing import one_token_group
 from agentrl.types import Task
 from benchmarks import reporting, virtual_time
-
-Rule = Literal["drop", "requeue", "wait", "finish", "oversample", "capacity"]
-RULES: tuple[Rule, ...] = ("drop", "requeue", "wait", "finish", "oversample", "capacity")
-OVERSAMPLE = 2.0
+from benchmarks.staleness_stores import OVERSAMPLE, RULES, CapacityStore, OurStore, Rule, Store
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,143 +93,13 @@ class Row:
     trained_length: float  # the same of the trained ones
 
 
-class Store(Protocol):
-    """The store between engines and learner."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Played:
+    """A group that the engines have played."""
 
-    @property
-    def version(self) -> int:
-        """The version that the engines hold."""
-
-    async def admit(self) -> tuple[int, Task]:
-        """Wait until a group may start; its task."""
-
-    async def finish(self, group_id: int, *, version: int, is_useless: bool) -> None:
-        """A group is played; `version` is that of its first token."""
-
-    async def take(self) -> list[tuple[int, int]]:
-        """Wait for a batch: group ids and their lags."""
-
-    async def commit(self, version: int) -> None:
-        """The step is made, the engines hold `version`."""
-
-    def pop_stale(self) -> list[int]:
-        """Groups that got too old since the last call."""
-
-
-class _Fates(Journal):
-    """In memory; says which groups got too old."""
-
-    def __init__(self) -> None:
-        super().__init__(":memory:")
-        self.stale_ids: list[int] = []
-
-    def ended(self, group_id: int, state: GroupState, reason: str | None = None, *, again: Task | None = None) -> None:
-        """See Journal."""
-        super().ended(group_id, state, reason, again=again)
-        if state is GroupState.DROPPED_STALE:
-            self.stale_ids.append(group_id)
-
-
-class _Tasks:
-    """An endless stream of new tasks; returned ones come first."""
-
-    def __init__(self) -> None:
-        self.returned: deque[Task] = deque()
-        self._numbers = itertools.count()
-
-    def draw(self) -> tuple[Task, int]:
-        """See TrajectoryBuffer.admit."""
-        task = self.returned.popleft() if self.returned else Task(id=str(next(self._numbers)), prompt="", answer="")
-        return task, 0
-
-
-class OurStore:
-    """agentrl/buffer/trajectory_buffer.py with its journal in memory."""
-
-    def __init__(self, world: World, *, max_lag: float, on_stale: OnStale, oversample: float) -> None:
-        self._journal = _Fates()
-        self._tasks = _Tasks()
-        self._buffer = TrajectoryBuffer(
-            StalenessRule(
-                groups_per_step=world.groups_per_step, max_lag=max_lag, on_stale=on_stale, oversample=oversample
-            ),
-            journal=self._journal,
-            requeue=self._tasks.returned.append,
-        )
-
-    @property
-    def version(self) -> int:
-        """See Store."""
-        return self._buffer.version
-
-    async def admit(self) -> tuple[int, Task]:
-        """See Store."""
-        return await self._buffer.admit(self._tasks.draw)
-
-    async def finish(self, group_id: int, *, version: int, is_useless: bool) -> None:
-        """See Store."""
-        rewards = (0.0, 0.0 if is_useless else 1.0)
-        await self._buffer.finish(one_token_group(group_id, versions=(version, version), rewards=rewards))
-
-    async def take(self) -> list[tuple[int, int]]:
-        """See Store."""
-        batch = await self._buffer.take()
-        return [(group.group_id, batch.policy_version - group.policy_version) for group in batch.groups]
-
-    async def commit(self, version: int) -> None:
-        """See Store."""
-        await self._buffer.commit(version)
-
-    def pop_stale(self) -> list[int]:
-        """See Store."""
-        stale_ids, self._journal.stale_ids = self._journal.stale_ids, []
-        return stale_ids
-
-
-class CapacityStore:
-    """The capacity formula, finished first trained first."""
-
-    def __init__(self, world: World, *, max_lag: float) -> None:
-        self.version = 0
-        self._batch = world.groups_per_step
-        self._max_lag = max_lag
-        self._counted = 0  # accepted and running
-        self._tasks = _Tasks()
-        self._ready: deque[tuple[int, int]] = deque()
-        self._changed = asyncio.Condition()
-
-    async def admit(self) -> tuple[int, Task]:
-        """See Store."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._counted < (self.version + self._max_lag + 1) * self._batch)
-            self._counted += 1
-            task, _ = self._tasks.draw()
-            return int(task.id), task
-
-    async def finish(self, group_id: int, *, version: int, is_useless: bool) -> None:
-        """See Store."""
-        async with self._changed:
-            if is_useless:
-                self._counted -= 1
-            else:
-                self._ready.append((group_id, version))
-            self._changed.notify_all()
-
-    async def take(self) -> list[tuple[int, int]]:
-        """See Store."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: len(self._ready) >= self._batch)
-            return [(group_id, self.version - v) for group_id, v in (self._ready.popleft() for _ in range(self._batch))]
-
-    async def commit(self, version: int) -> None:
-        """See Store."""
-        async with self._changed:
-            self.version = version
-            self._changed.notify_all()
-
-    def pop_stale(self) -> list[int]:
-        """See Store."""
-        return []
+    longest_s: float  # its longest episode
+    version: int  # of its first token
+    is_useless: bool
 
 
 class Simulation:
@@ -249,18 +110,14 @@ class Simulation:
         self._seed = seed
         self._sequences = asyncio.Semaphore(world.num_engines * world.sequences_per_engine)
         self._store: Store = (
-            CapacityStore(world, max_lag=max_lag)
+            CapacityStore(world.groups_per_step, max_lag=max_lag)
             if rule == "capacity"
-            else OurStore(
-                world,
-                max_lag=max_lag,
-                on_stale="finish" if rule == "oversample" else rule,
-                oversample=OVERSAMPLE if rule == "oversample" else 1.0,
-            )
+            else OurStore(world.groups_per_step, max_lag=max_lag, rule=rule)
         )
         self._takes_turns = rule == "oversample"
         self._learner_is_idle, self._learner_steps = asyncio.Event(), asyncio.Event()
         self._learner_is_idle.set()
+        self._playing: dict[int, asyncio.Task[None]] = {}
         self._longest_s: dict[int, float] = {}
         self._warm_up = max(world.warm_up, math.ceil(max_lag) + 2)
         self._outcome = Outcome()
@@ -277,6 +134,8 @@ class Simulation:
                 self._store.pop_stale()
             asked = loop.time()
             batch = await self._store.take()
+            for group_id in self._store.pop_restarted():
+                self._playing[group_id].cancel()
             if self._is_counting:
                 self._outcome.learner_idle_s += loop.time() - asked
                 self._outcome.lags += [lag for _, lag in batch]
@@ -290,6 +149,7 @@ class Simulation:
             if self._is_counting:
                 self._outcome.dropped_s += [self._longest_s[group_id] for group_id in self._store.pop_stale()]
         self._outcome.hours = (loop.time() - began) / 3600
+        self._is_counting = False
         rollouts.cancel()
         await asyncio.gather(rollouts, return_exceptions=True)
         return self._outcome
@@ -298,9 +158,14 @@ class Simulation:
         async with asyncio.TaskGroup() as groups:
             while True:
                 group_id, task = await self._store.admit()
-                groups.create_task(self._group(group_id, task))
+                self._playing[group_id] = groups.create_task(self._group(group_id, task))
 
     async def _group(self, group_id: int, task: Task) -> None:
+        played = await self._play(group_id, task)
+        self._longest_s[group_id] = played.longest_s
+        await self._store.finish(group_id, version=played.version, is_useless=played.is_useless)
+
+    async def _play(self, group_id: int, task: Task) -> Played:
         # A task asked again is as long as before, its episodes are new ones.
         world, rng = self._world, random.Random(f"{self._seed}/{group_id}")
         task_length = random.Random(f"{self._seed}/task {task.id}").gauss(0, world.task_spread)
@@ -309,15 +174,19 @@ class Simulation:
         durations = [min(world.longest_episode_s, seconds) for seconds in drawn_s]
         is_useless = rng.random() < world.useless_share
         versions = await asyncio.gather(*(self._episode(seconds) for seconds in durations))
-        self._longest_s[group_id] = max(durations)
-        await self._store.finish(group_id, version=min(versions), is_useless=is_useless)
+        return Played(longest_s=max(durations), version=min(versions), is_useless=is_useless)
 
     async def _episode(self, seconds: float) -> int:
         async with self._sequences:
-            version = self._store.version
-            await (self._in_turn(seconds) if self._takes_turns else asyncio.sleep(seconds))
-            if self._is_counting:
-                self._outcome.engine_busy_s += seconds
+            version, began = self._store.version, asyncio.get_running_loop().time()
+            try:
+                await (self._in_turn(seconds) if self._takes_turns else asyncio.sleep(seconds))
+            except asyncio.CancelledError:
+                seconds = asyncio.get_running_loop().time() - began
+                raise
+            finally:
+                if self._is_counting:
+                    self._outcome.engine_busy_s += seconds
             return version
 
     async def _in_turn(self, seconds: float) -> None:
@@ -370,7 +239,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     world = World(steps=arguments.steps, num_engines=arguments.engines)
     for max_lag in arguments.lags:
         for rule in arguments.rules:
-            if rule == "oversample" and max_lag:
+            if rule in OVERSAMPLE and max_lag:
                 continue
             began = time.perf_counter()
             found = row(

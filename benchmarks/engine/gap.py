@@ -20,7 +20,8 @@ from agentrl.config import EngineConfig
 from agentrl.config.engine import KvOnUpdate
 from agentrl.engine.vllm_client import VLLMHttpClient
 from agentrl.engine.vllm_command import TRANSFER_BACKENDS
-from agentrl.engine.vllm_engine import VLLMEngine, sampling_body
+from agentrl.engine.vllm_engine import VLLMEngine
+from agentrl.engine.vllm_generation import sampling_body
 from agentrl.engine.weight_updates import UpdateSettings
 from agentrl.types import Probe, Sampling
 from benchmarks import reporting

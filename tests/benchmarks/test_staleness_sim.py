@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import statistics
 from pathlib import Path
 
 import pytest
 
 from benchmarks import staleness_report, virtual_time
 from benchmarks.staleness_sim import World, main, row, simulate
+from benchmarks.staleness_stores import OurStore, Rule
 
 SMALL = World(num_engines=20, groups_per_step=8, group_size=2, steps=12, warm_up=3)
 
@@ -54,8 +56,29 @@ def test_oversampling_makes_more_steps_without_lag_and_loses_nothing() -> None:
     assert max(apart.lags) == 0 < max(over.lags)
 
 
+def test_tail_batching_makes_more_steps_without_any_lag_and_trains_every_length() -> None:
+    apart, tail = (simulate(SMALL, max_lag=0, rule=rule) for rule in ("drop", "tail"))  # type: ignore[arg-type]
+    assert tail.hours < apart.hours and tail.dropped_s == []
+    assert max(tail.lags) == 0
+    assert max(tail.trained_s) > 2 * statistics.median(tail.trained_s)
+
+
 def test_waiting_drops_nothing() -> None:
     assert simulate(SMALL, max_lag=2, rule="wait").dropped_s == []
+
+
+@pytest.mark.parametrize(("rule", "restarts"), [("requeue", False), ("tail", True)])
+async def test_a_task_that_is_asked_again_is_the_same_task(rule: Rule, restarts: bool) -> None:
+    """Two groups end. Both are too old, or a step takes one of them and the other's task waits for a long step."""
+    store = OurStore(1 if restarts else 2, max_lag=0, rule=rule)
+    first = [await store.admit() for _ in range(2)]
+    for group_id, _ in first:
+        await store.finish(group_id, version=0 if restarts else -1, is_useless=False)
+    if restarts:
+        await store.take()
+        await store.commit(1)
+    expected = [task for _, task in first][restarts:]
+    assert [(await store.admit())[1] for _ in expected] == expected
 
 
 def test_what_is_dropped_is_long() -> None:

@@ -13,7 +13,7 @@ PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=40
 # The tests start hundreds of Python processes, each of which would compile the project again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help other-build setup train test test-slow test-sinks lint check format docs lock check-cuda clean
+.PHONY: help other-build setup train test test-slow test-sinks test-ray test-view view-page lint check format docs lock check-cuda clean
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
 
@@ -34,14 +34,27 @@ test-slow: $(READY) ## run the slow rest: kills, every sandbox tier, Docker, two
 test-sinks: .venv-sinks/.ready ## run the tests of W&B, trackio and MLflow, in an environment that has them (200 MB)
 	@.venv-sinks/bin/python -m pytest -n 0 tests/agentrl/report/sinks/test_libraries.py $(PYTEST_ARGS)
 
-.venv-sinks/.ready: $(READY) requirements/sinks.txt
-	@$(BIN)/python -m venv --clear --without-pip .venv-sinks
-	@$(BIN)/python -m pip --python .venv-sinks/bin/python --disable-pip-version-check install -qq --no-deps --retries 1 \
-	  --only-binary :all: -r requirements/sinks.txt \
-	  || { echo "make $@: the packages of requirements/sinks.txt could not be installed (above). They are downloaded" \
-	  "once, 200 MB: connect to a package index, or name one with PIP_INDEX_URL, then: make test-sinks" >&2; exit 1; }
+test-ray: .venv-ray/.ready ## run the tests of place=ray on clusters of this machine, in an environment that has Ray (280 MB)
+	@.venv-ray/bin/python -m pytest -n 0 -rs tests/agentrl/supervision/test_ray_place.py \
+	  tests/agentrl/supervision/test_ray_machines.py tests/e2e/test_ray.py tests/e2e/test_slurm.py $(PYTEST_ARGS)
+
+test-view: .venv-view/.ready ## run the tests of the page in Chromium, in an environment that has Playwright (140 MB)
+	@.venv-view/bin/python -m pytest -n 0 -m "" tests/agentrl/view/test_browser.py $(PYTEST_ARGS)
+
+view-page: ## build the page of `agentrl view` from agentrl/view/web (needs Node and npm; the result is committed)
+	@cd agentrl/view/web && npm ci --no-audit --no-fund && npm run build
+
+SIZE_sinks := 200
+SIZE_ray := 280
+SIZE_view := 50
+.venv-sinks/.ready .venv-ray/.ready .venv-view/.ready: .venv-%/.ready: $(READY) requirements/%.txt
+	@$(BIN)/python -m venv --clear --without-pip .venv-$*
+	@$(BIN)/python -m pip --python .venv-$*/bin/python --disable-pip-version-check install -qq --no-deps --retries 1 \
+	  --only-binary :all: -r requirements/$*.txt \
+	  || { echo "make $@: the packages of requirements/$*.txt could not be installed (above). They are downloaded" \
+	  "once, $(SIZE_$*) MB: connect to a package index, or name one with PIP_INDEX_URL, then: make test-$*" >&2; exit 1; }
 	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
-	  > $$(.venv-sinks/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/product.pth
+	  > $$(.venv-$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/product.pth
 	@touch $@
 
 lint: $(READY) ## formatting, lint, types

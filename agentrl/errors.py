@@ -19,6 +19,7 @@ AgentRLError
  |   +- RunStalled         nothing moved for too long; names the waits, ends the run
  +- StaleTrajectoryError   the lag bound was broken at consumption: a bug, ends the run
  +- LearnerReplaced        another learner process took over; the run continues from the journal
+ +- RunOver                there is no further batch: the learner exports its weights and ends
  +- WeightsWanted          an engine was restarted; the learner publishes again, and nothing is lost
  +- ErrorRateExceeded      too many groups failed for infrastructure reasons; ends the run
  +- NoLearningSignal       group after group had equal rewards; ends the run
@@ -105,6 +106,14 @@ class WeightsWanted(AgentRLError):
     publish them again."""
 
 
+class WorkerLost(InfraError):
+    """A rollout worker died, hung or could not be reached while it played a group."""
+
+
+class WorkerExpired(AgentRLError):
+    """The orchestrator has given this rollout worker up and plays its groups elsewhere. It must join again."""
+
+
 class LearnerError(InfraError):
     """The learner process failed."""
 
@@ -119,6 +128,10 @@ class DiskError(InfraError):
 
 class LearnerReplaced(AgentRLError):
     """A new learner process replaced this one. The run continues from the journal."""
+
+
+class RunOver(AgentRLError):
+    """There is no further batch: the learner exports its weights and ends."""
 
 
 class CanaryFailed(InfraError):

@@ -10,6 +10,7 @@ import fcntl
 import gzip
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ from agentrl.types import (
 EpisodeKind = Literal["train", "eval"]
 OUT_DIR: str = Config.model_fields["out_dir"].default
 MAX_NAMES = 10_000
+_TRAJECTORIES = re.compile(r"(?P<kind>train|eval)(?:-(?P<set>.+))?_(?P<step>\d+)\.jsonl\.gz")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,32 +196,47 @@ class RunFolder:
                 f"continue with agentrl train --resume {self.path}"
             ) from error
 
-    def write_trajectories(self, step: int, groups: Sequence[TrajectoryGroup], *, kind: EpisodeKind = "train") -> Path:
+    def write_trajectories(
+        self, step: int, groups: Sequence[TrajectoryGroup], *, kind: EpisodeKind = "train", set_name: str = ""
+    ) -> Path:
         """Write all episodes of one step, completely or not at all; a second call for the step replaces the first.
 
-        Raises DiskError.
+        `set_name`: of `eval.sets`, whose episodes they are. Raises DiskError.
         """
         encoder = msgspec.json.Encoder()
         lines = [encoder.encode(line) for group in groups for line in to_lines(group)]
-        target = self._trajectories_file(step, kind)
+        target = self._trajectories_file(step, kind, set_name)
         with self.writing(target):
             write_atomically(target, gzip.compress(b"".join(line + b"\n" for line in lines), compresslevel=6, mtime=0))
         return target
 
-    def read_trajectories(self, step: int, *, kind: EpisodeKind = "train") -> list[TrajectoryGroup]:
+    def read_trajectories(self, step: int, *, kind: EpisodeKind = "train", set_name: str = "") -> list[TrajectoryGroup]:
         """The groups that were written for the step. Raises FileNotFoundError where there are none."""
         decoder = msgspec.json.Decoder(EpisodeLine)
-        with gzip.open(self._trajectories_file(step, kind)) as lines:
+        with gzip.open(self._trajectories_file(step, kind, set_name)) as lines:
             segments = [decoder.decode(line) for line in lines]
         return [_to_group(list(members)) for _, members in groupby(segments, key=lambda line: line.group_id)]
 
-    def trajectory_steps(self, *, kind: EpisodeKind = "train") -> list[int]:
+    def trajectory_steps(self, *, kind: EpisodeKind = "train", set_name: str = "") -> list[int]:
         """The steps that have a trajectories file, ascending."""
-        names = self.trajectories.glob(f"{kind}_*.jsonl.gz")
-        return sorted(int(name.name.removeprefix(f"{kind}_").removesuffix(".jsonl.gz")) for name in names)
+        return sorted(step for of_kind, name, step in self._trajectories() if (of_kind, name) == (kind, set_name))
 
-    def _trajectories_file(self, step: int, kind: EpisodeKind) -> Path:
-        return self.trajectories / f"{kind}_{step:06d}.jsonl.gz"
+    def trajectory_sets(self) -> list[str]:
+        """The held-out sets that have a trajectories file, the earliest measured first; "" without `eval.sets`."""
+        first: dict[str, int] = {}
+        for kind, name, step in self._trajectories():
+            if kind == "eval":
+                first[name] = min(step, first.get(name, step))
+        return sorted(first, key=lambda name: (first[name], name))
+
+    def _trajectories(self) -> Iterator[tuple[str, str, int]]:
+        """Kind, held-out set and step of each file."""
+        for path in self.trajectories.glob("*.jsonl.gz"):
+            if found := _TRAJECTORIES.fullmatch(path.name):
+                yield found["kind"], found["set"] or "", int(found["step"])
+
+    def _trajectories_file(self, step: int, kind: EpisodeKind, set_name: str) -> Path:
+        return self.trajectories / f"{kind}{f'-{set_name}' if set_name else ''}_{step:06d}.jsonl.gz"
 
 
 def write_atomically(target: Path, data: bytes, *, durable: bool = True) -> None:

@@ -318,6 +318,7 @@ class Batch:
     max_lag: int | None  # None: any lag is allowed
     groups: tuple[TrajectoryGroup, ...]
     num_replayed: int = 0  # the last of `groups`: they were trained before, and may have any lag
+    num_missing: int = 0  # above 0: a part of the batch; so many of its groups are still played
 
     def trajectories(self) -> Sequence[Trajectory]:
         """All trajectories, group by group. [B]"""
@@ -378,8 +379,8 @@ class WeightsRef:
     """
 
     policy_version: int
-    num_bytes: int
-    update_info: dict[str, Any]  # for vLLM's /update_weights; {"path": FOLDER} if they are in a folder
+    num_bytes: int  # that travel: of all weights, or of what changed
+    update_info: dict[str, Any]  # for vLLM's /update_weights; {"path": FOLDER, "deltas": [...]} if they are in folders
     checksum: str  # agentrl.engine.checksum of all tensors; empty if the engine cannot compute its own
     probe: Probe
 

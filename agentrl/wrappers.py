@@ -227,13 +227,13 @@ WRAPPERS: Mapping[str, type[Wrapper]] = {cls.__name__: cls for cls in (TimeLimit
 """The names that `env.wrappers` of a config takes."""
 
 
-def load_wrappers(configs: Iterable[WrapperConfig]) -> tuple[WrapEnv, ...]:
-    """The wrappers of `env.wrappers` in a config, for `make(..., wrappers=...)`. Raises ConfigError, naming one."""
-    return tuple(_load(config) for config in configs)
+def load_wrappers(configs: Iterable[WrapperConfig], *, key: str = "env.wrappers") -> tuple[WrapEnv, ...]:
+    """The wrappers that a config has under `key`, for `make(..., wrappers=...)`. Raises ConfigError, naming one."""
+    return tuple(_load(config, key) for config in configs)
 
 
-def _load(config: WrapperConfig) -> WrapEnv:
-    where = f"env.wrappers: {config.name}"
+def _load(config: WrapperConfig, key: str) -> WrapEnv:
+    where = f"{key}: {config.name}"
     found: Any = WRAPPERS.get(config.name)
     if found is None and ":" in config.name:
         found = load_object(config.name)

@@ -9,7 +9,7 @@ import importlib
 import re
 import tomllib
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import pytest
 import typer
@@ -114,13 +114,18 @@ def is_command(words: list[str]) -> bool:
 
 
 def is_config_key(dotted: str) -> bool:
-    """Whether `train.steps` or `model.warmstart.steps` can stand in a config."""
+    """Whether `train.steps`, `model.warmstart.steps` or `eval.sets.NAME.data` can stand in a config."""
     model: Any = Config
+    is_named = False  # whether users choose the name of the next part
     for name in dotted.split("."):
+        if is_named:
+            is_named = False
+            continue
         if (field := getattr(model, "model_fields", {}).get(name)) is None:
             return False
         candidates = [field.annotation, *get_args(field.annotation)]
         model = next((part for part in candidates if hasattr(part, "model_fields")), None)
+        is_named = get_origin(field.annotation) is dict and model is not None
     return True
 
 

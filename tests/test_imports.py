@@ -18,7 +18,8 @@ HEAVY = ("torch", "vllm", "deepspeed", "transformers")
 # Modules and packages of agentrl: each imports only earlier ones, also inside functions.
 ORDER = (
     *("types", "errors", "config", "run_folder", "supervision", "tools", "tokens", "env", "wrappers", "data"),
-    *("engine", "testing", "rollouts", "chat", "report", "buffer", "check", "training", "api", "cli", "__main__"),
+    *("engine", "testing", "rollouts", "chat", "workers", "report", "buffer", "view", "check", "training", "api"),
+    *("cli", "__main__"),
 )
 # What each package may import of the other three.
 ALLOWED = {

@@ -5,6 +5,7 @@ Knows test files by their text, and no single test.
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -36,13 +37,17 @@ def group_of(path: Path) -> str:
 
 
 @cache
-def rank_of(path: Path) -> int:
-    """Position of a file's group: long groups come first, so that no worker waits for a long one at the end."""
+def rank_of(path: Path) -> tuple[int, int]:
+    """Position of a file's group: long groups come first, so that no worker waits for a long one at the end.
+
+    The longest deadline in a file says how long its tests are, among files that start processes.
+    """
     group, text = group_of(path), path.read_text()
     if group in FIRST:
-        return FIRST.index(group)
-    starts_processes = any(f"pytest.mark.{mark}" in text for mark in ("engine", "e2e", "slow"))
-    return 2 if starts_processes else 3 if path.is_relative_to(HERE / "trainer") else 4
+        return FIRST.index(group), 0
+    if any(f"pytest.mark.{mark}" in text for mark in ("engine", "e2e", "slow")):
+        return 2, -max(map(int, re.findall(r"pytest\.mark\.timeout\((\d+)\)", text)), default=0)
+    return (3 if path.is_relative_to(HERE / "trainer") else 4), 0
 
 
 @pytest.hookimpl(trylast=True)

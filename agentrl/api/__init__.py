@@ -7,8 +7,9 @@ May import: everything before it in the order of imports. Start reading in `runn
 """
 
 from agentrl.api.checking import check_env
+from agentrl.api.checkpoints import evaluate_checkpoints
 from agentrl.api.measuring import evaluate, rollout
 from agentrl.api.reading import Run, read_run
 from agentrl.api.running import RunResult, train
 
-__all__ = ["Run", "RunResult", "check_env", "evaluate", "read_run", "rollout", "train"]
+__all__ = ["Run", "RunResult", "check_env", "evaluate", "evaluate_checkpoints", "read_run", "rollout", "train"]

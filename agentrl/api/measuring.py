@@ -35,6 +35,7 @@ def evaluate(
     tokenizer: str | Path | None = None,
     samples: int | None = None,
     limit: int | None = None,
+    eval_set: str | None = None,
     observer: Observer | None = None,
     console: bool = False,
 ) -> Evaluation:
@@ -46,11 +47,13 @@ def evaluate(
         model: folder, hub name, or URL of a running server; None: the config's `model.path`.
         served_model: `model` is the URL of any OpenAI-compatible chat endpoint (.../v1) that serves this name.
         api_key_env: environment variable with the endpoint's key; None: OPENAI_API_KEY.
-        data: rows: a file, a set's name, hf:owner/name; None: the config's `env.eval_data`.
+        data: rows: a file, a set's name, hf:owner/name; None: the config's `eval.sets`, or its `env.eval_data`.
         env: another environment, `module:Class` or `path/to/file.py:Class`.
         tokenizer: its folder, where `model` is the URL of a vLLM server.
         samples: of each task; None: the config's `eval.samples_per_task`.
-        limit: number of tasks; None: all rows of `data`, else the config's `eval.num_tasks`.
+        limit: number of tasks of each set; None: all rows of `data`, else as the config says.
+        eval_set: the only one of the config's `eval.sets` to measure; None: all. The result has the first, and
+            `others` the rest.
         observer: is told of phases and progress, and the result.
         console: print them.
 
@@ -72,10 +75,12 @@ def evaluate(
         tokenizer=tokenizer,
         samples=samples,
         limit=limit,
+        eval_set=eval_set,
     )
     with Observers(EvalConsole() if console else None, observer) as watch:
         measured = blocking(play(request, watch))
-        watch.evaluated(measured.result)
+        for one in (measured, *measured.others):
+            watch.evaluated(one.result)
     return measured
 
 
@@ -92,6 +97,7 @@ def rollout(
     samples: int = 4,
     limit: int = 1,
     task: str | None = None,
+    eval_set: str | None = None,
     save: str | Path | None = None,
     observer: Observer | None = None,
     console: bool = False,
@@ -102,6 +108,7 @@ def rollout(
         samples: episodes of each task.
         limit: number of tasks, from the first.
         task: id of the only task to play.
+        eval_set: the one of the config's `eval.sets` to play; None: the first.
         save: file to write the episodes into, JSON lines as in a run's trajectories; nothing is overwritten.
 
     The other arguments and the errors are those of `evaluate`.
@@ -121,6 +128,7 @@ def rollout(
         tokenizer=tokenizer,
         samples=samples,
         limit=limit,
+        eval_set=eval_set,
     )
     target = None if save is None else Path(save)
     if target is not None and target.exists():

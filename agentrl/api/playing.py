@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,23 +17,23 @@ from agentrl.chat.chat_model import ChatModel
 from agentrl.chat.runners import EndpointRunners, TokenRunners
 from agentrl.check import rehearse
 from agentrl.config import Config, parse
-from agentrl.data.source import held_out_tasks
 from agentrl.engine import launch_servers
 from agentrl.engine.base import Engine
 from agentrl.engine.vllm_engine import VLLMEngine
-from agentrl.env import Env, load_env_class, opened, rows_of
+from agentrl.env import rows_of
 from agentrl.env.canary import Canaries
 from agentrl.errors import ConfigError, EngineError, EngineGone
-from agentrl.report.evaluation import Evaluation, MakeGroup, evaluate
+from agentrl.report.evaluation import Evaluation, HeldOutSet, evaluate_sets
 from agentrl.report.observer import Observer
-from agentrl.rollouts.group import GroupPlayer
+from agentrl.rollouts.group import GroupPlayer, ModelT, PlayGroup
 from agentrl.rollouts.long_prompts import refuse_long_prompts
-from agentrl.rollouts.settings import settings_of
+from agentrl.rollouts.set_envs import MakeEnv, SetEnv, load_envs, opened_envs, players_of, tasks_of_set
+from agentrl.run_folder import EpisodeKind
+from agentrl.supervision.place import Place
 from agentrl.supervision.secrets import Secrets
 from agentrl.training import launch
 from agentrl.training.model_folder import check_model, exported_weights, origin_of
-from agentrl.types import Task
-from agentrl.wrappers import load_wrappers
+from agentrl.types import Task, TrajectoryGroup
 
 EVERYTHING = 10**9
 MAX_SEARCHED = 1_000_000
@@ -55,6 +55,7 @@ class PlayOptions:
     tokenizer: str | None = None
     samples: int | None = None  # of each task
     limit: int | None = None  # tasks
+    eval_set: str | None = None  # the only one to play
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +73,7 @@ class Request:
     api_key: str | None
     api_key_env: str
     tokenizer: str  # folder or hub name
-    num_tasks: int
+    eval_set: str | None  # of the config's; None: all
     secrets: Secrets
 
     @classmethod
@@ -81,10 +82,10 @@ class Request:
         model = options.model
         is_url = model is not None and model.startswith(("http://", "https://"))
         _check_endpoint(options, is_url=is_url)
-        if options.limit is not None and options.limit < 1:
-            raise ConfigError(f"limit={options.limit}: give the number of tasks, or None for all")
+        _check_set(options, config)
         key_name = options.api_key_env or "OPENAI_API_KEY"
         tree = config.model_dump(mode="json")
+        tree["eval"]["engines"] = 0  # nothing is trained meanwhile
         if model is not None and not is_url:
             if config.engine.urls:
                 raise ConfigError(
@@ -92,16 +93,19 @@ class Request:
                     "engine.url=null to start one for this model, or --model with a URL"
                 )
             tree["model"] |= {"path": exported_weights(model, out_dir=config.out_dir), "warmstart": None}
+        if options.data is not None or options.target is not None:
+            tree["eval"]["sets"] = {}
         if options.data is not None:
             tree["env"]["eval_data"] = options.data
+            tree["eval"]["num_tasks"] = EVERYTHING
         if options.target is not None:
             tree["env"] |= {"target": options.target, "kwargs": {}}
-        if options.samples is not None:
-            tree["eval"]["samples_per_task"] = options.samples
+        for key, value in (("samples_per_task", options.samples), ("num_tasks", options.limit)):
+            for section in (tree["eval"], *tree["eval"]["sets"].values()) if value is not None else ():
+                section[key] = value
         merged = parse(tree, source="eval options")
         if not is_url:
             check_model(merged, must_exist=True)
-        default_tasks = EVERYTHING if options.data is not None else config.eval.num_tasks
         return cls(
             config=merged,
             url=model if is_url else None,
@@ -109,9 +113,28 @@ class Request:
             api_key=environ.get(key_name),
             api_key_env=key_name,
             tokenizer=options.tokenizer or merged.model.path,
-            num_tasks=options.limit or default_tasks,
+            eval_set=options.eval_set,
             secrets=Secrets.from_environment(environ),
         )
+
+    def envs(self) -> dict[str, SetEnv]:
+        """The environments of the sets to play, by name. Raises ConfigError."""
+        loaded = load_envs(self.config)
+        names = self.config.eval_sets if self.eval_set is None else [self.eval_set]
+        return {name: loaded[name] for name in names}
+
+
+def _check_set(options: PlayOptions, config: Config) -> None:
+    """Raises ConfigError for a set that the config does not have, and for a number of tasks that is none."""
+    if options.limit is not None and options.limit < 1:
+        raise ConfigError(f"limit={options.limit}: give the number of tasks, or None for all")
+    if (name := options.eval_set) is None:
+        return
+    if options.data is not None or options.target is not None:
+        raise ConfigError(f"--set {name} is one of the config's eval.sets: leave out --data and --env, or --set")
+    if name not in config.eval.sets:
+        known = ", ".join(config.eval.sets) or "none; it has one held-out set, without a name"
+        raise ConfigError(f"--set: {name!r} is not in the config's eval.sets: {known}")
 
 
 def _check_endpoint(options: PlayOptions, *, is_url: bool) -> None:
@@ -126,92 +149,146 @@ def _check_endpoint(options: PlayOptions, *, is_url: bool) -> None:
         raise ConfigError("a chat endpoint takes messages: leave out --tokenizer, or --served-model")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Chosen:
+    """What is played of one set."""
+
+    env: SetEnv
+    tasks: list[Task]
+
+
 async def play(
     request: Request, observer: Observer, *, task_id: str | None = None, max_concurrent_tasks: int | None = None
 ) -> Evaluation:
-    """Play every task, or the one with this id. Raises AgentRLError; ConfigError before anything is started.
+    """Play every task of every set.
+
+    Raises AgentRLError; ConfigError before anything is started.
 
     Args:
-        max_concurrent_tasks: None: so many that the engine is busy.
+        task_id: play only the task with this id.
+        max_concurrent_tasks: play only the first set, and so many of its tasks at once. None: so many that the engine
+            is busy.
     """
-    config = request.config
-    env_class = load_env_class(config.env.target, config.env.kwargs)
-    tasks = _tasks(env_class, request, task_id)
-    async with playing(request, env_class, observer, tasks) as make_group:
+    envs = request.envs()
+    names = list(envs) if max_concurrent_tasks is None else list(envs)[:1]
+    chosen = {name: _Chosen(env=envs[name], tasks=_tasks(name, envs[name], task_id)) for name in names}
+    async with _playing(request, chosen, observer) as players:
+        sets = [
+            HeldOutSet(
+                name=name,
+                tasks=one.tasks,
+                num_plays=one.env.config.eval.samples_per_task,
+                play_group=players[name],
+            )
+            for name, one in chosen.items()
+        ]
+        num_plays = sets[0].num_plays
         with observer.phase("playing") as advance:
-            return await evaluate(
-                tasks,
-                make_group=make_group,
+            first, *others = await evaluate_sets(
+                sets,
+                None,
                 policy_version=None,
-                max_concurrent_groups=max_concurrent_tasks
-                or max(1, 2 * config.engine.max_running // config.eval.samples_per_task),
+                max_concurrent_episodes=max_concurrent_tasks * num_plays
+                if max_concurrent_tasks
+                else 2 * request.config.engine.max_running,
                 progress=advance,
             )
+    return replace(first, others=tuple(others))
 
 
-def _tasks(env_class: type[Env], request: Request, task_id: str | None) -> list[Task]:
+def _tasks(name: str, env: SetEnv, task_id: str | None) -> list[Task]:
+    config = env.config
     if task_id is None:
-        return held_out_tasks(env_class, request.config.env, num_tasks=request.num_tasks)
-    rows = islice(rows_of(env_class, "test", data=request.config.env.eval_data), MAX_SEARCHED)
+        return tasks_of_set(name, env)
+    rows = islice(rows_of(env.env_class, "test", data=config.env.eval_data), MAX_SEARCHED)
     found = next((task for task in rows if task.id == task_id), None)
     if found is None:
-        raise ConfigError(f"--task: {request.config.env.target} has no test task with id {task_id!r}")
+        raise ConfigError(f"--task: {config.env.target} has no test task with id {task_id!r}")
     return [found]
 
 
 @asynccontextmanager
-async def playing(
-    request: Request, env_class: type[Env], observer: Observer, tasks: Sequence[Task]
-) -> AsyncIterator[MakeGroup]:
-    """Start everything that playing `tasks` needs, then stop it. Yields (index, task) -> group. Raises AgentRLError."""
+async def _playing(
+    request: Request, chosen: Mapping[str, _Chosen], observer: Observer
+) -> AsyncIterator[Mapping[str, PlayGroup[None]]]:
+    """Start everything that playing needs, then stop it. Yields who plays each set's tasks. Raises AgentRLError."""
     config = request.config
-    wrappers = load_wrappers(config.env.wrappers)
     through = _by_tokens if request.served_model is None else _by_messages
     with TemporaryDirectory(prefix="agentrl-eval-") as logs:
-        async with launch.sandbox_service(config, logs=Path(logs), token=request.secrets.sandbox) as (sandbox, parts):
+        async with (
+            launch.place_of(config) as place,
+            launch.sandbox_service(config, logs=Path(logs), token=request.secrets.sandbox, place=place) as (
+                sandbox,
+                parts,
+            ),
+        ):
             with observer.phase("starting the sandbox"):
                 await launch.sandbox_ready(sandbox, parts, max_restarts=config.sandbox.max_restarts)
-            async with launch.watching(*parts), opened(env_class, sandbox=sandbox, wrappers=wrappers) as make_env:
-                await Canaries(env_class, make_env=make_env, sandbox=sandbox).check(when="at the start")
-                await rehearse(env_class, make_env, tasks[0], limit_s=config.rollout.episode_timeout_s)
-                async with through(request, make_env, Path(logs), observer, tasks) as make_group:
-                    yield make_group
+            envs = {name: one.env for name, one in chosen.items()}
+            async with launch.watching(*parts), opened_envs(envs, sandbox=sandbox) as make_envs:
+                for name, one in chosen.items():
+                    env_class, make_env = one.env.env_class, make_envs[name]
+                    await Canaries(env_class, make_env=make_env, sandbox=sandbox).check(when="at the start")
+                    await rehearse(env_class, make_env, one.tasks[0], limit_s=config.rollout.episode_timeout_s)
+                async with through(request, chosen, make_envs, Path(logs), observer, place) as players:
+                    yield players
 
 
 @asynccontextmanager
 async def _by_tokens(
-    request: Request, make_env: Callable[[], Env], logs: Path, observer: Observer, tasks: Sequence[Task]
-) -> AsyncIterator[MakeGroup]:
+    request: Request,
+    chosen: Mapping[str, _Chosen],
+    make_envs: Mapping[str, MakeEnv],
+    logs: Path,
+    observer: Observer,
+    place: Place,
+) -> AsyncIterator[Mapping[str, PlayGroup[None]]]:
     """Play through an engine that exchanges token ids: the code path of training."""
     from agentrl.tokens.tokenizer import load_tokenizer
 
     tokenizer = await asyncio.to_thread(load_tokenizer, request.config.model, request.tokenizer)
-    await refuse_long_prompts(tasks, make_env=make_env, tokenizer=tokenizer, config=request.config.rollout)
-    player = GroupPlayer(make_env, settings_of(request.config), TokenRunners(tokenizer))
-    async with _engine(request, logs, observer) as engine:
-        yield lambda index, task: player.play_group(engine, index, task, kind="eval")
+    for name, one in chosen.items():
+        config = one.env.config.rollout
+        await refuse_long_prompts(one.tasks, make_env=make_envs[name], tokenizer=tokenizer, config=config)
+    envs = {name: one.env for name, one in chosen.items()}
+    players = players_of(envs, make_envs, TokenRunners(tokenizer))
+    async with _engine(request, logs, observer, place) as engine:
+        yield {name: _with_model(player, engine) for name, player in players.items()}
 
 
 @asynccontextmanager
 async def _by_messages(
-    request: Request, make_env: Callable[[], Env], logs: Path, observer: Observer, tasks: Sequence[Task]
-) -> AsyncIterator[MakeGroup]:
+    request: Request,
+    chosen: Mapping[str, _Chosen],
+    make_envs: Mapping[str, MakeEnv],
+    logs: Path,
+    observer: Observer,
+    place: Place,
+) -> AsyncIterator[Mapping[str, PlayGroup[None]]]:
     """Play through any chat endpoint."""
-    config = request.config
     assert request.url is not None and request.served_model is not None
-    player = GroupPlayer(make_env, settings_of(config), EndpointRunners())
+    players = players_of({name: one.env for name, one in chosen.items()}, make_envs, EndpointRunners())
     async with ChatModel(
         request.url,
         model=request.served_model,
         api_key=request.api_key,
         api_key_name=request.api_key_env,
-        request_timeout_s=config.engine.request_timeout_s,
+        request_timeout_s=request.config.engine.request_timeout_s,
     ) as model:
-        yield lambda index, task: player.play_group(model, index, task, kind="eval")
+        yield {name: _with_model(player, model) for name, player in players.items()}
+
+
+def _with_model(player: GroupPlayer[ModelT], model: ModelT) -> PlayGroup[None]:
+    """The player, which needs no model any more."""
+
+    async def play_group(_: None, group_id: int, task: Task, /, *, kind: EpisodeKind) -> TrajectoryGroup:
+        return await player.play_group(model, group_id, task, kind=kind)
+
+    return play_group
 
 
 @asynccontextmanager
-async def _engine(request: Request, logs: Path, observer: Observer) -> AsyncIterator[Engine]:
+async def _engine(request: Request, logs: Path, observer: Observer, place: Place) -> AsyncIterator[Engine]:
     """A server started for the model folder, or the running server."""
     config = request.config
     if request.url is not None:
@@ -219,15 +296,16 @@ async def _engine(request: Request, logs: Path, observer: Observer) -> AsyncIter
             yield await _running_engine(request.url, request, stack)
         return
     origin = None if config.engine.urls else origin_of(config.model.path)
+    token = request.secrets.for_place(config.place).engine
     async with launch_servers.engine_servers(
-        config, model_path=config.model.path, logs=logs, token=request.secrets.engine, has_learner=False
+        config, model_path=config.model.path, logs=logs, token=token, has_learner=False, place=place
     ) as servers:
         with observer.phase(launch_servers.start_phase(config.engine)):
             await launch_servers.engines_ready(servers, config.engine)
         async with (
             launch.watching(*launch_servers.parts_of(servers)),
             launch_servers.engine_client(
-                servers, config, token=request.secrets.engine, first_version=origin.version if origin else 0
+                servers, config, token=token, first_version=origin.version if origin else 0
             ) as engine,
         ):
             yield engine

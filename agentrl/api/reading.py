@@ -20,7 +20,7 @@ from agentrl.types import EpisodeRecord, Message, TrajectoryGroup
 
 METRIC_COLUMNS = ("kind", "step", "time_s")
 EPISODE_COLUMNS = (
-    *("kind", "step", "group_id", "episode_id", "task_id", "prompt", "answer", "reward", "stop_reason"),
+    *("kind", "step", "eval_set", "group_id", "episode_id", "task_id", "prompt", "answer", "reward", "stop_reason"),
     *("num_turns", "num_tokens", "num_segments", "oldest_version", "newest_version", "messages"),
 )
 LEDGER_COLUMNS = ("group_id", "task_id", "state", "admitted", "step", "reason", "rewards")
@@ -113,48 +113,70 @@ class Run:
         return Records(rows, METRIC_COLUMNS)
 
     def evaluations(self) -> list[EvalResult]:
-        """The held-out measurements, by policy version. Raises ConfigError for a journal of another agentrl."""
+        """The held-out measurements of all sets, by policy version. Raises ConfigError as `ledger` does."""
         if not self.folder.journal.exists():
             return []
         with closing(Journal(self.folder.journal, read_only=True)) as journal:
-            return list(journal.evaluations().values())
+            return journal.evaluations()
 
     def ledger(self) -> Records:
         """Every group that was issued: a row each, by group_id. Raises ConfigError for a journal of another agentrl.
 
-        Columns: group_id; task_id; state (trained, dropped_stale, dropped_zero_variance, failed, cancelled, or the
-        state in which it is now); admitted (policy version then); step (version whose batch it is in); reason (of a
-        failure); rewards (of its episodes; None before they are finished).
+        Columns: group_id; task_id; state (trained, dropped_stale, dropped_zero_variance, failed, cancelled, restarted,
+        or the state in which it is now); admitted (policy version then); step (version whose batch it is in); reason
+        (of a failure); rewards (of its episodes; None before they are finished).
         """
         if not self.folder.journal.exists():
             return Records([], LEDGER_COLUMNS)
         with closing(Journal(self.folder.journal, read_only=True)) as journal:
             return Records((dict(zip(LEDGER_COLUMNS, row, strict=True)) for row in journal.ledger()), LEDGER_COLUMNS)
 
-    def steps(self, kind: EpisodeKind = "train") -> list[int]:
-        """The steps ("train") or policy versions ("eval") whose episodes were kept, ascending."""
-        return self.folder.trajectory_steps(kind=kind)
+    @property
+    def eval_sets(self) -> list[str]:
+        """The held-out sets whose episodes were kept; the only one of a run without `eval.sets` is named ""."""
+        return self.folder.trajectory_sets()
 
-    def groups(self, step: int, kind: EpisodeKind = "train") -> list[TrajectoryGroup]:
-        """The groups of one step with everything: tokens, logprobs, versions. Raises FileNotFoundError."""
-        return self.folder.read_trajectories(step, kind=kind)
+    def steps(self, kind: EpisodeKind = "train", eval_set: str | None = None) -> list[int]:
+        """The steps ("train") or policy versions ("eval") whose episodes were kept, ascending.
 
-    def episodes(self, kind: EpisodeKind = "train", step: int | None = None) -> Records:
-        """A row for each episode of one step, or of all steps. `groups` has their tokens.
-
-        Columns: kind; step; group_id; episode_id; task_id; prompt; answer; reward; stop_reason; num_turns; num_tokens
-        (sampled); num_segments; oldest_version and newest_version (of the policy; None without a token record);
-        messages (dicts of role, content, tool_calls with arguments as JSON); rewards/NAME and info/NAME for each named
-        reward and count. Raises FileNotFoundError where the step was not kept.
+        `eval_set`: only those of this held-out set; None: of any.
         """
-        steps = self.steps(kind) if step is None else [step]
+        names = self._names(kind, eval_set)
+        return sorted({step for name in names for step in self.folder.trajectory_steps(kind=kind, set_name=name)})
+
+    def groups(self, step: int, kind: EpisodeKind = "train", eval_set: str | None = None) -> list[TrajectoryGroup]:
+        """The groups of one step with everything: tokens, logprobs, versions. Raises FileNotFoundError.
+
+        `eval_set`: only those of this held-out set; None: of all.
+        """
+        return [group for _, of_set in self._kept(kind, step, eval_set) for group in of_set]
+
+    def episodes(self, kind: EpisodeKind = "train", step: int | None = None, eval_set: str | None = None) -> Records:
+        """A row for each episode of one step, or of all steps; of one held-out set, or of all. `groups` has the tokens.
+
+        Columns: kind; step; eval_set ("" where it has no name); group_id; episode_id; task_id; prompt; answer; reward;
+        stop_reason; num_turns; num_tokens (sampled); num_segments; oldest_version and newest_version (of the policy;
+        None without a token record); messages (dicts of role, content, tool_calls with arguments as JSON); rewards/NAME
+        and info/NAME for each named reward and count. Raises FileNotFoundError where the step was not kept.
+        """
+        steps = self.steps(kind, eval_set) if step is None else [step]
         rows = (
-            {"kind": kind, "step": at, **_episode(group, episode)}
+            {"kind": kind, "step": at, "eval_set": name, **_episode(group, episode)}
             for at in steps
-            for group in self.groups(at, kind)
+            for name, groups in self._kept(kind, at, eval_set)
+            for group in groups
             for episode in group.episodes
         )
         return Records(rows, EPISODE_COLUMNS)
+
+    def _names(self, kind: EpisodeKind, eval_set: str | None) -> list[str]:
+        """The held-out sets that are meant; training has one without a name."""
+        return [""] if kind == "train" else self.eval_sets if eval_set is None else [eval_set]
+
+    def _kept(self, kind: EpisodeKind, step: int, eval_set: str | None) -> list[tuple[str, list[TrajectoryGroup]]]:
+        names = self._names(kind, eval_set)
+        kept = [name for name in names if step in self.folder.trajectory_steps(kind=kind, set_name=name)]
+        return [(name, self.folder.read_trajectories(step, kind=kind, set_name=name)) for name in kept or names or [""]]
 
     def checkpoints(self) -> dict[str, Path]:
         """Folders of exported models by name: step_N, and `final` for the trained one, which is last."""

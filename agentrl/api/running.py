@@ -31,7 +31,7 @@ class RunResult:
     """
 
     folder: Path
-    before: EvalResult  # of the first version
+    before: EvalResult  # of the first version; of several held-out sets, on the first: `run.evaluations()` has all
     after: EvalResult  # of the last one
     steps: int
     minutes: float  # spent training, resumed parts included

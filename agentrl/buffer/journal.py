@@ -15,23 +15,12 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import msgspec
-
+from agentrl.buffer.journal_format import FORMAT, OLD_FORMATS, decode, decode_evaluations, decode_group, encode
 from agentrl.errors import ConfigError, JournalError, boundary
 from agentrl.report.statistics import EvalResult
-from agentrl.run_folder import old_episode_id, to_episodes
-from agentrl.types import Task, Trajectory, TrajectoryGroup
-
-T = TypeVar("T")
-
-FORMAT = 3
-OLD_FORMATS = (2,)
-"""Formats that this version still reads; its first write marks such a file as FORMAT.
-
-2: groups were stored as trajectories, without episodes.
-"""
+from agentrl.types import Task, TrajectoryGroup
 
 
 class GroupState(StrEnum):
@@ -46,6 +35,8 @@ class GroupState(StrEnum):
     FAILED = "failed"
     CANCELLED = "cancelled"
     """The run ended while it was in flight; it is played again when the run resumes."""
+    RESTARTED = "restarted"
+    """A step began without it (tail.py); its task is played again, as another group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +58,8 @@ class Resumption:
     """Of steps version+1, version+2, ...: to be trained again unchanged."""
     ready: tuple[TrajectoryGroup, ...] = ()
     in_flight: tuple[tuple[int, Task], ...] = ()  # group id and task: to be played again
+    waiting: tuple[Task, ...] = ()  # see TailQueue, as the next
+    in_long_step: bool = False
     state: StepState | None = None  # of step `version`, or the newest known before it
     trained: tuple[TrajectoryGroup, ...] = ()  # see Journal.trained_until; at `version`
     unrecorded: dict[int, tuple[TrajectoryGroup, ...]] = field(default_factory=dict)
@@ -136,34 +129,42 @@ class Journal:
 
     # The states of a group, in order.
 
-    def issued(self, group_id: int, task: Task, *, version: int = 0, cursor: int = 0) -> None:
-        """Record that a group was admitted at `version`. `cursor`: rows drawn from the source by then."""
-        row = (group_id, task.id, _encode(task), cursor, version, GroupState.IN_FLIGHT)
+    def issued(self, group_id: int, task: Task, *, version: int = 0, cursor: int = 0, is_new: bool = False) -> None:
+        """Record that a group was admitted at `version`.
+
+        `cursor`: rows drawn from the source by then; 0 for a task that waited for a long step (tail.py). `is_new`: the
+        task is none of those that are to be drawn again, also where one of them has its id.
+        """
+        row = (group_id, task.id, encode(task), cursor, version, GroupState.IN_FLIGHT)
         with self._transaction():
             self._db.execute(
                 "INSERT INTO groups (group_id, task_id, task, cursor, admitted, state) VALUES (?, ?, ?, ?, ?, ?)", row
             )
-            self._db.execute(
-                "DELETE FROM returned WHERE id = (SELECT MIN(id) FROM returned WHERE task_id = ?)", (task.id,)
-            )
+            if not is_new:
+                self._db.execute(
+                    "DELETE FROM returned WHERE id = (SELECT MIN(id) FROM returned WHERE task_id = ?)", (task.id,)
+                )
 
     def ready(self, group: TrajectoryGroup) -> None:
         """Record a finished group, with all its tokens."""
         self._execute(
             "UPDATE groups SET state = ?, rewards = ?, payload = ? WHERE group_id = ?",
-            (GroupState.READY, _encode(group.episode_rewards), _encode(group), group.group_id),
+            (GroupState.READY, encode(group.episode_rewards), encode(group), group.group_id),
         )
 
     def useless(self, group: TrajectoryGroup) -> None:
         """Record a finished group that carries no gradient, with its rewards only."""
         self._execute(
             "UPDATE groups SET state = ?, rewards = ? WHERE group_id = ?",
-            (GroupState.DROPPED_ZERO_VARIANCE, _encode(group.episode_rewards), group.group_id),
+            (GroupState.DROPPED_ZERO_VARIANCE, encode(group.episode_rewards), group.group_id),
         )
 
-    def taken(self, group_ids: Sequence[int], *, step: int) -> None:
-        """Record that these groups are the batch of version `step`."""
+    def taken(self, group_ids: Sequence[int], *, step: int, restarted: Sequence[tuple[int, Task]] = ()) -> None:
+        """Record that these groups are the batch of version `step`. `restarted`: groups that end without being trained,
+        each with its task, which is to be drawn again."""
         with self._transaction():
+            for group_id, task in restarted:
+                self._end(group_id, GroupState.RESTARTED, None, again=task)
             self._db.executemany(
                 "UPDATE groups SET state = ?, step = ? WHERE group_id = ?",
                 [(GroupState.TRAINING, step, group_id) for group_id in group_ids],
@@ -182,18 +183,14 @@ class Journal:
         """Record that a group ended without being trained, and free its payload. `again`: its task, to be drawn
         again."""
         with self._transaction():
-            self._db.execute(
-                "UPDATE groups SET state = ?, reason = ?, payload = NULL WHERE group_id = ?", (state, reason, group_id)
-            )
-            if again is not None:
-                self._db.execute("INSERT INTO returned (task_id, task) VALUES (?, ?)", (again.id, _encode(again)))
+            self._end(group_id, state, reason, again=again)
 
     # Other state of a run.
 
     def step_made(self, step: int, state: StepState, *, resumable_from: int | None) -> None:
         """Record that the engines hold version `step`; free the batches up to the checkpoint `resumable_from`."""
         with self._transaction():
-            self._db.execute("INSERT OR REPLACE INTO steps (step, state) VALUES (?, ?)", (step, _encode(state)))
+            self._db.execute("INSERT OR REPLACE INTO steps (step, state) VALUES (?, ?)", (step, encode(state)))
             if resumable_from is not None:
                 self._db.execute(
                     "UPDATE groups SET payload = NULL WHERE step <= ? AND payload IS NOT NULL AND group_id NOT IN ("
@@ -202,18 +199,23 @@ class Journal:
                 )
 
     def evaluated(self, result: EvalResult) -> None:
-        """Record a held-out measurement."""
-        self._execute(
-            "INSERT OR REPLACE INTO evaluations (policy_version, result) VALUES (?, ?)",
-            (result.policy_version, _encode(result)),
-        )
+        """Record a held-out measurement of one set, in the place of an earlier one of the same version."""
+        version = result.policy_version
+        with self._transaction():
+            rows = self._rows("SELECT result FROM evaluations WHERE policy_version = ?", (version,))
+            known = decode_evaluations(rows[0][0]) if rows else ()
+            others = [one for one in known if one.set_name != result.set_name]
+            self._db.execute(
+                "INSERT OR REPLACE INTO evaluations (policy_version, result) VALUES (?, ?)",
+                (version, encode((*others, result))),
+            )
 
     # Reading, to resume.
 
-    def evaluations(self) -> dict[int, EvalResult]:
-        """All measurements by policy version, ascending."""
-        rows = self._rows("SELECT policy_version, result FROM evaluations ORDER BY policy_version")
-        return {version: _decode(result, EvalResult) for version, result in rows}
+    def evaluations(self) -> list[EvalResult]:
+        """All measurements, the oldest policy version first; of one version, in the order in which they were made."""
+        rows = self._rows("SELECT result FROM evaluations ORDER BY policy_version")
+        return [one for (results,) in rows for one in decode_evaluations(results)]
 
     def source_history(self) -> SourceHistory:
         """What the task source needs to continue where it was."""
@@ -224,10 +226,10 @@ class Journal:
         return SourceHistory(
             cursor=cursor,
             outcomes=tuple(
-                Outcome(group_id=i, task_id=task_id, admitted=at, rewards=_decode(rewards, tuple[float, ...]))
+                Outcome(group_id=i, task_id=task_id, admitted=at, rewards=decode(rewards, tuple[float, ...]))
                 for i, task_id, at, rewards in finished
             ),
-            returned=tuple(_decode(task, Task) for (task,) in self._rows("SELECT task FROM returned ORDER BY id")),
+            returned=self._returned(),
         )
 
     def resume_at(self, version: int) -> Resumption:
@@ -252,9 +254,11 @@ class Journal:
             num_issued=num_issued,
             counts={state: count for state, count in self.counts().items() if state in _FINAL},
             batches=self._batches_after(version),
-            ready=tuple(_group(payload) for (payload,) in self._of_state(GroupState.READY, "payload")),
-            in_flight=tuple((group_id, _decode(task, Task)) for group_id, task in in_flight),
-            state=_decode(known[0][1], StepState) if known else None,
+            ready=tuple(decode_group(payload) for (payload,) in self._of_state(GroupState.READY, "payload")),
+            in_flight=tuple((group_id, decode(task, Task)) for group_id, task in in_flight),
+            waiting=self._returned(),
+            in_long_step=self._is_in_long_step(),
+            state=decode(known[0][1], StepState) if known else None,
             trained=self.trained_until(version),
             unrecorded={step: groups for step in may_be_lost if (groups := self._batch(step))},
         )
@@ -262,7 +266,7 @@ class Journal:
     def trained_until(self, version: int) -> tuple[TrajectoryGroup, ...]:
         """The newest `keep_trained` groups of the batches up to the one of `version`, oldest batch first."""
         rows = self._rows(f"SELECT payload FROM {_NEWEST}", (version, self._keep_trained))
-        return tuple(_group(payload) for (payload,) in reversed(rows) if payload is not None)
+        return tuple(decode_group(payload) for (payload,) in reversed(rows) if payload is not None)
 
     def counts(self) -> dict[GroupState, int]:
         """Groups by state."""
@@ -275,7 +279,7 @@ class Journal:
         for *row, rewards in self._rows(
             "SELECT group_id, task_id, state, admitted, step, reason, rewards FROM groups ORDER BY group_id"
         ):
-            yield (*row, None if rewards is None else _decode(rewards, list[float]))
+            yield (*row, None if rewards is None else decode(rewards, list[float]))
 
     def last_step(self) -> int:
         """The newest version whose step was recorded."""
@@ -285,7 +289,7 @@ class Journal:
     def train_s(self) -> float:
         """Seconds spent training up to `last_step`."""
         rows = self._rows("SELECT state FROM steps ORDER BY step DESC LIMIT 1")
-        return _decode(rows[0][0], StepState).train_s if rows else 0.0
+        return decode(rows[0][0], StepState).train_s if rows else 0.0
 
     def close(self) -> None:
         """Close the database."""
@@ -297,7 +301,7 @@ class Journal:
             self._db.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} {_MARK_FORMAT}; COMMIT")
         ((found,),) = self._db.execute("PRAGMA user_version").fetchall()
         if found not in (FORMAT, *OLD_FORMATS):
-            formats = " and ".join(map(str, sorted((FORMAT, *OLD_FORMATS))))
+            formats = ", ".join(map(str, sorted((FORMAT, *OLD_FORMATS))))
             raise ConfigError(
                 f"{self._path} was written by another version of agentrl (format {found}, this one reads {formats}): "
                 "start a new run, if you like from the weights that the old one exported (model.path)"
@@ -323,11 +327,26 @@ class Journal:
                 f"{self._path} no longer holds the batch of step {missing[0]}, and the learner is at version "
                 f"{version}: its newer checkpoints in checkpoints/states are gone; restore them, or start a new run"
             )
-        return tuple(tuple(_group(payload) for payload in by_step[step]) for step in sorted(by_step))
+        return tuple(tuple(decode_group(payload) for payload in by_step[step]) for step in sorted(by_step))
 
     def _batch(self, step: int) -> tuple[TrajectoryGroup, ...]:
         rows = self._rows("SELECT payload FROM groups WHERE step = ? ORDER BY group_id", (step,))
-        return tuple(_group(payload) for (payload,) in rows if payload is not None)
+        return tuple(decode_group(payload) for (payload,) in rows if payload is not None)
+
+    def _end(self, group_id: int, state: GroupState, reason: str | None, *, again: Task | None) -> None:
+        self._db.execute(
+            "UPDATE groups SET state = ?, reason = ?, payload = NULL WHERE group_id = ?", (state, reason, group_id)
+        )
+        if again is not None:
+            self._db.execute("INSERT INTO returned (task_id, task) VALUES (?, ?)", (again.id, encode(again)))
+
+    def _returned(self) -> tuple[Task, ...]:
+        return tuple(decode(task, Task) for (task,) in self._rows("SELECT task FROM returned ORDER BY id"))
+
+    def _is_in_long_step(self) -> bool:
+        """Whether a group that is played, or that waits for its batch, has a task that waited for a long step."""
+        states = (GroupState.IN_FLIGHT, GroupState.READY)
+        return bool(self._rows("SELECT 1 FROM groups WHERE cursor = 0 AND state IN (?, ?) LIMIT 1", states))
 
     def _of_state(self, state: GroupState, columns: str) -> list[Any]:
         return self._rows(f"SELECT {columns} FROM groups WHERE state = ? ORDER BY group_id", (state,))
@@ -372,29 +391,3 @@ def _read_only(path: Path) -> str:
     """The address of the file for SQLite. Without a log beside it nobody writes, and nothing is put beside it."""
     is_written = path.with_name(path.name + "-wal").exists()
     return f"{path.resolve().as_uri()}?mode=ro{'' if is_written else '&immutable=1'}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _FlatGroup:
-    """A group as format 2 stored it."""
-
-    group_id: int
-    task: Task
-    trajectories: tuple[Trajectory, ...]
-
-
-def _group(payload: bytes) -> TrajectoryGroup:
-    try:
-        return _decode(payload, TrajectoryGroup)
-    except msgspec.ValidationError:
-        old = _decode(payload, _FlatGroup)
-    episodes = to_episodes((old_episode_id(trajectory.id), trajectory) for trajectory in old.trajectories)
-    return TrajectoryGroup(group_id=old.group_id, task=old.task, episodes=episodes)
-
-
-def _encode(record: object) -> bytes:
-    return msgspec.msgpack.encode(record)
-
-
-def _decode(data: bytes, record_type: type[T]) -> T:
-    return msgspec.msgpack.decode(data, type=record_type)

@@ -7,7 +7,8 @@ so all that are outstanding when a group is admitted are consumed within `max_la
 finishes in its turn is never stale. A group that others overtake while it still runs can become stale: `on_stale` of
 the config drops it, issues its task again, lets the learner wait for it, or has it trained all the same (`finish`).
 max_lag = 0 is exactly synchronous, unless `oversample` lets more groups be outstanding than a step consumes (APRIL,
-arXiv 2509.18521): the step begins with the first that finish, and the others go on after it.
+arXiv 2509.18521): the step begins with the first that finish, and the others go on after it. With `restarts` they end
+instead, and their tasks are played again (tail.py): then nothing can be too old.
 
 max_lag may be a fraction, the asynchronous ratio alpha of ROLL Flash (arXiv 2510.11345): of a batch at most the share
 alpha mod 1 has the largest lag, ceil(alpha). Slots and that share are both rounded down (ROLL rounds the slots up), so
@@ -41,6 +42,7 @@ class StalenessRule:
     max_lag: float
     on_stale: OnStale = "drop"
     oversample: float = 1.0  # at max_lag 0: groups that may be outstanding, as a multiple of groups_per_step
+    restarts: bool = False  # groups that are unfinished when a step begins are played again
 
     @classmethod
     def of(cls, config: RolloutConfig) -> StalenessRule:
@@ -50,6 +52,7 @@ class StalenessRule:
             max_lag=config.max_lag,
             on_stale=config.on_stale,
             oversample=config.oversample,
+            restarts=config.partial == "restart",
         )
 
     @property
@@ -104,13 +107,15 @@ class StalenessRule:
 
         A group of version v must be consumed at v + bound or before: v + bound - `version` batches are left for it and
         for all groups that are not newer, and of the last one `num_oldest` places. Some group in flight is stranded if
-        more groups than fit into these batches compete for them.
+        more groups than fit into these batches compete for them. With `restarts` none is: a batch ends them.
 
         Args:
             num_in_flight: groups still played, by version.
             num_ready: groups that a batch taken now would leave behind, by version.
             version: of the learner.
         """
+        if self.restarts:
+            return False
         in_flight = competing = 0
         for group_version in sorted(num_in_flight.keys() | num_ready.keys()):
             in_flight += num_in_flight[group_version]

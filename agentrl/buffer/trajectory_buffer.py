@@ -4,6 +4,7 @@ A group holds a slot from its admission until the engines hold the weights that 
 how many slots there are and when a group is too old. The learner may be one version ahead of the engines, while they
 take its weights: a group's age is counted from the learner's version, and slots are freed by the engines'. `set_lag`
 admits with less lag for a while: groups admitted before stay, and are consumed under the bound they were admitted with.
+Where the rule restarts groups (tail.py), a batch ends all others, and the next step plays with the next weights alone.
 Independent of tokens and HTTP.
 """
 
@@ -16,9 +17,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from agentrl.buffer.journal import GroupState, Journal, Resumption
+from agentrl.buffer.recent_signal import RecentSignal
 from agentrl.buffer.replay import Replay
 from agentrl.buffer.staleness import StalenessRule
-from agentrl.errors import NoLearningSignal
+from agentrl.buffer.tail import TailQueue
 from agentrl.report.learning_signal import LearningSignal, signal_of
 from agentrl.types import Batch, Task, TrajectoryGroup
 
@@ -39,11 +41,13 @@ class Ledger:
     dropped_zero_variance: int
     failed: int
     cancelled: int
+    restarted: int
 
     def balanced(self) -> bool:
         """Whether issued is the sum of all other numbers."""
         parts = (self.in_flight, self.ready, self.training, self.trained, self.dropped_stale)
-        return self.issued == sum(parts) + self.dropped_zero_variance + self.failed + self.cancelled
+        others = (self.dropped_zero_variance, self.failed, self.cancelled, self.restarted)
+        return self.issued == sum(parts) + sum(others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,16 +109,16 @@ class TrajectoryBuffer:
         self._in_flight = {group_id: _InFlight(task, self._goes_on_at) for group_id, task in resumed.in_flight}
         self._ready = {group.group_id: _Ready(group, group.policy_version) for group in resumed.ready}
         self._ready_ids = sorted(self._ready)
+        self._tail = _tail_queue(rule, resumed)
+        self._ended: set[int] = set()  # restarted groups that are still played
+        self._new_restarts: list[int] = []
         # The number of groups of each version, for the "wait" rule, which is checked whenever a group ends.
         self._num_flying = Counter(entry.version for entry in self._in_flight.values())
         self._num_ready = Counter(ready.version for ready in self._ready.values())
         self._training: dict[int, tuple[int, ...]] = {}  # ids of the groups of each step that is not committed
         self._counts = Counter(resumed.counts)
         self._num_issued = resumed.num_issued
-        self._recent: deque[LearningSignal] = deque(maxlen=8 * self.num_slots)  # of the groups that finished last
-        self._signal = LearningSignal()  # their sum
-        self._new_signal = LearningSignal()  # of those that finished since the last `pop_signal`
-        self._num_useless = 0  # that finished since the last useful one
+        self._recent = RecentSignal(8 * self.num_slots)
         self._dropped_lengths: list[int] = []
         # The learner may have made a step that was never committed because the orchestrator died.
         self._drop_stale()
@@ -133,31 +137,31 @@ class TrajectoryBuffer:
         so a cancellation cannot lose a drawn task.
         """
         async with self._changed:
-            await self._changed.wait_for(lambda: self._outstanding() < self.num_slots)
-            task, cursor = draw()
+            await self._changed.wait_for(self._has_slot)
+            again = self._tail.next() if self._tail is not None else None
+            task, cursor = draw() if again is None else (again, 0)
+            is_new = self._tail is not None and again is None  # a waiting task of this id still waits
             group_id = self._num_issued
             self._num_issued += 1
             self._in_flight[group_id] = _InFlight(task, self._version)
             self._num_flying[self._version] += 1
-            self._journal.issued(group_id, task, version=self._version, cursor=cursor)
+            self._journal.issued(group_id, task, version=self._version, cursor=cursor, is_new=is_new)
             return group_id, task
 
     async def finish(self, group: TrajectoryGroup) -> None:
-        """A group is finished: offer it to the learner, or free its slot if it carries no gradient."""
+        """A group is finished: offer it to the learner, or free its slot if it carries no gradient.
+
+        Without effect for one that was restarted meanwhile, as `fail`.
+        """
         async with self._changed:
-            self._land(group.group_id)
+            if not self._land(group.group_id):
+                return
             signal = signal_of(group, needs_spread=self._drop_zero_variance)
-            self._signal += signal
-            self._new_signal += signal
-            if len(self._recent) == self._recent.maxlen:
-                self._signal -= self._recent[0]
-            self._recent.append(signal)
+            self._recent.add(signal)
             if not signal.useful:
-                self._num_useless += 1
                 self._counts[GroupState.DROPPED_ZERO_VARIANCE] += 1
                 self._journal.useless(group)
             else:
-                self._num_useless = 0
                 self._journal.ready(group)
                 self._offer(group)
                 if self._learner_version - group.policy_version >= self._rule.bound:
@@ -167,9 +171,9 @@ class TrajectoryBuffer:
     async def fail(self, group_id: int, reason: str, *, state: GroupState = GroupState.FAILED) -> None:
         """A group could not be finished, for a reason other than the model."""
         async with self._changed:
-            self._land(group_id)
-            self._close(group_id, state, reason)
-            self._changed.notify_all()
+            if self._land(group_id):
+                self._close(group_id, state, reason)
+                self._changed.notify_all()
 
     async def take(self) -> Batch:
         """Wait for a full batch of groups with lag <= max_lag, oldest first. Slots stay held until `commit`.
@@ -181,16 +185,33 @@ class TrajectoryBuffer:
         async with self._changed:
             while not self._again and not self._batch_is_ready():
                 await self._changed.wait()
-            chosen = self._again.popleft() if self._again else self._oldest()
+            is_new = not self._again
+            chosen = self._oldest() if is_new else self._again.popleft()
             step = self._learner_version + 1
             self._training[step] = tuple(group.group_id for group in chosen)
-            self._journal.taken(self._training[step], step=step)
+            self._journal.taken(self._training[step], step=step, restarted=self._restart_others() if is_new else ())
             groups, num_replayed = (chosen, 0) if self._replay is None else self._replay.batch(step, chosen)
             return Batch(
                 policy_version=self._learner_version,
                 max_lag=self._rule.largest_lag,
                 groups=groups,
                 num_replayed=num_replayed,
+            )
+
+    async def part(self, num_known: int) -> Batch:
+        """Wait for more than `num_known` groups of the next batch, but not for all. They are in the order of finishing.
+
+        Only at max_lag 0 without oversampling: then every group that is ready is in the next batch. `take` still gives
+        the whole batch, and only then is it in the journal; a crash before that leaves these groups ready.
+        """
+        async with self._changed:
+            await self._changed.wait_for(lambda: num_known < self._num_partial() < self._rule.groups_per_step)
+            groups = tuple(ready.group for ready in self._ready.values())
+            return Batch(
+                policy_version=self._learner_version,
+                max_lag=self._rule.largest_lag,
+                groups=groups,
+                num_missing=self._rule.groups_per_step - len(groups),
             )
 
     async def stepped(self, policy_version: int) -> None:
@@ -215,6 +236,8 @@ class TrajectoryBuffer:
                 self._counts[GroupState.TRAINED] += len(group_ids)
             self._num_flying, self._num_ready = +self._num_flying, +self._num_ready  # drops versions without groups
             self._drop_stale()
+            if self._tail is not None and not self._outstanding():
+                self._tail.begin()
             self._changed.notify_all()
 
     async def set_lag(self, lag: float) -> None:
@@ -227,7 +250,7 @@ class TrajectoryBuffer:
     @property
     def signal(self) -> LearningSignal:
         """Of the last 8 * num_slots finished groups of this attempt."""
-        return self._signal
+        return self._recent.of_last
 
     @property
     def version(self) -> int:
@@ -236,8 +259,12 @@ class TrajectoryBuffer:
 
     def pop_signal(self) -> LearningSignal:
         """Of the groups that finished since the last call."""
-        signal, self._new_signal = self._new_signal, LearningSignal()
-        return signal
+        return self._recent.pop_new()
+
+    def pop_restarted(self) -> list[int]:
+        """Groups that were restarted since the last call: what still plays them can end."""
+        group_ids, self._new_restarts = self._new_restarts, []
+        return group_ids
 
     def pop_dropped_lengths(self) -> list[int]:
         """Action tokens of each trajectory dropped as stale since the last call: stale groups tend to be long ones."""
@@ -256,10 +283,39 @@ class TrajectoryBuffer:
             dropped_zero_variance=self._counts[GroupState.DROPPED_ZERO_VARIANCE],
             failed=self._counts[GroupState.FAILED],
             cancelled=self._counts[GroupState.CANCELLED],
+            restarted=self._counts[GroupState.RESTARTED],
         )
 
-    def _land(self, group_id: int) -> None:
+    def _has_slot(self) -> bool:
+        if self._tail is None:
+            return self._outstanding() < self.num_slots
+        # Nothing is played under weights that the learner replaces now: it could not be trained.
+        return not self._num_training() and self._outstanding() < self._tail.num_slots(self.num_slots)
+
+    def _restart_others(self) -> list[tuple[int, Task]]:
+        """End the groups that the batch does not have: their ids and tasks. None unless the rule restarts groups."""
+        if self._tail is None:
+            return []
+        flying = {group_id: entry.task for group_id, entry in self._in_flight.items()}
+        others = flying | {group_id: self._ready[group_id].group.task for group_id in self._ready_ids}
+        for group_id in flying:
+            self._land(group_id)
+        for group_id in list(self._ready_ids):
+            self._withdraw(group_id)
+        self._ended.update(flying)
+        self._new_restarts.extend(flying)
+        self._counts[GroupState.RESTARTED] += len(others)
+        restarted = sorted(others.items())
+        self._tail.put(task for _, task in restarted)
+        return restarted
+
+    def _land(self, group_id: int) -> bool:
+        """The group is not in flight any more. False: it was restarted before."""
+        if group_id in self._ended:
+            self._ended.remove(group_id)
+            return False
         self._num_flying[self._in_flight.pop(group_id).version] -= 1
+        return True
 
     def _offer(self, group: TrajectoryGroup) -> None:
         self._ready[group.group_id] = _Ready(group, group.policy_version)
@@ -281,13 +337,13 @@ class TrajectoryBuffer:
     def _batch_is_ready(self) -> bool:
         if len(self._ready) >= self._rule.groups_per_step:
             return self._rule.on_stale != "wait" or not self._would_strand()
-        # A run in which no group carries signal would otherwise wait forever (or spin) silently.
-        if self._num_useless >= (self._recent.maxlen or 0):
-            raise NoLearningSignal(
-                f"the last {len(self._recent)} groups each had equal rewards, from which nothing can be learned: "
-                + self.signal.diagnosis()
-            )
+        self._recent.require_any()
         return False
+
+    def _num_partial(self) -> int:
+        """Groups that are ready for the next batch; 0 where that one is from before a resume, or was taken already."""
+        is_known = bool(self._again) or self._learner_version + 1 in self._training
+        return 0 if is_known else len(self._ready)
 
     def _next_ids(self) -> list[int]:
         return self._ready_ids[: self._rule.groups_per_step]
@@ -327,3 +383,13 @@ class TrajectoryBuffer:
 
     def _num_training(self) -> int:
         return sum(map(len, self._training.values())) + sum(map(len, self._again))
+
+
+def _tail_queue(rule: StalenessRule, resumed: Resumption) -> TailQueue | None:
+    """The queue of a run whose rule restarts groups; None for others."""
+    if not rule.restarts:
+        return None
+    queue = TailQueue(groups_per_step=rule.groups_per_step, waiting=resumed.waiting, is_long=resumed.in_long_step)
+    if not (resumed.in_flight or resumed.ready):
+        queue.begin()
+    return queue

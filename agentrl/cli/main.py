@@ -15,6 +15,7 @@ from typing import Annotated
 
 import typer
 
+from agentrl.cli.cluster.command import cluster_app
 from agentrl.cli.config import config as config_command
 from agentrl.cli.doctor.command import doctor
 from agentrl.cli.env import env_app
@@ -24,6 +25,7 @@ from agentrl.cli.options import (
     ConfigPath,
     Data,
     Debug,
+    EvalSet,
     Latest,
     Model,
     Overrides,
@@ -34,8 +36,9 @@ from agentrl.cli.options import (
 from agentrl.cli.options import fail as _fail
 from agentrl.cli.options import guarded as _guarded
 from agentrl.cli.parsing import ConfigCommand, Group
-from agentrl.cli.services import learner, orchestrator, pointing, unfinished
+from agentrl.cli.services import learner, orchestrator, pointing, rollout_worker, unfinished
 from agentrl.cli.status import status
+from agentrl.cli.view import view
 from agentrl.errors import ConfigError
 
 app = typer.Typer(
@@ -47,9 +50,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(env_app, name="env")
+app.add_typer(cluster_app, name="cluster")
 app.command(name="status")(status)
+app.command(name="view")(view)
 app.command(name="orchestrator", cls=ConfigCommand)(orchestrator)
 app.command(name="learner")(learner)
+app.command(name="rollout-worker")(rollout_worker)
 app.command(name="doctor", cls=ConfigCommand)(doctor)
 app.command(name="config", cls=ConfigCommand)(config_command)
 
@@ -105,6 +111,11 @@ def evaluate(
     tokenizer: Tokenizer = None,
     samples: Annotated[int | None, typer.Option("-n", min=1, help="Samples of each task.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first rows.")] = None,
+    eval_set: EvalSet = None,
+    checkpoints: Annotated[
+        bool,
+        typer.Option("--checkpoints", help="CONFIG is a run: measure all that it exported, and draw its curve."),
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """Measure a model on held-out rows: avg@n and pass@k with 95 % confidence intervals."""
@@ -112,6 +123,15 @@ def evaluate(
     def main() -> None:
         from agentrl import api
 
+        if checkpoints:
+            others = (model, served_model, api_key_env, data, target, tokenizer, samples, limit)
+            if any(other is not None for other in others):
+                raise ConfigError(
+                    "--checkpoints measures what the run exported, on its own held-out sets: give only --set and keys, "
+                    "such as eval.sets.new.data=ROWS"
+                )
+            api.evaluate_checkpoints(config_path, overrides or [], eval_set=eval_set, console=True)
+            return
         api.evaluate(
             config_path,
             overrides or [],
@@ -123,6 +143,7 @@ def evaluate(
             tokenizer=tokenizer,
             samples=samples,
             limit=limit,
+            eval_set=eval_set,
             console=True,
         )
 
@@ -142,6 +163,7 @@ def rollout(
     samples: Annotated[int, typer.Option("-n", "--n", min=1, help="Episodes of each task.")] = 4,
     task: Annotated[str | None, typer.Option(help="Id of the test task; default: the first.")] = None,
     limit: Annotated[int, typer.Option("--tasks", min=1, help="Play this many tasks.")] = 1,
+    eval_set: EvalSet = None,
     show: Annotated[bool, typer.Option("--show", help="Print the episodes, not only one line for each.")] = False,
     tokens: Annotated[
         bool, typer.Option("--tokens", help="Print token by token: logprob, policy version, whether it is trained on.")
@@ -171,6 +193,7 @@ def rollout(
             samples=samples,
             limit=limit,
             task=task,
+            eval_set=eval_set,
             save=save,
             console=True,
         )

@@ -41,6 +41,7 @@ ApiKeyEnv = Annotated[
     typer.Option(metavar="NAME", help="Environment variable with the endpoint's key; default OPENAI_API_KEY."),
 ]
 Data = Annotated[str | None, typer.Option(help="Rows: a file, a set's name, hf:owner/name (docs/math.md).")]
+EvalSet = Annotated[str | None, typer.Option("--set", metavar="NAME", help="Only this one of the config's eval.sets.")]
 Target = Annotated[str | None, typer.Option("--env", help="Another environment, module:Class.")]
 Tokenizer = Annotated[str | None, typer.Option(help="Tokenizer folder, where MODEL is a vLLM's URL.")]
 

@@ -16,7 +16,7 @@ from agentrl.errors import ConfigError
 SECTIONS = {"train": "train", "eval": "eval", "rollout": "eval", "engine": "engine", "warmstart": "model.warmstart"}
 """Command -> the section whose keys it reads first."""
 CLOSE_TO_AN_OPTION = 0.8
-ORDER = ("train", "status", "report", "eval", "rollout", "env", "config", "doctor", "warmstart")
+ORDER = ("train", "status", "view", "report", "eval", "rollout", "env", "config", "doctor", "cluster", "warmstart")
 """How `agentrl --help` lists the commands. The others, parts of a run, follow."""
 
 

@@ -1,4 +1,4 @@
-"""`agentrl orchestrator` and `agentrl learner`: parts of a run that another program starts and watches, such as Docker.
+"""`agentrl orchestrator`, `learner` and `rollout-worker`: parts of a run that another program starts and watches.
 
 The other parts are `agentrl sandbox` and `agentrl engine`. Reads the secrets from the environment; nothing below does.
 """
@@ -6,6 +6,7 @@ The other parts are `agentrl sandbox` and `agentrl engine`. Reads the secrets fr
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -48,6 +49,29 @@ def learner(
 ) -> None:
     """Train for an orchestrator on all ranks of the config, from the run's newest checkpoint if any."""
     options.guarded(lambda: _learn(config_path, orchestrator_url, weights_dir), debug=debug)
+
+
+def rollout_worker(
+    orchestrator_url: Annotated[
+        str, typer.Option("--orchestrator", metavar="URL", help="The address that rollout.worker_listen gives.")
+    ],
+    name: Annotated[str | None, typer.Option(help="Unique in the run; default: this machine and process.")] = None,
+    stacks: Annotated[
+        Path, typer.Option(metavar="FILE", help="For the stacks of all threads where code blocks the event loop.")
+    ] = Path("rollout-worker-stacks.txt"),
+    debug: Debug = False,
+) -> None:
+    """Play episodes for a run on another machine, until it is over. Both need the same AGENTRL_TOKEN."""
+    work = _play_for(orchestrator_url, name or f"{socket.gethostname()}-{os.getpid()}", stacks)
+    options.run(work, debug=debug, interrupted="its groups are played by other workers")
+
+
+async def _play_for(orchestrator_url: str, name: str, stacks: Path) -> None:
+    from agentrl.workers.worker import work
+
+    if secrets.read(secrets.RUN, os.environ) is None:
+        raise ConfigError(f"set {secrets.RUN} (or {secrets.RUN}_FILE), the same for orchestrator and rollout workers")
+    await work(orchestrator_url, secrets.Secrets.from_environment(os.environ), name=name, stacks=stacks)
 
 
 def _orchestrate(

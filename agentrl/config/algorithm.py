@@ -304,6 +304,18 @@ class AlgorithmConfig(Section):
         return self.entropy_coef > 0 or self.has_penalty
 
     @property
+    def looks_at_batch(self) -> bool:
+        """Whether objective=policy_gradient weighs an episode by all of its batch, which must be whole before.
+
+        >>> AlgorithmConfig(preset="m2po").looks_at_batch, AlgorithmConfig(preset="grpo").looks_at_batch
+        (True, False)
+        """
+        spurious = self.spurious
+        by_others = spurious is not None and (spurious.entropy is None or self.normalize_by_length == "group")
+        penalizes_rewards = self.has_penalty and self.kl == "reward"
+        return by_others or penalizes_rewards or self.baseline == "otb" or self.treatment in WHOLE_BATCH
+
+    @property
     def needs_spread(self) -> bool:
         """Whether a group of equal rewards has no gradient."""
         return self.compares_members and not self.has_penalty

@@ -84,6 +84,11 @@ class EngineConfig(Section):
     and costs most."""
     weight_transfer: WeightTransfer = "auto"
     """How weights travel from the learner to the engines."""
+    weight_delta: Annotated[int, Field(ge=2)] | None = None
+    """Write only the weights that changed into the folder, or with model.lora the adapter, and all of them every n-th
+    time: for engines that read it over a network, with model.dtype=bfloat16 and a small learner.lr. Needs
+    weight_transfer=safetensors, which auto then is. null: all of them every time. See docs/engine.md, "Only what
+    changed"."""
     sleep_while_training: bool = False
     """Release the GPU memory of the engine's weights and KV cache while the learner makes its step, so that both can
     use nearly all of one GPU in turn. Needs rollout.max_lag=0: see docs/engine.md."""
@@ -125,6 +130,11 @@ class EngineConfig(Section):
             raise ValueError(
                 f"update_order=rolling: weight_transfer={self.weight_transfer} reaches all engines in one broadcast. "
                 "Use update_order=simultaneous, or weight_transfer=safetensors or reload"
+            )
+        if self.weight_delta is not None and self.weight_transfer not in ("auto", "safetensors"):
+            raise ValueError(
+                f"weight_delta={self.weight_delta}: weight_transfer={self.weight_transfer} sends all weights. Use "
+                "weight_transfer=safetensors, or weight_delta=null"
             )
         return self
 

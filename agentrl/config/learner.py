@@ -68,6 +68,9 @@ class LearnerConfig(Section):
     mlp_tiles: PositiveInt = 1
     """Parts in which each MLP goes through a pack, one after the other and computed again in the backward: their wide
     hidden layer takes the memory of one part. Passes that measure exact norms compute whole MLPs."""
+    stream_groups: bool = False
+    """At rollout.max_lag 0: compute the gradient of each group as soon as it has finished, while the others of its
+    batch are still played. The step, and the new weights, are the same as without it, up to rounding."""
     pack_tokens: PositiveInt = 8192
     """Tokens of one micro-batch, into which trajectories are packed. A longer trajectory has one to itself."""
     num_ranks: PositiveInt = 1
@@ -120,6 +123,13 @@ class LearnerConfig(Section):
                 "divided among so many ranks, and the batch among the groups of them"
             )
         return self
+
+
+STREAMS_NO_WHOLE_BATCH = (
+    "learner.stream_groups computes the gradient of a group before its batch is whole, and this objective weighs each "
+    "episode by the whole batch (algorithm.treatment, baseline, spurious or kl=reward, or needs_batch of your class): "
+    "set learner.stream_groups=false, or another algorithm.preset"
+)
 
 
 def method_refusal(

@@ -85,7 +85,17 @@ Treatment = Annotated[
     ),
 ]
 Baseline = Annotated[
-    Literal["none", "mean", "leave_one_out", "opob", "opob_safe", "opob_leave_one_out", "length_weighted", "otb"],
+    Literal[
+        "none",
+        "mean",
+        "leave_one_out",
+        "opob",
+        "opob_safe",
+        "opob_leave_one_out",
+        "opob_safe_leave_one_out",
+        "length_weighted",
+        "otb",
+    ],
     Choices(
         {
             "none": "0",
@@ -93,7 +103,8 @@ Baseline = Annotated[
             "leave_one_out": "the mean reward of the others (RLOO)",
             "opob": "VCPO's optimal baseline: rewards weighted by w^2 times the squared gradient norm",
             "opob_safe": "the same, but never above the group's mean",
-            "opob_leave_one_out": "the same, of the other episodes only; needs learner.gradient: two_pass",
+            "opob_leave_one_out": "opob, of the other episodes only; needs learner.gradient: two_pass",
+            "opob_safe_leave_one_out": "opob_safe, of the other episodes only; needs learner.gradient: two_pass",
             "length_weighted": "rewards weighted by length (OPO)",
             "otb": "the optimal baseline of each token",
         }
@@ -115,9 +126,10 @@ StdNorm = bool | Literal["population"]
 PER_TOKEN: frozenset[str] = frozenset({"token", "suffix"})
 """Ratios that differ among the tokens of a trajectory."""
 
-OPTIMAL: frozenset[str] = frozenset({"opob", "opob_safe", "opob_leave_one_out"})
-PER_EPISODE: frozenset[str] = frozenset({"opob_leave_one_out"})
-"""Those of OPTIMAL that differ from episode to episode of a group: norms must be known before the gradient is made."""
+PER_EPISODE: frozenset[str] = frozenset({"opob_leave_one_out", "opob_safe_leave_one_out"})
+"""Baselines of one group that differ from episode to episode: norms must be known before the gradient is made."""
+OPTIMAL: frozenset[str] = PER_EPISODE | {"opob", "opob_safe"}
+"""Baselines that need the norm of each episode's score."""
 WHOLE_BATCH: frozenset[str] = frozenset({"second_moment", "second_moment_mask", "adaptive_clip"})
 """Treatments that look at all tokens of the step and at the signs of their advantages."""
 

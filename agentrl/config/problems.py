@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from agentrl.config import reference
@@ -65,17 +66,27 @@ def _nearest_key(parts: Sequence[str]) -> reference.Key | None:
     """The key that an error belongs to: pydantic adds the alternatives of a union and places in a list to its path."""
     for end in range(len(parts), 0, -1):
         path = ".".join(parts[:end])
-        if path in reference.key_paths():
-            return reference.find(path)[0]
+        if path in reference.key_paths() or _is_in_named(path):
+            return replace(reference.find(path)[0], path=path)
     return None
+
+
+def _is_in_named(path: str) -> bool:
+    """Whether it is a section that the user named, or a key of one."""
+    known = {name for section, keys in reference.sections() for name in (section.path, *(key.path for key in keys))}
+    return path != (documented := reference.documented(path)) and documented in known
 
 
 def _known(where: str) -> str:
     """What to write in place of an unknown key."""
+    section, _, last = where.rpartition(".")
+    if _is_in_named(section):
+        inside = sorted(key.name for key in reference.find(section)[1])
+        meant = difflib.get_close_matches(last, inside, n=1)
+        return f"did you mean {section}.{meant[0]}?" if meant else f"keys of {section}: {', '.join(inside)}"
     paths = reference.key_paths()
-    if meant := hint(where, paths):
-        return meant
-    section = where.rpartition(".")[0]
+    if close := hint(where, paths):
+        return close
     inside = sorted(path.rpartition(".")[2] for path in paths if path.rpartition(".")[0] == section)
     return f"keys of {section or 'a config'}: {', '.join(inside)}"
 

@@ -14,7 +14,7 @@ import re
 import sys
 import types
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pydantic.fields import FieldInfo
@@ -26,6 +26,10 @@ from agentrl.errors import ConfigError
 
 NAMES = {bool: "true or false", int: "integer", float: "number", str: "text", type(None): "null", Any: "anything"}
 SIGNS = (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
+
+NAMED = ("eval.sets",)
+"""Sections that users name: `eval.sets.aime25.data` is documented as `eval.sets.NAME.data`."""
+IN_LISTS = ("env.wrappers.",)
 
 Known = Mapping[str, Mapping[str, str]]
 """Key -> its known names and a line on each, for keys whose names are registered outside the config."""
@@ -68,11 +72,12 @@ def sections(known: Known | None = None) -> list[tuple[Key, list[Key]]]:
 def find(path: str, known: Known | None = None) -> tuple[Key, list[Key]]:
     """The key at `path`, and its own keys where it is a section. Raises ConfigError with the nearest paths."""
     everything = sections(known)
+    wanted = documented(path)
     for section, keys in everything:
-        if section.path == path:
+        if wanted in (section.path, section.path.removesuffix(".NAME")):
             return section, keys
         for key in keys:
-            if key.path == path and key.section is None:
+            if key.path == wanted and key.section is None:
                 return key, []
     near = hint(path, [key.path for _, keys in everything for key in keys])
     raise ConfigError(f"there is no key {path!r}" + (f"; {near}" if near else ""))
@@ -80,8 +85,23 @@ def find(path: str, known: Known | None = None) -> tuple[Key, list[Key]]:
 
 @functools.cache
 def key_paths() -> tuple[str, ...]:
-    """Every key that can be set on the command line, and every section, in the order of the tree."""
-    return tuple(key.path for _, keys in sections() for key in keys if not key.path.startswith("env.wrappers."))
+    """Every key and every section, in the order of the tree, without those inside lists and inside named sections."""
+    inside = (*IN_LISTS, *(f"{path}." for path in NAMED))
+    return tuple(key.path for _, keys in sections() for key in keys if not key.path.startswith(inside))
+
+
+def documented(path: str) -> str:
+    """The path under which a key of a named section is documented; any other path as it is.
+
+    Example:
+        >>> documented("eval.sets.aime25.data"), documented("train.steps")
+        ('eval.sets.NAME.data', 'train.steps')
+    """
+    for named in NAMED:
+        if path.startswith(f"{named}."):
+            _, dot, rest = path[len(named) + 1 :].partition(".")
+            return f"{named}.NAME{dot}{rest}"
+    return path
 
 
 def markdown(known: Known | None = None) -> str:
@@ -118,7 +138,7 @@ def _walk(section: Key, known: Known) -> Iterator[tuple[Key, list[Key]]]:
     yield section, keys
     for key in keys:
         if key.section is not None:
-            yield from _walk(key, known)
+            yield from _walk(replace(key, path=f"{key.path}.NAME") if key.path in NAMED else key, known)
 
 
 def _key(section: Key, name: str, info: FieldInfo, known: Known) -> Key:

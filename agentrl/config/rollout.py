@@ -27,11 +27,12 @@ OnStale = Annotated[
     ),
 ]
 Partial = Annotated[
-    Literal["keep", "mask"],
+    Literal["keep", "mask", "restart"],
     Choices(
         {
-            "keep": "train them, with the ratio that they have",
-            "mask": "leave them out: they are read and neither weighed nor trained",
+            "keep": "train their older tokens, with the ratio that they have",
+            "mask": "leave their older tokens out: they are read and neither weighed nor trained",
+            "restart": "end them; their tasks are played again, groups_per_step of them in one step (tail batching)",
         }
     ),
 ]
@@ -119,9 +120,10 @@ class RolloutConfig(Section):
     """What happens to data that is too old."""
     oversample: Annotated[float, Field(ge=1)] = 1.0
     """At max_lag 0: groups played at once, as a multiple of `groups_per_step`. A step begins once `groups_per_step` are
-    finished; the others pause, and go on after it (APRIL; docs/staleness.md). Needs on_stale=finish."""
+    finished; `partial` says what happens to the others (docs/staleness.md)."""
     partial: Partial = "keep"
-    """What happens to tokens of such an episode that older weights sampled."""
+    """What happens to groups that are unfinished when a step begins. With keep and mask they pause and go on after it
+    (APRIL), which needs on_stale=finish."""
     replay: ReplayConfig | None = None
     """Train groups more than once (docs/staleness.md). null: each group once."""
     task_choice: TaskChoice = "shuffled"
@@ -161,6 +163,16 @@ class RolloutConfig(Section):
     infrastructure reasons."""
     canary_every: Annotated[int, Field(ge=0)] = 20
     """Steps between checks that the sandbox and the grader still give known outcomes. 0: only at the start."""
+    workers: Annotated[int, Field(ge=0)] = 0
+    """Processes that play the episodes (docs/workers.md), on this machine or, with `place: ray`, where a CPU is free.
+    0: the orchestrator plays them itself, unless `worker_listen` is set."""
+    worker_listen: Annotated[str, Field(pattern=r"^\S+:\d{1,5}$")] | None = None
+    """HOST:PORT at which workers of other machines join: `agentrl rollout-worker`. null: none can."""
+    worker_episodes: PositiveInt = 2000
+    """Episodes that one worker plays at once. Groups that exceed it wait; a worker always has at least one."""
+    worker_timeout_s: Annotated[float, Field(ge=2)] = 60.0
+    """A worker that is silent for this long is given up, and its groups are played by others. Code that blocks a
+    worker's event loop is named and interrupted after half of it."""
 
     @model_validator(mode="after")
     def _lag_has_an_effect(self) -> RolloutConfig:
@@ -181,16 +193,27 @@ class RolloutConfig(Section):
                 f"{given} with max_lag={self.max_lag:g}: groups already run ahead of the learner. Set max_lag=0, or "
                 "oversample=1 and a larger max_lag"
             )
-        if self.oversample > 1 and self.on_stale != "finish":
+        if self.oversample > 1 and self.partial != "restart" and self.on_stale != "finish":
             raise ValueError(
                 f"{given} with on_stale={self.on_stale}: every group that goes on in the next step would be too old "
-                "when it ends. Set on_stale=finish"
+                "when it ends. Set on_stale=finish, or partial=restart"
             )
-        if self.partial == "mask" and self.oversample == 1:
-            raise ValueError("partial=mask has an effect only with oversample above 1; leave it out")
+        if self.partial == "restart" and self.on_stale == "finish":
+            raise ValueError("on_stale=finish does nothing with partial=restart: no group is too old. Leave it out")
+        if self.partial != "keep" and self.oversample == 1:
+            raise ValueError(f"partial={self.partial} has an effect only with oversample above 1; leave it out")
         if self.partial == "mask" and self.replay is not None:
             raise ValueError("partial=mask leaves out every token of a group that replay repeats. Set partial=keep")
         return self
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether workers play the episodes, and not the orchestrator.
+
+        >>> RolloutConfig(workers=2).has_workers
+        True
+        """
+        return self.workers > 0 or self.worker_listen is not None
 
     @model_validator(mode="after")
     def _remembers_what_is_due(self) -> RolloutConfig:

@@ -2,38 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.config.engine import EngineConfig, Port
-from agentrl.config.learner import LearnerConfig, method_refusal
+from agentrl.config.environment import EnvConfig
+from agentrl.config.evaluation import EvalConfig
+from agentrl.config.learner import STREAMS_NO_WHOLE_BATCH, LearnerConfig, method_refusal
+from agentrl.config.model import ModelConfig
 from agentrl.config.presets import OPTIMAL, PER_EPISODE
+from agentrl.config.ray import PlaceName, RayConfig, ray_refusal
 from agentrl.config.rollout import RolloutConfig
 from agentrl.config.section import Choices, Section
 from sandbox.protocol import BACKENDS, BackendName
-
-Renderer = Annotated[
-    str,
-    Choices(
-        {
-            "auto": "the renderers package where it knows the model, else template, else (only without one) raw",
-            "template": "the model's chat template",
-            "raw": "contents one after the other, as a base model reads them",
-            "qwen3": "a model family of the renderers package; so is any other name",
-        }
-    ),
-]
-Dtype = Annotated[
-    Literal["float32", "bfloat16"],
-    Choices({"float32": "32 bits: exact on a CPU", "bfloat16": "16 bits: half the memory, for GPUs"}),
-]
-
-Reference = Annotated[
-    str,
-    Choices({"initial": "model.path as it is before training; with model.lora the base model, without a second copy"}),
-]
 
 SinkName = Annotated[
     Literal["tensorboard", "wandb", "trackio", "mlflow"],
@@ -46,142 +29,6 @@ SinkName = Annotated[
         }
     ),
 ]
-
-
-class WrapperConfig(Section):
-    """One wrapper around the environment: `TimeLimit: {turns: 4}`, or only a name where it needs no arguments.
-
-    Example:
-        >>> WrapperConfig.model_validate({"TimeLimit": {"turns": 4}}).kwargs
-        {'turns': 4}
-    """
-
-    name: str
-    """One of agentrl.wrappers, or your own: `module:Class`, `path/to/file.py:Class`."""
-    kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of its constructor."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_short_form(cls, value: Any) -> Any:
-        if isinstance(value, str):
-            return {"name": value}
-        if isinstance(value, dict) and "name" not in value and len(value) == 1:
-            name, kwargs = next(iter(value.items()))
-            return {"name": name, "kwargs": kwargs or {}}
-        if not isinstance(value, dict) or value.keys() - {"name", "kwargs"}:
-            raise ValueError("a wrapper is a name, or a name with its arguments: `TimeLimit: {turns: 4}`")
-        return value
-
-
-class EnvConfig(Section):
-    """The environment, and the rows of data that it plays.
-
-    Example:
-        >>> EnvConfig(target="AimePython-v0", train_data="DAPO-17k").max_turns is None
-        True
-    """
-
-    target: str
-    """`module:Class`, `path/to/file.py:Class`, an adapter's `gymnasium:FrozenLake-v1`, or a registered id."""
-    kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the class's constructor, or options of the adapter that `target` names."""
-    train_data: str | None = None
-    """Training rows: a set's name (GSM8K), a hub name (hf:owner/name?split=train), a .jsonl or .parquet file, a folder:
-    docs/math.md. null for environments that generate their own."""
-    eval_data: str | None = None
-    """Held-out rows, given in the same ways."""
-    allow_overlap: bool = False
-    """Train even where training rows are in the held-out data too, word for word or nearly."""
-    max_turns: PositiveInt | None = None
-    """Turns of an episode. null: the environment's own number."""
-    wrappers: tuple[WrapperConfig, ...] = ()
-    """Wrappers around the environment, the innermost first: `[{ToolBudget: {calls: 4}}, {TimeLimit: {turns: 6}}]`."""
-
-
-class WarmstartConfig(Section):
-    """Makes a small model from the environment's scripted demonstrations when `model.path` does not exist.
-
-    Example:
-        >>> WarmstartConfig(steps=200).vocab_size
-        768
-    """
-
-    vocab_size: PositiveInt = 768
-    """Tokens of the byte-pair vocabulary, which is learned from the demonstrations."""
-    hidden_size: PositiveInt = 128
-    """Width of the model."""
-    num_layers: PositiveInt = 4
-    """Transformer layers."""
-    num_heads: PositiveInt = 4
-    """Attention heads of a layer."""
-    num_kv_heads: PositiveInt = 2
-    """Key and value heads of a layer."""
-    intermediate_size: PositiveInt = 128
-    """Width of a layer's MLP."""
-    demonstrations: PositiveInt = 2400
-    """Scripted episodes played in the sandbox. Training repeats them as often as `steps` needs."""
-    steps: PositiveInt = 1000
-    """Optimizer steps of the supervised training."""
-    batch_size: PositiveInt = 8
-    """Demonstrations in one of these steps."""
-    lr: PositiveFloat = 1.2e-3
-    """Highest learning rate of the supervised training: AdamW's. Muon, for the layers' matrices, takes 16 times it."""
-    skill: Annotated[float, Field(gt=0, le=1)] = 0.4
-    """Share of demonstrations that take the right approach: the model learns to imitate a demonstrator this good."""
-
-
-class LoraConfig(Section):
-    """Low-rank adapters beside frozen weights, through PEFT: y = W x + alpha / rank * B A x. A and B are trained.
-
-    Example:
-        >>> LoraConfig(rank=8).target_modules
-        'all-linear'
-    """
-
-    rank: PositiveInt = 16
-    """Rank of B A."""
-    alpha: PositiveInt = 32
-    """Scale of the adapters, times rank."""
-    dropout: float = 0.0
-    """Must be 0: the engine samples without it."""
-    target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
-    """Names of the linear layers that get an adapter, as PEFT understands them: [q_proj, v_proj]. all-linear: all
-    except the output head."""
-
-    @model_validator(mode="after")
-    def _has_no_dropout(self) -> LoraConfig:
-        if self.dropout:
-            raise ValueError(
-                f"dropout={self.dropout:g} must be 0: the engine samples without it, so importance ratios would be of "
-                "two different policies"
-            )
-        return self
-
-
-class ModelConfig(Section):
-    """The policy.
-
-    Example:
-        >>> ModelConfig(path="Qwen/Qwen3-1.7B", dtype="bfloat16").renderer
-        'auto'
-    """
-
-    path: str
-    """A folder in Hugging Face layout, or a hub name."""
-    warmstart: WarmstartConfig | None = None
-    """How to make the model when `path` does not exist; `{}` takes the defaults. null: it must exist."""
-    renderer: Renderer = "auto"
-    """What writes turns as tokens (docs/tokens.md)."""
-    chat_template_args: dict[str, Any] = Field(default_factory=dict)
-    """Variables for the chat template, such as {enable_thinking: false}."""
-    dtype: Dtype = "float32"
-    """Number format of the weights, in engine and learner."""
-    lora: LoraConfig | None = None
-    """Train adapters instead of all weights (docs/algorithms.md, "LoRA"). null: all weights."""
-    reference: Reference | None = None
-    """Frozen second model that scores the policy's tokens, a reference policy or a teacher: a folder or hub name of the
-    same vocabulary, or `initial`. docs/teacher.md. null: none."""
 
 
 class SandboxConfig(Section):
@@ -209,26 +56,6 @@ class SandboxConfig(Section):
     Its episodes are played again."""
     allow_unsafe: bool = False
     """Permit the backend `unsafe`, which isolates nothing: only for code that you trust."""
-
-
-class EvalConfig(Section):
-    """Evaluation on held-out tasks, with the code that plays training episodes.
-
-    Example:
-        >>> EvalConfig(every=20, samples_per_task=16).num_tasks
-        64
-    """
-
-    every: Annotated[int, Field(ge=0)] = 0
-    """Steps between evaluations during training. 0: only before and after."""
-    num_tasks: PositiveInt = 64
-    """How many tasks of the test split are evaluated, from its first."""
-    samples_per_task: PositiveInt = 4
-    """The n of avg@n."""
-    temperature: PositiveFloat = 1.0
-    """Sampling temperature of evaluations."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Nucleus sampling of evaluations: 1 samples from all tokens."""
 
 
 class TrainConfig(Section):
@@ -282,6 +109,8 @@ class Config(Section):
     """Seed of the task order, the environments and the learner."""
     out_dir: str = "runs"
     """Folder in which the run's folder is made."""
+    place: PlaceName = "local"
+    """Where the parts of the run are started."""
     env: EnvConfig
     model: ModelConfig
     rollout: RolloutConfig = RolloutConfig()
@@ -292,6 +121,16 @@ class Config(Section):
     eval: EvalConfig = EvalConfig()
     train: TrainConfig = TrainConfig()
     metrics: MetricsConfig = MetricsConfig()
+    ray: RayConfig = RayConfig()
+
+    @model_validator(mode="after")
+    def _can_be_on_ray(self) -> Config:
+        found = ray_refusal(self.ray, self.engine, self.learner)
+        if self.place == "ray" and found is not None:
+            raise ValueError(found)
+        if self.place == "local" and self.ray != RayConfig():
+            raise ValueError("the section ray is read only with place=ray: set it, or leave the section out")
+        return self
 
     @model_validator(mode="after")
     def _checks_across_sections(self) -> Config:
@@ -342,6 +181,36 @@ class Config(Section):
             )
         return self
 
+    @property
+    def eval_sets(self) -> dict[str, Config]:
+        """This config as each held-out set sees it, by the set's name. Without `eval.sets` there is one, named ""."""
+        return {
+            name: self.model_copy(update={"env": env, "eval": settings})
+            for name, (env, settings) in self.eval.resolved(self.env).items()
+        }
+
+    @model_validator(mode="after")
+    def _plays_all_held_out_data(self) -> Config:
+        self.eval.check_data(self.env)
+        return self
+
+    @model_validator(mode="after")
+    def _can_evaluate_beside(self) -> Config:
+        engine, num_spare = self.engine, self.eval.engines
+        if num_spare and engine.weight_transfer not in ("auto", "safetensors", "reload"):
+            raise ValueError(
+                f"eval.engines={num_spare} with engine.weight_transfer={engine.weight_transfer}: an engine that "
+                "evaluates takes its weights from a folder. Set engine.weight_transfer=safetensors, or eval.engines=0"
+            )
+        started = num_spare + (0 if engine.urls else engine.replicas)
+        if num_spare and engine.gpus is not None and len(engine.gpus) < started * engine.tensor_parallel:
+            raise ValueError(
+                f"engine.gpus={list(engine.gpus)}: {started} engines, {num_spare} of them by eval.engines, of "
+                f"engine.tensor_parallel={engine.tensor_parallel} need {started * engine.tensor_parallel}. Name more, "
+                "or set eval.engines=0"
+            )
+        return self
+
     @model_validator(mode="after")
     def _has_lag_to_reduce(self) -> Config:
         floor = self.algorithm.ess_floor
@@ -350,6 +219,31 @@ class Config(Section):
                 f"algorithm.ess_floor={floor:g} does nothing with rollout.max_lag=0: there is no lag to reduce. Leave "
                 "it out, or set algorithm.refuse_below"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _can_stream(self) -> Config:
+        if not self.learner.stream_groups:
+            return self
+        rollout, given = self.rollout, "learner.stream_groups with "
+        if rollout.max_lag:
+            raise ValueError(
+                f"{given}rollout.max_lag={rollout.max_lag:g}: rollouts already go on while the learner steps. Set "
+                "rollout.max_lag=0, or learner.stream_groups=false"
+            )
+        late = "which groups a batch has is only known once it is whole. Set"
+        if rollout.oversample > 1:
+            name = f"rollout.oversample={rollout.oversample:g}"
+            raise ValueError(f"{given}{name}: {late} rollout.oversample=1, or learner.stream_groups=false")
+        if rollout.replay is not None:
+            raise ValueError(f"{given}rollout.replay: {late} rollout.replay=null, or learner.stream_groups=false")
+        if self.engine.sleep_while_training:
+            raise ValueError(
+                f"{given}engine.sleep_while_training: the learner computes while the engine generates. Set one of "
+                "them to false"
+            )
+        if self.algorithm.looks_at_batch and self.algorithm.objective == "policy_gradient":
+            raise ValueError(STREAMS_NO_WHOLE_BATCH)
         return self
 
     def _check_reference(self) -> None:

@@ -46,16 +46,17 @@ class Overlap:
     similarity: float  # 1.0: equal once normalised
 
 
-def refuse_overlap(env_class: type[Env], config: EnvConfig) -> None:
+def refuse_overlap(env_class: type[Env], config: EnvConfig, *, test_class: type[Env] | None = None) -> None:
     """Raises ConfigError, naming rows, when the run's training data holds problems of its test data.
 
+    `test_class`: the environment of the test data, where it is another.
     Only rows from data are compared: an environment that generates both splits must keep them apart itself.
     """
     if config.allow_overlap or (config.train_data is None and config.eval_data is None):
         return
     train, test = (
-        _finite(rows_of(env_class, split, data=data), max_rows=MAX_GENERATED_ROWS if data is None else None)
-        for split, data in _splits(config)
+        _finite(rows_of(of, split, data=data), max_rows=MAX_GENERATED_ROWS if data is None else None)
+        for of, (split, data) in zip((env_class, test_class or env_class), _splits(config), strict=True)
     )
     overlaps = find_overlaps(train, list(test))
     if not overlaps:

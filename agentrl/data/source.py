@@ -124,12 +124,17 @@ class TaskSource:
         return task
 
 
-def held_out_tasks(env_class: type[Env], config: EnvConfig, *, num_tasks: int) -> list[Task]:
-    """The first `num_tasks` rows of the test split. Raises ConfigError when there are none, EnvError."""
+def held_out_tasks(
+    env_class: type[Env], config: EnvConfig, *, num_tasks: int, key: str = "env.eval_data"
+) -> list[Task]:
+    """The first `num_tasks` rows of the test split. `key`: of the config, where their data is named.
+
+    Raises ConfigError when there are none, EnvError.
+    """
     with attributed(f"{env_class.__name__}.tasks"):
         tasks = list(islice(rows_of(env_class, "test", data=config.eval_data), num_tasks))
     if not tasks:
-        raise ConfigError(f"{config.target} has no test tasks; set env.eval_data: docs/math.md")
+        raise ConfigError(f"{config.target} has no test tasks; set {key}: docs/math.md")
     return tasks
 
 

@@ -79,6 +79,35 @@ class TrainableEngine(Engine, Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EngineState:
+    """One engine as the run's own client knows it, for other clients that generate with it.
+
+    Example: `EngineState(url="http://127.0.0.1:8000", model="policy", version=3, is_open=True, is_serving=True)`.
+    """
+
+    url: str
+    model: str
+    version: int  # of the weights that it is proven to hold, where `is_open`
+    is_open: bool  # takes requests now
+    is_serving: bool  # False: it is out, and its requests go elsewhere
+    num_refused: int = 0  # weight updates that failed
+    num_checks: int = 0  # how often the run's own client has looked at it because another client asked
+
+
+class SharedEngines(Protocol):
+    """Engines whose weights one client updates and with which others generate. Example: `VLLMEngine`, `EnginePool`."""
+
+    def states(self) -> tuple[EngineState, ...]:
+        """All engines, always in the same order."""
+        ...
+
+    async def check(self, index: int) -> None:
+        """A request to the engine failed elsewhere: give it its weights back, or take it out, if it was restarted or is
+        gone. Raises EngineError, WeightsWanted when it does not serve afterwards."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Receivers:
     """The engines that take one version from the learner's group, by name. One that must join anew has another name.
 
@@ -119,6 +148,17 @@ class WeightUpdate:
                 "engine/parity_kl": self.parity.kl,
             }
         return values
+
+
+def is_delta(ref: WeightsRef) -> bool:
+    """Whether `ref.path` has older weights, and other folders what changed since.
+
+    >>> from agentrl.types import Probe
+    >>> info, probe = {"path": "/w/v5", "deltas": ["/w/v6"]}, Probe(token_ids=(), logprobs=())
+    >>> is_delta(WeightsRef(policy_version=6, num_bytes=9, update_info=info, checksum="", probe=probe))
+    True
+    """
+    return bool(ref.update_info.get("deltas"))
 
 
 def parity(engine: Sequence[float], learner: Sequence[float]) -> Parity:

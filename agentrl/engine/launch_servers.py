@@ -21,7 +21,9 @@ from agentrl.engine.pool import EnginePool
 from agentrl.engine.vllm_engine import VLLMEngine
 from agentrl.engine.weight_updates import UpdateSettings
 from agentrl.errors import raise_first
-from agentrl.supervision.child import Child, child, in_foreground, never
+from agentrl.supervision.child import Child, Spot, never
+from agentrl.supervision.place import LocalPlace, Needs, Place
+from agentrl.supervision.process_tree import in_foreground
 from agentrl.supervision.serving import configured_port
 
 SERVED_NAME = "policy"
@@ -35,6 +37,10 @@ class EngineServer:
     part: Child | None = None
     """None: not started by this run."""
 
+    def address(self) -> str:
+        """Where it is now: one that this run started may be elsewhere after a restart."""
+        return self.part.spot.url if self.part else self.url
+
 
 def parts_of(servers: Sequence[EngineServer]) -> list[Child]:
     """The processes of the servers that were started here."""
@@ -43,11 +49,20 @@ def parts_of(servers: Sequence[EngineServer]) -> list[Child]:
 
 @asynccontextmanager
 async def engine_servers(
-    config: Config, *, model_path: str, logs: Path, token: str | None = None, has_learner: bool = True
+    config: Config,
+    *,
+    model_path: str,
+    logs: Path,
+    token: str | None = None,
+    has_learner: bool = True,
+    is_spare: bool = False,
+    place: Place | None = None,
 ) -> AsyncIterator[list[EngineServer]]:
-    """The servers of `config.engine`, which may still be starting: wait with `engines_ready`.
+    """The servers of `config.engine`, which may still be starting: wait with `engines_ready`. `is_spare`: those of
+    `eval.engines` instead.
 
-    Servers started here require `token` where it is given. Without a learner they may use all GPUs. Raises ConfigError.
+    Servers started at `place`, by default on this machine, require `token` where it is given. Without a learner they
+    may use all GPUs. Raises ConfigError.
 
     Example:
         async with engine_servers(config, model_path=path, logs=logs) as servers:
@@ -56,17 +71,37 @@ async def engine_servers(
                 ...
     """
     settings = config.engine
+    if settings.urls and not is_spare:
+        yield [EngineServer(url=url) for url in settings.urls]
+        return
+    if not (indexes := _indexes(config, is_spare=is_spare)):
+        yield []
+        return
+    placement = vllm_command.placement_of(config, has_learner=has_learner)
+    servers = []
     async with AsyncExitStack() as stack:
-        servers = [EngineServer(url=url) for url in settings.urls]
-        placement = None if servers else vllm_command.placement_of(config, has_learner=has_learner)
-        for index in range(settings.replicas if placement else 0):
-            url, command, env = _command(config, model_path, index, token, placement)
-            name = "engine" if settings.replicas == 1 else f"engine-{index}"
+        for index, name in indexes.items():
+            serve = partial(_command, config, model_path, index, token, placement)
             part = await stack.enter_async_context(
-                child(name, command, log_path=logs / f"{name}.log", env=env, may_end=never, has_own_temporary=True)
+                (place or LocalPlace()).child(
+                    name,
+                    partial(_argv, serve),
+                    log_path=logs / f"{name}.log",
+                    needs=engine_needs(settings, index, placement),
+                    env=serve(Spot(host=settings.host))[1],
+                    may_end=never,
+                    has_own_temporary=True,
+                )
             )
-            servers.append(EngineServer(url=url, part=part))
+            servers.append(EngineServer(url=part.spot.url, part=part))
         yield servers
+
+
+def _indexes(config: Config, *, is_spare: bool) -> dict[int, str]:
+    """The number of each server among all that the run starts, which decides its GPUs, and its name."""
+    num_playing = 0 if config.engine.urls else config.engine.replicas
+    count, first, name = (config.eval.engines, num_playing, "eval-engine") if is_spare else (num_playing, 0, "engine")
+    return {first + at: name if count == 1 else f"{name}-{at}" for at in range(count)}
 
 
 def start_phase(settings: EngineConfig) -> str:
@@ -82,7 +117,7 @@ async def engines_ready(servers: Sequence[EngineServer], settings: EngineConfig)
     try:
         async with asyncio.TaskGroup() as waiting:
             for server in servers:
-                waiting.create_task(_ready(server, settings), name=f"start of {server.url}")
+                waiting.create_task(_ready(server, settings), name=f"start of {server.address()}")
     except BaseExceptionGroup as errors:
         raise_first(errors)
 
@@ -90,7 +125,7 @@ async def engines_ready(servers: Sequence[EngineServer], settings: EngineConfig)
 async def _ready(server: EngineServer, settings: EngineConfig) -> None:
     part = server.part
     await vllm_server.wait_ready(
-        server.url,
+        server.address(),
         poll=part.poll if part else lambda: None,
         log=partial(part.log_tail, num_lines=2000, max_bytes=2**18) if part else lambda: "",
         timeout_s=vllm_server.start_timeout_s(settings),
@@ -135,7 +170,7 @@ def vllm_client(
     """A client of one server; one that was not started here is asked for the name of its model."""
     settings, part = config.engine, server.part
     return VLLMEngine(
-        server.url,
+        server.address,
         model=SERVED_NAME if part else None,
         request_timeout_s=settings.request_timeout_s,
         updates=UpdateSettings(
@@ -160,24 +195,36 @@ def serve_in_foreground(config: Config, *, token: str | None = None) -> int:
 
     Raises ConfigError, and KeyboardInterrupt when this process is asked to stop.
     """
-    placement = vllm_command.placement_alone(config.engine)
-    url, command, env = _command(config, config.model.path, 0, token, placement)
-    sys.stderr.write(f"{vllm_command.describe(config.engine, placement)}\n{url} serves {config.model.path}\n")
+    settings = config.engine
+    placement = vllm_command.placement_alone(settings)
+    spot = Spot(host=settings.host, port=configured_port(settings.host, settings.port, key="engine.port"))
+    command, env = _command(config, config.model.path, 0, token, placement, spot)
+    sys.stderr.write(f"{vllm_command.describe(settings, placement)}\n{spot.url} serves {config.model.path}\n")
     return in_foreground(command, env=env)
 
 
+def engine_needs(settings: EngineConfig, index: int, placement: Placement) -> Needs:
+    """What the `index`-th server needs."""
+    gpus = {"GPU": float(settings.tensor_parallel)} if placement.device == "cuda" else {}
+    port = settings.port and settings.port + index
+    return Needs(part="engine", bundle={"CPU": 1.0, **gpus}, host=settings.host, port=port, port_key="engine.port")
+
+
+def _argv(serve: Callable[[Spot], tuple[list[str], dict[str, str]]], spot: Spot) -> list[str]:
+    """The arguments of the server that is started at `spot`."""
+    return serve(spot)[0]
+
+
 def _command(
-    config: Config, model_path: str, index: int, token: str | None, placement: Placement | None
-) -> tuple[str, list[str], dict[str, str]]:
-    """(base URL, command, added environment) of the `index`-th server of this run. Raises ConfigError."""
-    settings = config.engine
-    port = configured_port(settings.host, settings.port and settings.port + index, key="engine.port")
-    command, env = vllm_command.command(
+    config: Config, model_path: str, index: int, token: str | None, placement: Placement | None, spot: Spot
+) -> tuple[list[str], dict[str, str]]:
+    """(command, added environment) of the `index`-th server of this run, at `spot`. Raises ConfigError."""
+    return vllm_command.command(
         model_path=model_path,
         served_name=SERVED_NAME,
-        host=settings.host,
-        port=port,
-        config=settings,
+        host=spot.host,
+        port=spot.port,
+        config=config.engine,
         max_context=config.rollout.max_context,
         dtype=config.model.dtype,
         seed=config.seed + index,  # engines with one seed would sample the same episodes
@@ -185,4 +232,3 @@ def _command(
         placement=placement,
         index=index,
     )
-    return f"http://{settings.host}:{port}", command, env

@@ -15,6 +15,7 @@ use its result. "GPU i" is the i-th visible one, counted from 0: `engine.gpus` c
 
 | where they are | `weight_transfer: auto` |
 |---|---|
+| `engine.weight_delta` or `eval.engines` is set | safetensors |
 | no GPU in common, whole GPUs, not several engines that update one after the other | nccl |
 | one engine on one GPU, which is rank 0's, on loopback, ZeRO stage below 3 | ipc |
 | otherwise: other ways of sharing, MIG instances, WSL, `engine.url`, an engine alone, a CPU | safetensors |
@@ -46,6 +47,8 @@ class Placement:
     """The GPU of each rank of this machine, as an index of the visible ones; empty on a CPU."""
     engines: tuple[tuple[int, ...], ...] = ()
     """The GPUs of each engine that is started here; empty on a CPU."""
+    num_spare: int = 0
+    """How many of them, the last, only evaluate."""
     visible: VisibleGpus = field(default_factory=VisibleGpus)
     sets_ranks: bool = True
     """False where DeepSpeed's launcher tells the ranks their GPUs."""
@@ -85,9 +88,12 @@ class Placement:
     def __str__(self) -> str:
         """One sentence, e.g. `learner on GPU 0; engine on GPU 1; weights by nccl`."""
         where = [f"learner on {self.names(self.ranks)}"] if self.ranks else []
-        several = len(self.engines) > 1
+        num_playing = len(self.engines) - self.num_spare
         where += [
-            f"engine{f'-{at}' if several else ''} on {self.names(engine)}" for at, engine in enumerate(self.engines)
+            f"engine{f'-{at}' if num_playing > 1 else ''} on {self.names(engine)}"
+            if at < num_playing
+            else f"engine for evaluations on {self.names(engine)}"
+            for at, engine in enumerate(self.engines)
         ]
         idle = [gpu for gpu in range(len(self.visible.gpus)) if gpu not in self.used]
         where += [f"{self.names(idle)} idle"] if where and idle else []
@@ -102,6 +108,7 @@ def place(
     visible: VisibleGpus,
     device: Device,
     num_ranks: int | None = None,
+    num_spare: int = 0,
     on_wsl: bool = False,
 ) -> Placement:
     """Place the ranks and the engines of one run on this machine, by the tables above.
@@ -109,6 +116,7 @@ def place(
     Args:
         device: what the engines run on; with "cpu" no GPU is given to anyone, and environments stay as they are.
         num_ranks: how many ranks this machine has, with a hostfile fewer than `learner.num_ranks`; None: all.
+        num_spare: engines that only evaluate (`eval.engines`): the last ones, after those of `engine.replicas`.
         on_wsl: Windows' driver, which has no CUDA IPC.
 
     Raises ConfigError for too few GPUs, and for a transfer that cannot work where the parts are.
@@ -121,9 +129,11 @@ def place(
     """
     if device == "cpu":
         return Placement(device=device, transfer=_on_cpu(engine), visible=visible)
+    if num_spare and engine.weight_transfer == "auto":
+        engine = engine.model_copy(update={"weight_transfer": "safetensors"})
     count = learner.num_ranks if num_ranks is None else num_ranks
     fixed = learner.hostfile is not None
-    ranks, engines = _seats(engine, visible, num_ranks=count, fixed=fixed)
+    ranks, engines = _seats(engine, visible, num_ranks=count, num_spare=num_spare, fixed=fixed)
     if fixed:
         _check_numbers(visible, ranks)
     _check_instances(visible, ranks, engines)
@@ -132,6 +142,7 @@ def place(
         transfer="safetensors",  # replaced below: it depends on who uses which GPU
         ranks=ranks,
         engines=engines,
+        num_spare=num_spare,
         visible=visible,
         sets_ranks=not fixed,
     )
@@ -148,15 +159,15 @@ def place_engine(engine: EngineConfig, *, visible: VisibleGpus, device: Device) 
 
 
 def _seats(
-    engine: EngineConfig, visible: VisibleGpus, *, num_ranks: int, fixed: bool
+    engine: EngineConfig, visible: VisibleGpus, *, num_ranks: int, num_spare: int, fixed: bool
 ) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
     """(GPU of each rank, GPUs of each engine)."""
     count, width = len(visible.gpus), engine.tensor_parallel
-    num_engines = 0 if engine.urls else engine.replicas
+    num_engines = num_spare + (0 if engine.urls else engine.replicas)
     first, wanted = range(num_ranks), num_engines * width
     named = _named(engine, visible, wanted) if engine.gpus is not None and num_engines else None
     if num_ranks > count or (named is None and wanted > count):
-        raise _too_few(engine, visible, num_ranks, wanted)
+        raise _too_few(engine, visible, num_ranks, num_engines)
     if named is not None:
         others = [gpu for gpu in range(count) if gpu not in named]
         ranks = tuple(others[:num_ranks] if len(others) >= num_ranks and not fixed else first)
@@ -165,7 +176,7 @@ def _seats(
     elif count == num_ranks == wanted == 1:
         ranks, named = (0,), [0]
     else:
-        raise _too_few(engine, visible, num_ranks, wanted)
+        raise _too_few(engine, visible, num_ranks, num_engines)
     return ranks, tuple(tuple(named[at : at + width]) for at in range(0, wanted, width))
 
 
@@ -180,11 +191,15 @@ def _named(engine: EngineConfig, visible: VisibleGpus, wanted: int) -> list[int]
     return gpus
 
 
-def _too_few(engine: EngineConfig, visible: VisibleGpus, num_ranks: int, wanted: int) -> ConfigError:
+def _too_few(engine: EngineConfig, visible: VisibleGpus, num_ranks: int, num_engines: int) -> ConfigError:
+    count, width = len(visible.gpus), engine.tensor_parallel
+    wanted, num_spare = num_engines * width, num_engines - (0 if engine.urls else engine.replicas)
     asked = [f"learner.num_ranks={num_ranks}"] if num_ranks else []
-    asked += [f"engine.replicas={engine.replicas} of engine.tensor_parallel={engine.tensor_parallel}"] if wanted else []
-    count = len(visible.gpus)
-    if count > wanted and num_ranks > 1:
+    asked += [f"engine.replicas={engine.replicas} of engine.tensor_parallel={width}"] if num_engines > num_spare else []
+    asked += [f"eval.engines={num_spare} of as many"] if num_spare else []
+    if num_spare and count >= num_ranks + wanted - num_spare * width:
+        fix = "set eval.engines=0, with which training waits for each evaluation"
+    elif count > wanted and num_ranks > 1:
         fix = f"set learner.num_ranks={count - wanted}"
     elif count > num_ranks and wanted > 1:
         fix = f"the engines have room for {count - num_ranks} in all: lower engine.replicas or engine.tensor_parallel"
@@ -246,6 +261,8 @@ def _transfer(engine: EngineConfig, placement: Placement, *, is_split: bool, on_
     against_nccl = _against_nccl(engine, placement)
     against_ipc = _against_ipc(engine, placement, is_split=is_split, on_wsl=on_wsl)
     is_known = bool(placement.ranks and placement.engines)  # else the other side is not placed here
+    if wanted == "auto" and engine.weight_delta is not None:
+        return "safetensors"
     if wanted == "auto":
         is_usual = is_known and not on_wsl and not any(gpu.is_mig for gpu in _gpus(placement))
         if is_usual and against_nccl is None:

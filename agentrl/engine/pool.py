@@ -13,11 +13,12 @@ import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
 from agentrl.config.engine import UpdateOrder
-from agentrl.engine.base import Receivers, WeightUpdate
+from agentrl.engine.base import EngineState, Receivers, WeightUpdate, is_delta
 from agentrl.engine.pooled_engine import PooledEngine, Replica
 from agentrl.engine.transfer_group import Failure, TransferGroup
 from agentrl.errors import EngineError, EngineGone, WeightsWanted, WeightSyncError
@@ -118,9 +119,14 @@ class EnginePool:
 
     @property
     def wants_weights(self) -> bool:
-        """Whether the learner streams its weights, and an engine that runs, or was promised to the learner, does not
-        have the current ones."""
+        """Whether the learner must publish the current weights again.
+
+        It streams them, and an engine that runs, or was promised to it, does not have them; or it published what
+        changed, and other weights came of it in an engine.
+        """
         ref = self._ref
+        if ref is not None and is_delta(ref):
+            return self._needs_all is not None
         if ref is None or not self._group.is_used:
             return False
         return self._group.is_awaited or any(
@@ -158,9 +164,10 @@ class EnginePool:
         """Swap weights in every engine that serves; one that cannot leaves, and takes them when it returns.
 
         Returns the longest gap and the worst parity. Raises WeightSyncError when no engine took them, WeightsWanted
-        when the learner's group broke.
+        when the learner's group broke, or when one engine needs all weights and `ref` has what changed.
         """
         async with self._updating:
+            self._check_changes(ref)
             self._ref = ref
             self._awake.set()
             if ref.path is None:
@@ -173,11 +180,29 @@ class EnginePool:
                 outcomes = [await self._updated(member, ref) for member in serving]
             else:
                 outcomes = list(await asyncio.gather(*(self._updated(member, ref) for member in serving)))
+        self._check_changes(ref)
         updates = [outcome for outcome in outcomes if isinstance(outcome, WeightUpdate)]
         if updates:
             return _worst(updates)
         errors = [outcome for outcome in outcomes if not isinstance(outcome, WeightUpdate)]
         return await self._first_return(ref, errors[0] if errors else None)
+
+    def states(self) -> tuple[EngineState, ...]:
+        """See SharedEngines.states."""
+        return tuple(
+            replace(state, is_serving=state.is_serving and member.takes_requests)
+            for member in self._engines
+            for state in member.client.states()
+        )
+
+    async def check(self, index: int) -> None:
+        """See SharedEngines.check."""
+        member = self._engines[index]
+        if member.is_serving:
+            try:
+                await member.client.recover()
+            except EngineError as error:
+                await self._eject(member, error)
 
     def metrics(self) -> dict[str, float]:
         """Counts since the start, over all engines."""
@@ -190,6 +215,17 @@ class EnginePool:
             "engine/ejections": float(self._num_ejections),
             "engine/moved_requests": float(self._num_moved),
         }
+
+    @property
+    def _needs_all(self) -> PooledEngine | None:
+        """An engine in which other weights came of the changes. One that died takes them anew when it returns."""
+        wanting = (one for one in self._engines if one.client.wants_weights and not one.is_lost and not one.is_gone)
+        return next(wanting, None)
+
+    def _check_changes(self, ref: WeightsRef) -> None:
+        """Raises WeightsWanted for changes that an engine could not use: the learner publishes all weights then."""
+        if is_delta(ref) and (member := self._needs_all) is not None:
+            raise WeightsWanted(f"version {ref.policy_version}: the engine at {member.client.url} needs all weights")
 
     async def _engine_for(self, session: str | None) -> PooledEngine:
         """Where the session is, or the engine with the least to do. Waits while there is none."""
@@ -265,7 +301,7 @@ class EnginePool:
             await asyncio.sleep(backoff_s(number, base_s=FIRST_RETURN_S, max_s=LAST_RETURN_S))
             number += 1
             try:
-                await member.client.health()
+                await self._answered(member)
                 if not self._group.is_used or self._ref is None:
                     await self._renewed(member)
                 elif not member.is_serving:
@@ -283,6 +319,13 @@ class EnginePool:
         else:
             log.error("the engine at %s is given up: %s", member.client.url, self._last_error)
         await self._notify()
+
+    async def _answered(self, member: PooledEngine) -> None:
+        try:
+            await member.client.health()
+        except EngineError:
+            member.is_gone = True
+            raise
 
     async def _notify(self) -> None:
         async with self._changed:
@@ -305,10 +348,10 @@ class EnginePool:
     async def _renewed(self, member: PooledEngine) -> None:
         await self._awake.wait()
         async with self._updating:
-            if self._ref is None:
-                await member.client.recover()
-            else:
-                await member.client.update_weights(self._ref)
+            try:
+                await (member.client.recover() if self._ref is None else member.client.update_weights(self._ref))
+            finally:
+                member.is_gone = False
             member.failures = member.false_updates = 0
             member.is_serving = True
 

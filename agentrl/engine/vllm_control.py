@@ -30,6 +30,11 @@ class VLLMControl:
     def __init__(self, server: VLLMHttpClient) -> None:
         self._server = server
 
+    @property
+    def url(self) -> str:
+        """Base URL of the server."""
+        return self._server.url
+
     async def only_model(self) -> str:
         """The name of the only model it serves."""
         models = await self._server.get("/v1/models", Models)
@@ -41,6 +46,16 @@ class VLLMControl:
         """Raises EngineGone unless the server and its engine process run."""
         if (status := await self._server.status("/health", timeout_s=HEALTH_TIMEOUT_S)) != 200:
             raise EngineGone(f"engine at {self._server.url}: its engine process is dead (/health says {status})")
+
+    async def is_gone(self) -> bool:
+        """Whether it cannot be reached, or its engine process is dead. A server that is only slow is not gone."""
+        try:
+            await self.health()
+        except EngineGone:
+            return True
+        except EngineError:
+            return False
+        return False
 
     async def is_paused(self) -> bool:
         """Whether generation is paused."""

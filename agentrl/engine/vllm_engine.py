@@ -6,28 +6,17 @@ weights, and their proof, are in weight_updates.py. Independent of episodes, rew
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Callable, Sequence
-from contextlib import aclosing
-from dataclasses import replace
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
-from agentrl.engine.base import Receivers, WeightUpdate
-from agentrl.engine.generation_stream import GenerationStream, UnlabelledWeights, joined
+from agentrl.engine.base import EngineState, Receivers, WeightUpdate
 from agentrl.engine.vllm_client import VLLMHttpClient
 from agentrl.engine.vllm_control import VLLMControl
-from agentrl.engine.vllm_schema import Chunk
+from agentrl.engine.vllm_generation import VLLMGeneration
 from agentrl.engine.weight_updates import UpdateSettings, WeightUpdater
-from agentrl.errors import EngineError, EngineGone, boundary
-from agentrl.types import Completion, FinishReason, Sampling, TransferInit, WeightsRef
-
-MAX_BREAKS = 5  # interruptions of one request, after which it is not retried on a server that seems healthy
-UNCERTAIN = 0.01
-"""A token with a logprob below minus this has a different logprob at another temperature."""
-SAME_LOGPROB = 1e-4
-"""Two logprobs of a token that agree this closely were computed under the same temperature."""
+from agentrl.errors import EngineGone
+from agentrl.types import Completion, Sampling, TransferInit, WeightsRef
 
 
 class VLLMEngine:
@@ -44,7 +33,7 @@ class VLLMEngine:
             completion = await engine.generate([1, 2, 3], Sampling(max_tokens=16), request_id="r1")
 
     Args:
-        url: base URL of the server.
+        url: base URL of the server, or a function that gives it where a restarted server may have another.
         model: served name; None asks the server.
         request_timeout_s: longest wait for an answer, or for its next tokens.
         updates: how weights are updated and proven.
@@ -59,7 +48,7 @@ class VLLMEngine:
 
     def __init__(
         self,
-        url: str,
+        url: str | Callable[[], str],
         *,
         model: str | None = None,
         request_timeout_s: float = 120.0,
@@ -71,26 +60,21 @@ class VLLMEngine:
     ) -> None:
         self._server = VLLMHttpClient(url, timeout_s=request_timeout_s, token=token)
         self._model = model or ""
-        self._streams: set[GenerationStream] = set()
-        self._checking = asyncio.Lock()
-        self._logprobs_checked = False
-        self._seeds_checked = False
-        self._num_salvaged_tokens = 0
-        self._on_tokens = on_tokens
         self.control = VLLMControl(self._server)
         """The control routes of the server."""
         self._weights = WeightUpdater(
             self.control,
             updates or UpdateSettings(),
-            url=self.url,
             weights_change=self._weights_change,
             num_starts=num_starts,
             end_server=end_server,
         )
+        self._generation = VLLMGeneration(self._server, self.control, self._weights, on_tokens=on_tokens)
 
     async def __aenter__(self) -> Self:
         try:
             self._model = self._model or await self.control.only_model()
+            self._generation.model = self._model
             await self._weights.connect(self._model)
         except BaseException:
             await self._server.close()
@@ -116,7 +100,7 @@ class VLLMEngine:
         """Counts since the start."""
         return {
             "engine/restarts": float(self._weights.num_restarts),
-            "engine/salvaged_tokens": float(self._num_salvaged_tokens),
+            "engine/salvaged_tokens": float(self._generation.num_salvaged_tokens),
         }
 
     async def generate(
@@ -128,33 +112,7 @@ class VLLMEngine:
         A request with a seed is started again instead, and gives the same answer. Raises EngineError when the server
         fails or its record is not complete and consistent.
         """
-        await self._check_logprobs(sampling)
-        parts: list[Completion] = []
-        num_breaks = 0
-        while True:
-            await self._weights.trusted()
-            so_far = [token for part in parts for token in part.token_ids]
-            left = replace(sampling, max_tokens=sampling.max_tokens - len(so_far))
-            name = f"{request_id}~{num_breaks}" if num_breaks else request_id
-            stream = GenerationStream(self._weights.version)
-            try:
-                await self._check_seeds(sampling)
-                parts.append(await self._fill(stream, [*token_ids, *so_far], left, name))
-            except EngineError as error:
-                if num_breaks == MAX_BREAKS:
-                    raise
-                num_breaks += 1
-                await self._weights.come_back(error)
-                # the rest would be sampled with the first random numbers of the seed again
-                if sampling.seed is not None:
-                    continue
-                parts.append(stream.certain_part(sampling))
-                self._num_salvaged_tokens += len(parts[-1].token_ids)
-                if (finished := _finished(joined(parts), sampling)) is None:
-                    continue
-                parts = [finished]
-            await self._weights.trusted()
-            return _as_sampled(joined(parts), sampling)
+        return await self._generation.generate(token_ids, sampling, request_id=request_id, session_id=session_id)
 
     async def health(self) -> None:
         """Raises EngineError unless the server and its engine process live."""
@@ -163,6 +121,22 @@ class VLLMEngine:
     async def recover(self) -> None:
         """After the server was gone: return once it serves known weights. Raises EngineError."""
         await self._weights.come_back(EngineGone(f"engine at {self.url} was out"))
+
+    def states(self) -> tuple[EngineState, ...]:
+        """See SharedEngines.states."""
+        state = EngineState(
+            url=self.url,
+            model=self._model,
+            version=self._weights.version,
+            is_open=self._weights.status == "open",
+            is_serving=self._weights.status != "unknown",
+            num_refused=self._weights.num_refused,
+        )
+        return (state,)
+
+    async def check(self, index: int) -> None:
+        """See SharedEngines.check."""
+        await self.recover()
 
     async def version(self) -> int:
         """The policy version of the weights the engine holds, as labelled by the last update. Raises EngineError."""
@@ -198,115 +172,5 @@ class VLLMEngine:
         """
         return await self._weights.update(ref)
 
-    async def _fill(
-        self, stream: GenerationStream, token_ids: Sequence[int], sampling: Sampling, request_id: str
-    ) -> Completion:
-        body = {
-            "request_id": request_id,
-            "model": self._model,
-            "token_ids": token_ids,
-            "cache_salt": self._weights.salt,
-            "sampling_params": sampling_body(sampling) | {"logprobs": 0},
-            "stream": True,
-            "return_token_ids": True,
-        }
-        self._streams.add(stream)
-        try:
-            with boundary(EngineError, f"engine at {self.url}, request {request_id}"):
-                prompt_seen = False
-                async with aclosing(self._server.stream("/inference/v1/generate", body)) as chunks:
-                    async for chunk in chunks:
-                        prompt_seen = _check_chunk(chunk, token_ids) or prompt_seen
-                        for delta in chunk.choices:
-                            stream.extend(delta)
-                            self._on_tokens()
-                if not prompt_seen:
-                    raise ValueError("the answer does not repeat the prompt")
-                try:
-                    return stream.completion()
-                except UnlabelledWeights as error:
-                    raise EngineGone(f"engine at {self.url} was restarted: its weights have no version") from error
-        finally:
-            self._streams.discard(stream)
-
     def _weights_change(self) -> None:
-        for stream in self._streams:
-            stream.weights_change()
-
-    async def _check_seeds(self, sampling: Sampling) -> None:
-        """Raises EngineError where a seed could crash the server."""
-        if self._seeds_checked or sampling.seed is None:
-            return
-        if not await self.control.takes_seeds():
-            raise EngineError(
-                f"engine at {self.url} was not started for seeds, which can crash vLLM on a CPU: start it with "
-                "`agentrl engine` and engine.request_seeds=true, or set engine.request_seeds=false"
-            )
-        self._seeds_checked = True
-
-    async def _check_logprobs(self, sampling: Sampling) -> None:
-        """Raises EngineError where temperature, top_p or top_k would make the server's logprobs wrong."""
-        if self._logprobs_checked or sampling.is_unmodified or sampling.temperature == 0:
-            return
-        async with self._checking:
-            await self._weights.trusted()
-            hot = Sampling(max_tokens=8, temperature=2.0)
-            drawn = await self._fill(
-                GenerationStream(self._weights.version), [0], hot, f"logprobs-mode-{time.monotonic_ns()}"
-            )
-            raw = await self.score([0, *drawn.token_ids])
-        pairs = [(a, b) for a, b in zip(drawn.behavior_logprobs, raw, strict=True) if b < -UNCERTAIN]
-        if not pairs:  # the model is so certain that temperature changes nothing
-            return
-        if all(abs(a - b) < SAME_LOGPROB for a, b in pairs):
-            raise EngineError(
-                f"engine at {self.url} reports logprobs as if temperature, top_p and top_k were not set: with "
-                f"temperature={sampling.temperature:g} top_p={sampling.top_p:g} top_k={sampling.top_k} they would be "
-                "wrong. Start vLLM with --logprobs-mode processed_logprobs"
-            )
-        self._logprobs_checked = True
-
-
-def sampling_body(sampling: Sampling) -> dict[str, Any]:
-    """vLLM's sampling parameters, with every modifier that a server could default to another value."""
-    seed = {} if sampling.seed is None else {"seed": sampling.seed}
-    return seed | {
-        "max_tokens": sampling.max_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "stop_token_ids": sampling.stop_token_ids,
-        "stop": sampling.stop,
-        "detokenize": bool(sampling.stop),
-    }
-
-
-def _check_chunk(chunk: Chunk, token_ids: Sequence[int]) -> bool:
-    """Whether the event repeats the prompt. Raises ValueError for another prompt or several choices."""
-    if len(chunk.choices) > 1:
-        raise ValueError(f"{len(chunk.choices)} choices where one was requested")
-    if chunk.prompt_token_ids is None:
-        return False
-    if chunk.prompt_token_ids != list(token_ids):
-        raise ValueError(f"it read another prompt: {len(chunk.prompt_token_ids)} tokens instead of {len(token_ids)}")
-    return True
-
-
-def _finished(so_far: Completion, sampling: Sampling) -> Completion | None:
-    """`so_far` with its finish reason, where only the last event was lost; None where tokens are missing."""
-    if len(so_far.token_ids) >= sampling.max_tokens:
-        return replace(so_far, finish_reason=FinishReason.LENGTH)
-    if so_far.token_ids and so_far.token_ids[-1] in sampling.stop_token_ids:
-        return replace(so_far, finish_reason=FinishReason.STOP)
-    return None
-
-
-def _as_sampled(completion: Completion, sampling: Sampling) -> Completion:
-    """At temperature 0 every token was certain, whatever logprobs the server reports."""
-    if sampling.temperature > 0:
-        return completion
-    return replace(completion, behavior_logprobs=(0.0,) * len(completion.token_ids))
+        self._generation.weights_change()

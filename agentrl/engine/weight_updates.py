@@ -10,10 +10,10 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from agentrl.config.engine import KvOnUpdate
-from agentrl.engine.base import Parity, WeightUpdate, parity
+from agentrl.engine.base import Parity, WeightUpdate, is_delta, parity
 from agentrl.engine.generation_stream import INITIAL_LABEL
 from agentrl.engine.parity import ParityBounds
 from agentrl.engine.vllm_control import VLLMControl
@@ -69,14 +69,12 @@ class WeightUpdater:
         control: VLLMControl,
         settings: UpdateSettings,
         *,
-        url: str,
         weights_change: Callable[[], None],
         num_starts: Callable[[], int],
         end_server: Callable[[], None] | None = None,
     ) -> None:
         self._control = control
         self._settings = settings
-        self._url = url
         self._weights_change = weights_change
         self._num_starts = num_starts
         self._end_server = end_server
@@ -92,6 +90,8 @@ class WeightUpdater:
         self._is_torn = False  # an update broke off and left it with a part of the new weights
         self.version = 0
         self.num_restarts = 0
+        self.num_refused = 0
+        """Updates that failed: what was sampled since the last of them began may be of weights without a proof."""
         self.wants_weights = False
         """Whether only the learner can give the server the current weights: it was restarted, or an update broke
         off."""
@@ -115,9 +115,18 @@ class WeightUpdater:
         self.version = await self._control.version()
 
     @property
+    def _url(self) -> str:
+        return self._control.url
+
+    @property
     def salt(self) -> str:
         """Separates the prefix-cache entries of one version from requests under another."""
         return f"v{self.version}"
+
+    @property
+    def status(self) -> Literal["open", "changing", "unknown"]:
+        """Whether it takes requests now, with proven weights; if not, whether an update or a return is under way."""
+        return "changing" if not self._open.is_set() else "unknown" if self._distrust else "open"
 
     async def trusted(self) -> None:
         """Wait while weights change. Raises WeightSyncError when the engine's weights are unknown."""
@@ -158,7 +167,7 @@ class WeightUpdater:
         try:
             await self._control.sleep(timeout_s=timeout_s)
         except EngineError as error:
-            if not isinstance(error, EngineGone) and not await self._is_gone():
+            if not isinstance(error, EngineGone) and not await self._control.is_gone():
                 raise
             await self._wait_until_back(error)
             await self._control.sleep(timeout_s=timeout_s)
@@ -176,7 +185,7 @@ class WeightUpdater:
             await self._control.init_transfer(init_info, timeout_s=self._settings.update_timeout_s)
         except EngineError as error:
             has_group = "rank_offset" in init_info
-            if has_group and (isinstance(error, EngineGone) or await self._is_gone()):
+            if has_group and (isinstance(error, EngineGone) or await self._control.is_gone()):
                 raise WeightsWanted(str(error)) from error
             raise
 
@@ -193,6 +202,7 @@ class WeightUpdater:
                 self._distrust, self.wants_weights = None, True
                 raise
             except WeightSyncError as error:
+                self.num_refused += 1
                 self._distrust = self._distrust and error
                 self._open.set()
                 raise
@@ -206,7 +216,7 @@ class WeightUpdater:
     async def come_back(self, error: EngineError) -> None:
         """Return once the engine serves the current weights again. Raises `error` if it was never gone."""
         async with self._changing:
-            if not isinstance(error, EngineGone) and not await self._is_gone():
+            if not isinstance(error, EngineGone) and not await self._control.is_gone():
                 raise error
             self._open.clear()  # no request starts on a server that may hold other weights
             try:
@@ -218,6 +228,8 @@ class WeightUpdater:
             except WeightSyncError as sync_error:
                 self._distrust = sync_error
                 raise
+            except WeightsWanted as wanted:
+                log.warning("%s", wanted)
             finally:
                 if not self.wants_weights:
                     self._open.set()
@@ -233,7 +245,7 @@ class WeightUpdater:
                 return await self._take(ref)
             except EngineError as error:
                 # A server whose engine process died may not answer a call until its deadline, before it ends itself.
-                is_gone = isinstance(error, EngineGone) or starts != self._num_starts() or await self._is_gone()
+                is_gone = isinstance(error, EngineGone) or starts != self._num_starts() or await self._control.is_gone()
                 if isinstance(error, WeightSyncError) or not is_gone:
                     raise
                 await self._wait_until_back(error)
@@ -272,6 +284,9 @@ class WeightUpdater:
             await self._control.load(ref.update_info, version=version, timeout_s=timeout_s)
         if (reported := await self._control.version()) != version:
             raise EngineError(f"engine at {self._url} reports version {reported} after the update")
+        if is_delta(ref) and set(await self._control.checksums()) != {ref.checksum}:
+            self.wants_weights = True  # it stays paused
+            raise WeightsWanted(f"engine at {self._url}: what changed since {ref.path} does not give version {version}")
         self.version = version
         if not is_awake and not await self._control.wake_up("kv_cache", timeout_s=timeout_s):
             raise EngineError(f"engine at {self._url} is still asleep after the update")
@@ -320,7 +335,7 @@ class WeightUpdater:
                     await self._prove(ref)
         except (EngineError, TimeoutError) as second:
             why = f"{what}: {error}; the previous weights could not be restored either: {second}"
-            if (ref.path is not None and not self._is_asleep) or await self._is_gone():
+            if (ref.path is not None and not self._is_asleep) or await self._control.is_gone():
                 return WeightSyncError(why)
             return await self._ended(why)  # a broadcast may hang in it, or it does not wake
         if is_torn:
@@ -355,7 +370,7 @@ class WeightUpdater:
 
     async def _wait_until_back(self, error: EngineError) -> None:
         """Raises `error` when nothing answers within `return_timeout_s`."""
-        if not await self._is_gone():
+        if not await self._control.is_gone():
             return
         log.warning("%s; waiting %g s for it to return", error, self._settings.return_timeout_s)
         try:
@@ -367,16 +382,6 @@ class WeightUpdater:
                         await asyncio.sleep(POLL_RETURN_S)
         except TimeoutError:
             raise error from None
-
-    async def _is_gone(self) -> bool:
-        """Whether the server cannot be reached. A server that is only slow is not gone."""
-        try:
-            await self._control.health()
-        except EngineGone:
-            return True
-        except EngineError:
-            return False
-        return False
 
     async def _renew(self, error: EngineError) -> None:
         """Give a restarted engine the current weights before it takes requests."""

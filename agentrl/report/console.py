@@ -219,15 +219,18 @@ class TrainConsole(Terminal):
     def evaluated(self, result: EvalResult) -> None:
         """See Observer."""
         self._bar.update(self._measuring, visible=False)
-        self.line(Text(f"held out, version {result.policy_version}: {_quality(result)}", style="bold green"))
+        of_set = f", {result.set_name}" if result.set_name else ""
+        self.line(Text(f"held out{of_set}, {result.versions}: {_quality(result)}", style="bold green"))
         self._bar.update(self._job, visible=True)
 
     def summary(self, summary: Summary, run_path: Path, report: Path) -> None:
         """Print the last panel."""
         table = Table.grid(padding=(0, 2))
-        table.add_row("before", _quality(summary.before))
-        table.add_row("after", _quality(summary.after))
-        table.add_row("rise", f"{summary.after.avg - summary.before.avg:+.3f}")
+        for before, after in ((summary.before, summary.after), *summary.others):
+            of_set = f"{after.set_name}: " if after.set_name else ""
+            table.add_row(f"{of_set}before", _quality(before))
+            table.add_row(f"{of_set}after", _quality(after))
+            table.add_row(f"{of_set}rise", f"{after.avg - before.avg:+.3f}")
         table.add_row("training", f"{summary.num_steps} steps in {summary.train_s / 60:.1f} min")
         if summary.num_refused:
             why = f"{summary.num_refused} of them, which changed no weight; logs/learner.log says why"
@@ -260,8 +263,10 @@ class EvalConsole(Terminal):
 
     def evaluated(self, result: EvalResult) -> None:
         """Print avg@n, pass@k and how episodes ended."""
-        version = f", version {result.policy_version}" if result.policy_version else ""
-        title = f"{result.num_tasks} tasks, {result.n} samples each{version}"
+        is_versioned = result.policy_version or result.newest_version
+        version = f", {result.versions}" if is_versioned else ""
+        of_set = f"{result.set_name}: " if result.set_name else ""
+        title = f"{of_set}{result.num_tasks} tasks, {result.n} samples each{version}"
         table = Table("measure", "value", "95 % interval", title=title)
         table.add_row(f"avg@{result.n}", f"{result.avg:.3f}", f"{result.avg_low:.3f} to {result.avg_high:.3f}")
         for k, estimate in result.pass_at.items():

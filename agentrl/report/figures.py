@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl.report.metrics import MetricsLine
+from agentrl.report.metrics import MetricsLine, held_out_lines
 
 HEIGHT = 250
 FEW_STEPS = 8  # shown one by one: an axis of half steps misleads
@@ -238,16 +238,15 @@ CHARTS = (
 )
 
 
-def figures(lines: Sequence[MetricsLine]) -> list[tuple[dict[str, Any], str]]:
-    """(plotly figure as a plain dict, note) for every chart with at least one measurement."""
+def figures(lines: Sequence[MetricsLine], sets: Sequence[str] = ()) -> list[tuple[dict[str, Any], str]]:
+    """(plotly figure as a plain dict, note) for every chart with at least one measurement.
+
+    `sets`: the order of the held-out sets.
+    """
     steps = [line for line in lines if line.kind == "step"]
-    evals = [line for line in lines if line.kind == "eval"]
     drawn = [(_figure(chart, steps), chart.note) for chart in (*_rewards_by_name(steps), *CHARTS)]
-    held_out = (
-        [(_held_out(evals), "Held-out tasks, played with the code of training; the band is the 95 % interval.")]
-        if evals
-        else []
-    )
+    note = "Held-out tasks, played with the code of training; the band is the 95 % interval."
+    held_out = [(_held_out(name, evals), note) for name, evals in held_out_lines(lines, sets).items()]
     return [*held_out, *((figure, note) for figure, note in drawn if figure["data"])]
 
 
@@ -283,7 +282,7 @@ def _figure(chart: Chart, steps: Sequence[MetricsLine]) -> dict[str, Any]:
     return {"data": traces, "layout": layout | {"showlegend": len(chart.curves) > 1}}
 
 
-def _held_out(evals: Sequence[MetricsLine]) -> dict[str, Any]:
+def _held_out(name: str, evals: Sequence[MetricsLine]) -> dict[str, Any]:
     x = [line.step for line in evals]
     low = [line.values["eval/avg_at_n_low"] for line in evals]
     high = [line.values["eval/avg_at_n_high"] for line in evals]
@@ -301,7 +300,7 @@ def _held_out(evals: Sequence[MetricsLine]) -> dict[str, Any]:
     }
     average = _curve(f"avg@{n}", x, [line.values["eval/avg_at_n"] for line in evals])
     best = _curve(f"pass@{n}", x, [line.values["eval/pass_at_n"] for line in evals])
-    layout = _layout("Held-out success", num_steps=x[-1])
+    layout = _layout(f"Held-out success{f', {name}' if name else ''}", num_steps=x[-1])
     layout["yaxis"] = {"range": [0, 1.03]}
     return {"data": [band, average, best], "layout": layout}
 

@@ -9,10 +9,11 @@ import json
 import logging
 import math
 import os
+import re
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
@@ -28,6 +29,7 @@ from agentrl.types import StopReason, TrajectoryGroup
 log = logging.getLogger(__name__)
 
 MetricKind = Literal["step", "eval", "event"]
+_OF_SET = re.compile(r"eval/(?:(?P<set>[^/]+)/)?avg_at_n")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +127,22 @@ def read(path: Path) -> list[MetricsLine]:
         except (ValueError, TypeError):
             log.warning("%s:%d is not a complete line of metrics; left out", path, number)
     return lines
+
+
+def held_out_lines(lines: Sequence[MetricsLine], order: Sequence[str] = ()) -> dict[str, list[MetricsLine]]:
+    """The evaluations of each held-out set, by version; the values have the names of a set without a name, `eval/*`.
+
+    Of two measurements of one version, which a crash can leave, only the later one is kept. `order`: names that come
+    first.
+    """
+    found: dict[str, dict[int, MetricsLine]] = {}
+    for line in lines:
+        name = next((of["set"] or "" for key in line.values if (of := _OF_SET.fullmatch(key))), None)
+        if line.kind == "eval" and name is not None:
+            values = {key.replace(f"eval/{name}/", "eval/", 1) if name else key: v for key, v in line.values.items()}
+            found.setdefault(name, {})[line.step] = replace(line, values=values)
+    names = [*(name for name in order if name in found), *(name for name in found if name not in order)]
+    return {name: [found[name][step] for step in sorted(found[name])] for name in names}
 
 
 def rollout_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:

@@ -48,13 +48,14 @@ class Summary:
     """
 
     num_steps: int
-    before: EvalResult
+    before: EvalResult  # of the first held-out set
     after: EvalResult
     train_s: float
     overlap: float  # share of the learner's working time during which the engine generated, since its last start
     note: str = ""  # why it ended early; empty if it did not
     signal: LearningSignal = field(default_factory=LearningSignal)  # of all finished groups
     num_refused: int = 0  # steps that the learner refused: they changed no weight
+    others: tuple[tuple[EvalResult, EvalResult], ...] = ()  # before and after, of the other sets
 
 
 class Observer:
@@ -89,10 +90,10 @@ class Observer:
         """A step was made and its weights are in the engines."""
 
     def evaluating(self, done: int, total: int) -> None:
-        """A held-out measurement of a run is under way: `done` of `total` tasks."""
+        """A held-out measurement of a run is under way: `done` of `total` tasks, of all sets together."""
 
     def evaluated(self, result: EvalResult) -> None:
-        """A held-out measurement is finished."""
+        """A held-out measurement of one set is finished."""
 
     def summary(self, summary: Summary, run_path: Path, report: Path) -> None:
         """The run is over, and its report is written."""

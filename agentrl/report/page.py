@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from agentrl.config import ModelConfig
 from agentrl.report.episode_text import Token, tokens_of
 from agentrl.report.figures import figures
 from agentrl.report.learning_signal import LearningSignal, signal_in, total
-from agentrl.report.metrics import MetricsLine, read
+from agentrl.report.metrics import MetricsLine, held_out_lines, read
 from agentrl.report.statistics import is_correct
 from agentrl.run_folder import EpisodeKind, RunFolder, write_atomically
 from agentrl.types import EpisodeRecord, Message, ToolCall, Trajectory, TrajectoryGroup
@@ -55,16 +55,17 @@ def write_report(run: RunFolder) -> Path:
     """Write the page atomically, also for a run that is not over. Returns its path. Raises DiskError."""
     lines = read(run.metrics)
     config = json.loads(run.config.read_text())
-    drawn = figures(lines)
+    sets = list(config["eval"].get("sets", ()))
+    drawn = figures(lines, sets)
     decode = _decoder(config["model"])
     environment = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True)
     page = environment.get_template("report.html.j2").render(
         name=config["name"],
         subtitle=_subtitle(config),
-        tiles=_tiles(lines),
+        tiles=_tiles(lines, sets),
         nonce=secrets.token_urlsafe(16),
         waits=_waits(lines),
-        headline=_headline(lines),
+        headline=_headline(lines, sets),
         diagnosis=_diagnosis(lines),
         charts=[{"note": note} for _, note in drawn],
         figures=_json_for_script([figure for figure, _ in drawn]),
@@ -98,17 +99,17 @@ def _subtitle(config: dict[str, Any]) -> str:
     )
 
 
-def _tiles(lines: Sequence[MetricsLine]) -> list[dict[str, str]]:
+def _tiles(lines: Sequence[MetricsLine], sets: Sequence[str]) -> list[dict[str, str]]:
     steps = [line for line in lines if line.kind == "step"]
-    evals = [line.values for line in lines if line.kind == "eval"]
     tiles: list[dict[str, str]] = []
-    if evals:
-        n = int(evals[0]["eval/n"])
-        for values, label in ((evals[0], "before"), (evals[-1], "after" if len(evals) > 1 else "")):
+    for name, evals in held_out_lines(lines, sets).items():
+        for line, label in ((evals[0], "before"), (evals[-1], "after" if len(evals) > 1 else "")):
             if label:
+                values, n = line.values, int(line.values["eval/n"])
                 low, high = values["eval/avg_at_n_low"], values["eval/avg_at_n_high"]
-                title = f"avg@{n} {label}, 95 % [{low:.2f}, {high:.2f}]"
-                tiles.append(_tile(f"{values['eval/avg_at_n']:.3f}", title, _AVERAGE.format(n=n)))
+                title = f"{f'{name}: ' if name else ''}avg@{n} {label}, 95 % [{low:.2f}, {high:.2f}]"
+                about = f"{_AVERAGE.format(n=n)} Measured on version {line.step}."
+                tiles.append(_tile(f"{values['eval/avg_at_n']:.3f}", title, about))
     if steps:
         last = steps[-1].values
         tiles.append(_tile(str(steps[-1].step), "steps", "Optimizer steps. Each makes a new version of the policy."))
@@ -122,17 +123,19 @@ def _tiles(lines: Sequence[MetricsLine]) -> list[dict[str, str]]:
     return tiles
 
 
-def _headline(lines: Sequence[MetricsLine]) -> str:
-    """Whether the run learned, in one sentence; empty without two evaluations."""
-    evals = [line.values for line in lines if line.kind == "eval"]
-    if len(evals) < 2:
-        return ""
-    before, after = evals[0], evals[-1]
+def _headline(lines: Sequence[MetricsLine], sets: Sequence[str]) -> str:
+    """Whether the run learned, in one sentence for each held-out set; empty without two evaluations."""
+    measured = held_out_lines(lines, sets).items()
+    return " ".join(_change(name, evals[0].values, evals[-1].values) for name, evals in measured if len(evals) > 1)
+
+
+def _change(name: str, before: Mapping[str, float], after: Mapping[str, float]) -> str:
     start, end = before["eval/avg_at_n"], after["eval/avg_at_n"]
+    what = f"Held-out success{f' on {name}' if name else ''}"
     if start == end:
-        return f"Held-out success stayed at {end:.3f}."
+        return f"{what} stayed at {end:.3f}."
     low, high = (before, after) if start < end else (after, before)
-    text = f"Held-out success {'rose' if start < end else 'fell'} from {start:.3f} to {end:.3f} ({end - start:+.3f})"
+    text = f"{what} {'rose' if start < end else 'fell'} from {start:.3f} to {end:.3f} ({end - start:+.3f})"
     if low["eval/avg_at_n_high"] < high["eval/avg_at_n_low"]:
         return f"{text}: the 95 % intervals do not overlap."
     return f"{text}. The 95 % intervals overlap, so the difference may be chance."
@@ -197,20 +200,27 @@ def _ledger(lines: Sequence[MetricsLine]) -> list[tuple[str, str]]:
 
 
 def _choose(run: RunFolder) -> list[tuple[str, TrajectoryGroup, EpisodeRecord]]:
-    """Ten episodes from the first and the last files that were kept, right and wrong ones alternating."""
+    """About ten episodes from the first and the last files that were kept, of each held-out set in equal parts."""
+    sets = run.trajectory_sets()
+    if not sets:
+        return _choose_of(run, "train", "", NUM_EPISODES)
+    of_each = max(2, NUM_EPISODES // len(sets))
+    return [episode for name in sets for episode in _choose_of(run, "eval", name, of_each)]
+
+
+def _choose_of(
+    run: RunFolder, kind: EpisodeKind, set_name: str, num_episodes: int
+) -> list[tuple[str, TrajectoryGroup, EpisodeRecord]]:
+    """Right and wrong ones alternating."""
     chosen: list[tuple[str, TrajectoryGroup, EpisodeRecord]] = []
-    kinds: tuple[EpisodeKind, ...] = ("eval", "train")
-    kind = next((kind for kind in kinds if run.trajectory_steps(kind=kind)), None)
-    if kind is None:
-        return []
-    steps = run.trajectory_steps(kind=kind)
-    for step in sorted({steps[0], steps[-1]}):
-        episodes = _one_of_each_first(run.read_trajectories(step, kind=kind))
+    steps = run.trajectory_steps(kind=kind, set_name=set_name)
+    for step in sorted({*steps[:1], *steps[-1:]}):
+        episodes = _one_of_each_first(run.read_trajectories(step, kind=kind, set_name=set_name))
         right = [pair for pair in episodes if is_correct(pair[1].segments[0])]
         wrong = [pair for pair in episodes if not is_correct(pair[1].segments[0])]
-        half = NUM_EPISODES if steps[0] == steps[-1] else NUM_EPISODES // 2
-        label = f"{'held out' if kind == 'eval' else 'training'}, step {step}"
-        chosen.extend((label, *pair) for pair in _alternate(right, wrong)[:half])
+        half = num_episodes if steps[0] == steps[-1] else num_episodes // 2
+        what = "training" if kind == "train" else f"{set_name}, held out" if set_name else "held out"
+        chosen.extend((f"{what}, step {step}", *pair) for pair in _alternate(right, wrong)[:half])
     return chosen
 
 

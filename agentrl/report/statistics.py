@@ -45,9 +45,22 @@ class EvalResult:
     response_tokens_mean: float  # sampled tokens of an episode, all turns
     turns_mean: float
     stop_reasons: dict[StopReason, int]  # episodes
+    set_name: str = ""  # of `eval.sets`
+    newest_version: int | None = None  # where a server was measured whose weights changed meanwhile
 
     def metrics(self) -> dict[str, float]:
-        """The result under `eval/*` names."""
+        """The result under `eval/*` names; that of a named set under `eval/NAME/*`."""
+        prefix = f"eval/{self.set_name}/" if self.set_name else "eval/"
+        return {name.replace("eval/", prefix, 1): value for name, value in self._unnamed().items()}
+
+    @property
+    def versions(self) -> str:
+        """The version that was measured, in words. Example: `"version 3"`."""
+        if self.newest_version is None:
+            return f"version {self.policy_version}"
+        return f"versions {self.policy_version} to {self.newest_version}"
+
+    def _unnamed(self) -> dict[str, float]:
         passes = {f"eval/pass_at_{k}": estimate.value for k, estimate in self.pass_at.items()}
         at_n = self.pass_at[self.n]
         num_episodes = sum(self.stop_reasons.values())

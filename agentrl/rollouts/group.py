@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Generic, Protocol, TypeVar
 
@@ -25,6 +25,17 @@ log = logging.getLogger(__name__)
 
 ModelT = TypeVar("ModelT")
 ModelT_contra = TypeVar("ModelT_contra", contravariant=True)
+
+
+class PlayGroup(Protocol[ModelT_contra]):
+    """Plays one task as a group of episodes. Raises InfraError when a part failed. Example:
+    `GroupPlayer.play_group`."""
+
+    def __call__(
+        self, model: ModelT_contra, group_id: int, task: Task, /, *, kind: EpisodeKind
+    ) -> Awaitable[TrajectoryGroup]:
+        """The finished group."""
+        ...
 
 
 class MakeRunner(Protocol[ModelT_contra]):
@@ -53,11 +64,18 @@ class GroupPlayer(Generic[ModelT]):
     Args:
         make_env: a new environment for one episode.
         settings: of training groups, and of the samples of held-out tasks.
+        name: of the held-out set that it plays, where there are several: part of the episodes' ids.
     """
 
     def __init__(
-        self, make_env: Callable[[], Env], settings: Mapping[EpisodeKind, RolloutSettings], runners: MakeRunner[ModelT]
+        self,
+        make_env: Callable[[], Env],
+        settings: Mapping[EpisodeKind, RolloutSettings],
+        runners: MakeRunner[ModelT],
+        *,
+        name: str = "",
     ) -> None:
+        self._name = name
         self._make_env = make_env
         self._settings = settings
         self._runners = runners
@@ -70,12 +88,13 @@ class GroupPlayer(Generic[ModelT]):
         episode that is played again, also in another process, asks for the same tokens. Raises InfraError, ConfigError.
         """
         settings = self._settings[kind]
+        label = f"{kind}-{self._name}-{group_id}" if self._name else f"{kind}-{group_id}"
         try:
             async with asyncio.TaskGroup() as tg:
                 members = [
                     tg.create_task(
-                        self._member(model, _attempt(task, kind, group_id, index, settings.seed), settings),
-                        name=f"episode {kind}-{group_id}-{index}",
+                        self._member(model, _attempt(task, label, group_id, index, settings.seed), settings),
+                        name=f"episode {label}-{index}",
                     )
                     for index in range(settings.config.group_size)
                 ]
@@ -107,9 +126,9 @@ class GroupPlayer(Generic[ModelT]):
         return await play_episode(env, attempt, runner, settings.config)
 
 
-def _attempt(task: Task, kind: EpisodeKind, group_id: int, index: int, seed: int) -> Attempt:
+def _attempt(task: Task, label: str, group_id: int, index: int, seed: int) -> Attempt:
     episode_seed = zlib.crc32(f"{seed}/{task.id}/{group_id}/{index}".encode())
-    return Attempt(task=task, episode_id=f"{kind}-{group_id}-{index}", seed=episode_seed)
+    return Attempt(task=task, episode_id=f"{label}-{index}", seed=episode_seed)
 
 
 def _with_retries(episode: EpisodeRecord, number: int) -> EpisodeRecord:

@@ -1,37 +1,32 @@
 """Child processes: started with a log file, watched, restarted, and ended whenever the process that owns them ends.
 
-Independent of what the children do.
+Independent of what the children do, and of where they run (place.py).
 """
 
 from __future__ import annotations
 
 import asyncio
-import getpass
 import logging
 import os
-import shutil
 import signal
-import subprocess
 import sys
-import tempfile
 import time
 import uuid
-from asyncio.subprocess import Process
+from asyncio import subprocess
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from agentrl.errors import InfraError
-from agentrl.supervision import orphan_guard
 from agentrl.supervision.backoff import RestartBudget, backoff_s
+from agentrl.supervision.orphan_guard import MARK_VARIABLE
+from agentrl.supervision.process_tree import GRACE_S, end_processes, guarded_by
 
 log = logging.getLogger(__name__)
 
-GRACE_S = 8.0
 RESTART_AFTER_S = 1.0
-MARK_VARIABLE = "AGENTRL_PART"  # set in the environment of all processes of a part, to find those left over
-MAX_TEMPORARY = 60  # characters: the path of a socket in such a folder must not exceed 107
 
 
 class ChildDied(InfraError):
@@ -54,8 +49,67 @@ def never() -> bool:
     return False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spot:
+    """Where one start of a part runs. Example: `Spot(host="10.0.0.3", port=8000).url` is `http://10.0.0.3:8000`."""
+
+    host: str = "127.0.0.1"
+    """The address at which the other parts reach it."""
+    port: int = 0
+    """For the part to listen on; 0 where it asked for none."""
+    machine: int = 0
+    """Number of the machine, of a part that runs on several."""
+    meeting: str = ""
+    """HOST:PORT of the first of several machines."""
+
+    @property
+    def url(self) -> str:
+        """Base URL of a part that listens."""
+        return f"http://{self.host}:{self.port}"
+
+
+Command = Sequence[str] | Callable[[Spot], Sequence[str]]
+"""The arguments, or a function that makes them for each start: a restart may be elsewhere, or have to resume."""
+
+
+def arguments_of(command: Command, spot: Spot) -> list[str]:
+    """The arguments of a start at `spot`."""
+    return list(command(spot) if callable(command) else command)
+
+
+class Process(Protocol):
+    """One start of a part: its guard, its command and all that they start. See LocalProcess and RayProcess."""
+
+    @property
+    def spot(self) -> Spot:
+        """Where it runs."""
+        ...
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit code, or None while it runs. Negative: the guard was killed; over 128: a signal ended the command."""
+        ...
+
+    @property
+    def note(self) -> str:
+        """What else is known about its end; empty, or `its node went away`."""
+        ...
+
+    async def wait(self) -> int:
+        """Exit code; waits for the end."""
+        ...
+
+    async def stop(self) -> None:
+        """Ask it to end, force it after a grace time, and return when all its processes are gone; even if cancelled."""
+        ...
+
+    def end_all(self) -> None:
+        """End all its processes now, without waiting for them."""
+        ...
+
+
 class Child:
-    """A part of the run as a process: its name, its log, its exit code, its restarts. Made by `child`.
+    """A part of the run as a process: its name, its log, its exit code, its restarts. Made by `child` or by a place.
 
     Example:
         async with child("engine", command, log_path=logs / "engine.log", may_end=never) as part:
@@ -67,7 +121,7 @@ class Child:
         self,
         name: str,
         log_path: Path,
-        start: Callable[[str], Coroutine[Any, Any, Process]],
+        start: Callable[[], Coroutine[Any, Any, Process]],
         *,
         may_end: Callable[[], bool],
     ) -> None:
@@ -76,30 +130,38 @@ class Child:
         self.process: Process
         self._start = start
         self._may_end = may_end
-        self._mark = uuid.uuid4().hex
         self._restarts = RestartBudget(0)
         self._started = 0.0
-        self._oom_kills = 0
         self.num_starts = 0
         """Starts so far."""
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[Child]:
+        """Start it; all its processes are gone when the block is left. Raises InfraError when it cannot be started."""
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        await self.start()
+        try:
+            yield self
+        finally:
+            await self.process.stop()
 
     async def start(self) -> None:
         """Run the command. Raises InfraError when it cannot be started."""
         self.num_starts += 1
-        self._started, self._oom_kills = time.monotonic(), _oom_kills()
+        self._started = time.monotonic()
         try:
-            self.process = await self._start(self._mark)
+            self.process = await self._start()
         except OSError as error:
             raise InfraError(f"the {self.name} process could not be started: {error}") from error
 
+    @property
+    def spot(self) -> Spot:
+        """Where it runs now; a restart may be elsewhere."""
+        return self.process.spot
+
     def end_all(self) -> None:
-        """End every process of this part at once. `watch` then starts it again. Also ends those, and removes the
-        temporary files, that the orphan guard left because it was killed itself."""
-        for path in Path("/proc").glob("[0-9]*/environ"):
-            with suppress(OSError):
-                if f"{MARK_VARIABLE}={self._mark}".encode() in path.read_bytes().split(b"\0"):
-                    orphan_guard.kill_unless_tracker(int(path.parent.name))
-        shutil.rmtree(temporary_folder(self._mark), ignore_errors=True)
+        """End every process of this part at once. `watch` then starts it again."""
+        self.process.end_all()
 
     def allow_restarts(self, number: int) -> None:
         """From now on `watch` restarts the part when it dies: `number` times in a row, see RestartBudget."""
@@ -120,7 +182,7 @@ class Child:
         restart is left, InfraError when it cannot be started.
         """
         while (code := await self.process.wait()) or not self._may_end():
-            self.end_all()
+            await self.process.stop()  # also ends what its guard left because it was killed itself
             what = self._how_it_ended(code)
             if (used := self._restarts.take(time.monotonic() - self._started)) is None:
                 again = f" (started {self.num_starts} times)" if self.num_starts > 1 else ""
@@ -134,9 +196,8 @@ class Child:
         what = f"the {self.name} process ended with exit code {code}"
         with suppress(ValueError):  # negative: the guard itself was killed; over 128: the guard reports the signal
             what += f" ({signal.Signals(-code if code < 0 else code - 128).name})"
-        if code and (num_ended := _oom_kills() - self._oom_kills):
-            what += f"; while it ran, the kernel ended {num_ended} process(es) because memory ran out"
-        return what
+        note = self.process.note
+        return f"{what}; {note}" if code and note else what
 
     def log_tail(self, num_lines: int = 12, max_bytes: int = 16_384) -> str:
         """The last lines of its log."""
@@ -149,133 +210,133 @@ class Child:
         return "\n".join("  " + line for line in text.splitlines()[-num_lines:]) or "  (it wrote nothing)"
 
 
-def temporary_folder(mark: str) -> Path:
-    """The folder for the temporary files of a part, in /tmp where sockets would have too long a path elsewhere."""
-    parent = Path(tempfile.gettempdir())
-    return (parent if len(str(parent)) <= MAX_TEMPORARY else Path("/tmp")) / f"agentrl-{mark[:12]}"
+class LocalProcess:
+    """A Process on this machine. Example: `await LocalProcess.start(command, log_path=..., mark=uuid.uuid4().hex)`."""
 
+    def __init__(
+        self, process: subprocess.Process, *, mark: str, spot: Spot, on_line: Callable[[str], None] | None
+    ) -> None:
+        self.spot = spot
+        self.pid = process.pid
+        """Of the guard, and its session."""
+        self._process = process
+        self._mark = mark
+        self._oom_kills = _oom_kills()
+        self._reader = asyncio.create_task(_read_lines(process, on_line), name=f"output of process {process.pid}")
 
-def _made_temporary(mark: str) -> Path:
-    """That folder, with a link to the folder in which torch keeps what it compiles: compiling again would take half a
-    minute of each start. TORCHINDUCTOR_CACHE_DIR does not cover torch's precompiled headers."""
-    try:
-        name = f"torchinductor_{getpass.getuser()}"
-    except (KeyError, ImportError, OSError):  # a user without a name, as in some containers; torch does the same
-        name = f"torchinductor_uid_{os.getuid()}"
-    folder, cache = temporary_folder(mark), Path(tempfile.gettempdir(), name)
-    folder.mkdir(mode=0o700, exist_ok=True)
-    cache.mkdir(mode=0o700, exist_ok=True)
-    with suppress(FileExistsError):
-        (folder / name).symlink_to(cache)
-    return folder
+    @classmethod
+    async def start(
+        cls,
+        command: Sequence[str],
+        *,
+        log_path: Path,
+        mark: str,
+        env: Mapping[str, str],
+        on_line: Callable[[str], None] | None = None,
+        has_own_temporary: bool = False,
+        spot: Spot | None = None,
+    ) -> LocalProcess:
+        """Start `command` under a guard. `mark` is in its environment; see `child` for the rest. Raises OSError."""
+        with log_path.open("ab") as log_file:
+            process = await asyncio.create_subprocess_exec(
+                *guarded_by(mark if has_own_temporary else None),
+                *command,
+                stdin=subprocess.PIPE,
+                stdout=log_file if on_line is None else subprocess.PIPE,
+                stderr=log_file,
+                env={**os.environ, **env, MARK_VARIABLE: mark},
+                start_new_session=True,
+            )
+        return cls(process, mark=mark, spot=spot or Spot(), on_line=on_line)
 
+    @property
+    def returncode(self) -> int | None:
+        """See Process."""
+        return self._process.returncode
 
-def guarded_by(mark: str | None = None) -> list[str]:
-    """What is written before a command to run it under the orphan guard. `mark`: with temporary files of its own."""
-    folder = "" if mark is None else str(_made_temporary(mark))
-    return [sys.executable, "-I", "-S", orphan_guard.__file__, str(GRACE_S), folder]
+    @property
+    def note(self) -> str:
+        """See Process."""
+        num_ended = _oom_kills() - self._oom_kills
+        return f"while it ran, the kernel ended {num_ended} process(es) because memory ran out" if num_ended else ""
 
+    async def wait(self) -> int:
+        """See Process."""
+        return await self._process.wait()
 
-def in_foreground(command: Sequence[str], *, env: Mapping[str, str]) -> int:
-    """Run one part with this process's own output, and temporary files of its own. Returns its exit code.
+    def kill(self) -> None:
+        """Kill the guard alone."""
+        self._process.kill()
 
-    Ends it, and raises KeyboardInterrupt, on Ctrl-C, SIGTERM (a container stops) and SIGHUP (a terminal closes).
-    """
-    process = subprocess.Popen(
-        [*guarded_by(uuid.uuid4().hex), *command],
-        stdin=subprocess.PIPE,
-        env={**os.environ, **env},
-        start_new_session=True,
-    )
-    assert process.stdin is not None
-    end, stopped = process.stdin.close, False
+    async def stop(self) -> None:
+        """See Process. Closes the guard's input and waits for its end: a second Ctrl-C leaves no orphan."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        ended = asyncio.ensure_future(self._process.wait())
+        cancelled = False
+        while not ended.done():
+            try:
+                await asyncio.wait({ended}, timeout=GRACE_S + 5)
+            except asyncio.CancelledError:
+                cancelled = True
+                continue
+            if not ended.done():
+                self._process.kill()
+        self.end_all()
+        if cancelled:
+            raise asyncio.CancelledError
+        await self._reader
 
-    def stop(*_: object) -> None:
-        nonlocal stopped
-        stopped = True
-        end()
-
-    is_kept = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # nohup
-    for number in (signal.SIGINT, signal.SIGTERM, *(() if is_kept else (signal.SIGHUP,))):
-        signal.signal(number, stop)
-    code = process.wait()
-    if stopped:
-        raise KeyboardInterrupt
-    return code
+    def end_all(self) -> None:
+        """See Process."""
+        end_processes(self._mark, guard=self.pid, is_over=self._process.returncode is not None)
 
 
 @asynccontextmanager
 async def child(
     name: str,
-    command: Sequence[str] | Callable[[], Sequence[str]],
+    command: Command,
     *,
     log_path: Path,
     env: Mapping[str, str] | None = None,
     on_line: Callable[[str], None] | None = None,
     may_end: Callable[[], bool] = lambda: True,
     has_own_temporary: bool = False,
+    spot: Spot | None = None,
 ) -> AsyncIterator[Child]:
-    """Run `command` for the length of the block; its whole process group is gone when the block is left.
+    """Run `command` here for the length of the block; it and all that it started are gone when the block is left.
 
     Args:
-        command: the arguments, or a function that makes them for each start: a restart may have to resume.
         env: variables added to this process's own.
         on_line: called with each line of standard output, which then does not go to the log.
         may_end: asked after exit code 0; if it returns False, the end counts as a death.
         has_own_temporary: its temporary files (TMPDIR) are removed when it has ended, however it ended.
+        spot: passed to a `command` that is a function.
 
     Raises:
         InfraError: the command could not be started.
     """
-    log_path.parent.mkdir(parents=True, exist_ok=True)
-    readers: list[asyncio.Task[None]] = []
+    at = spot or Spot()
 
-    async def start(mark: str) -> Process:
-        with log_path.open("ab") as log_file:
-            process = await asyncio.create_subprocess_exec(
-                *guarded_by(mark if has_own_temporary else None),
-                *(command() if callable(command) else command),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=log_file if on_line is None else asyncio.subprocess.PIPE,
-                stderr=log_file,
-                env={**os.environ, **(env or {}), MARK_VARIABLE: mark},
-                start_new_session=True,
-            )
-        readers.append(asyncio.create_task(_read_lines(process, on_line), name=f"output of {name}"))
-        return process
+    async def start() -> Process:
+        return await LocalProcess.start(
+            arguments_of(command, at),
+            log_path=log_path,
+            mark=uuid.uuid4().hex,
+            env=env or {},
+            on_line=on_line,
+            has_own_temporary=has_own_temporary,
+            spot=at,
+        )
 
-    part = Child(name, log_path, start, may_end=may_end)
-    await part.start()
-    try:
+    async with Child(name, log_path, start, may_end=may_end).running() as part:
         yield part
-    finally:
-        await _stop(part.process)
-        part.end_all()
-        await asyncio.gather(*readers)
 
 
-async def _read_lines(process: Process, on_line: Callable[[str], None] | None) -> None:
+async def _read_lines(process: subprocess.Process, on_line: Callable[[str], None] | None) -> None:
     if process.stdout is not None and on_line is not None:
         async for line in process.stdout:
             on_line(line.decode(errors="replace").rstrip("\n"))
-
-
-async def _stop(process: Process) -> None:
-    """Close the guard's input and wait for its end, even if cancelled meanwhile: a second Ctrl-C leaves no orphan."""
-    assert process.stdin is not None
-    process.stdin.close()
-    ended = asyncio.ensure_future(process.wait())
-    cancelled = False
-    while not ended.done():
-        try:
-            await asyncio.wait({ended}, timeout=GRACE_S + 5)
-        except asyncio.CancelledError:
-            cancelled = True
-            continue
-        if not ended.done():
-            process.kill()
-    if cancelled:
-        raise asyncio.CancelledError
 
 
 def _oom_kills() -> int:

@@ -9,7 +9,7 @@ import hmac
 import ipaddress
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
@@ -39,6 +39,10 @@ class Secrets:
         """The secrets that the environment sets; the run generates its own where none is set. Raises ConfigError."""
         run = read(RUN, environ) or secrets.token_urlsafe(16)
         return cls(run=run, sandbox=read(SANDBOX, environ) or run, engine=read(ENGINE, environ))
+
+    def for_place(self, place: str) -> Self:
+        """These, for a run with `place`: engines elsewhere can be reached by others, and require a secret."""
+        return self if place == "local" else replace(self, engine=self.engine or self.run)
 
 
 def read(name: str, environ: Mapping[str, str]) -> str | None:

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 
 from agentrl.errors import RunStalled, raise_first
 from agentrl.supervision import gil_watchdog
+from agentrl.supervision.loop_thread import LoopPulse
 from agentrl.supervision.stacks import innermost, innermost_of_thread, task_stacks, thread_stacks
 from agentrl.supervision.status import StatusFile
 from agentrl.supervision.wait_graph import Snapshot, WaitGraph
@@ -43,7 +44,7 @@ class Patience:
     """The time limits of the watchdog. Example: `Patience(stall_s=900.0, loop_s=60.0)`."""
 
     stall_s: float  # without any movement
-    loop_s: float  # without a pass of the event loop
+    loop_s: float  # in which one task keeps the event loop
     interrupt_s: float = 20.0  # until an interrupted event loop runs again
     end_s: float = 120.0  # until a cancelled run has ended: engines and learners need time to stop
     tick_s: float = 1.0
@@ -123,6 +124,7 @@ class _Watchdog:
         self._dump = dump
         self._last_words = last_words
         self._loop = asyncio.get_running_loop()
+        self._pulse = LoopPulse(self._loop)
         self._task = asyncio.current_task()
         self._loop_thread = threading.get_ident()
         self._failure: asyncio.Future[None] = self._loop.create_future()
@@ -172,7 +174,10 @@ class _Watchdog:
         self._quiet_s = self._quiet_s + seconds if is_quiet else 0.0
         self._cancelled_s = self._cancelled_s + seconds if is_quiet and self._is_cancelled else 0.0
         self._num_beats = snapshot.num_beats
-        self._loop_quiet_s = 0.0 if self._has_turned else self._loop_quiet_s + seconds
+        # A pass in which thousands of tasks compute a little each may be long: the loop stands when one task keeps it.
+        # Once the run has failed, every task that blocks is interrupted.
+        has_moved = self._has_turned or (self._pulse.moved() and self.error is None)
+        self._loop_quiet_s = 0.0 if has_moved else self._loop_quiet_s + seconds
         if self.error is not None:
             self._see_to_the_end(seconds)
         elif self._loop_quiet_s >= self._patience.loop_s:

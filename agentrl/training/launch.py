@@ -17,14 +17,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from agentrl.config import Config
-from agentrl.engine import vllm_command
-from agentrl.engine.placement import LOOPBACK
+from agentrl.config import Config, SandboxConfig
+from agentrl.engine import launch_servers, vllm_command
+from agentrl.engine.placement import LOOPBACK, Placement
 from agentrl.errors import SandboxError, raise_first
 from agentrl.run_folder import RunFolder
-from agentrl.supervision.child import Child, child, module_command, never
-from agentrl.supervision.serving import configured_port
+from agentrl.supervision.child import Child, Spot, module_command, never
+from agentrl.supervision.place import LocalPlace, Needs, Place
 from agentrl.training import launch_ranks
+from agentrl.workers.launch import WORKER_NEEDS
 
 if TYPE_CHECKING:
     from sandbox.client import SandboxClient
@@ -33,6 +34,33 @@ TOKEN_VARIABLE = "AGENTRL_TOKEN"
 SANDBOX_START_TIMEOUT_S = 60.0
 SANDBOX_RETURN_TIMEOUT_S = 60.0
 WEIGHTS_PREFIX = "agentrl-weights-"
+
+
+@asynccontextmanager
+async def place_of(config: Config) -> AsyncIterator[Place]:
+    """Where the run's parts are started: `config.place`. Raises ConfigError, MissingDependencyError."""
+    if config.place == "local":
+        yield LocalPlace()
+        return
+    from agentrl.supervision.ray_place import ray_place
+
+    async with ray_place(config.ray) as place:
+        yield place
+
+
+def needs_of(config: Config) -> list[Needs]:
+    """What each part that the run starts needs, with workers and engines as often as they are started.
+
+    Raises ConfigError, MissingDependencyError without vLLM.
+    """
+    placement = vllm_command.placement_of(config)
+    num_engines = config.eval.engines + (0 if config.engine.urls else config.engine.replicas)
+    return [
+        learner_needs(config, placement),
+        *(launch_servers.engine_needs(config.engine, index, placement) for index in range(num_engines)),
+        *([sandbox_needs(config.sandbox)] if config.sandbox.url is None else []),
+        *([WORKER_NEEDS] * config.rollout.workers),
+    ]
 
 
 @asynccontextmanager
@@ -50,9 +78,12 @@ async def watching(*parts: Child) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def sandbox_service(
-    config: Config, *, logs: Path, token: str
+    config: Config, *, logs: Path, token: str, place: Place | None = None
 ) -> AsyncIterator[tuple[SandboxClient, list[Child]]]:
-    """The sandbox service of `config.sandbox`, started here unless `url` is set. Raises SandboxError, ConfigError."""
+    """The sandbox service of `config.sandbox`, started at `place`, by default this machine, unless `url` is set.
+
+    Raises SandboxError, ConfigError.
+    """
     from sandbox.client import SandboxClient
 
     settings = config.sandbox
@@ -60,19 +91,34 @@ async def sandbox_service(
         async with SandboxClient(settings.url, token=token, return_timeout_s=SANDBOX_RETURN_TIMEOUT_S) as client:
             yield client, []
         return
-    port = configured_port(settings.host, settings.port, key="sandbox.port")
-    command = [
-        *(*module_command("sandbox"), "--host", settings.host, "--port", str(port)),
+    log_path, env = logs / "sandbox.log", {TOKEN_VARIABLE: token}
+    patience_s = SANDBOX_RETURN_TIMEOUT_S if settings.max_restarts else 0.0
+    async with (
+        (place or LocalPlace()).child(
+            "sandbox",
+            partial(_sandbox_command, settings),
+            log_path=log_path,
+            needs=sandbox_needs(settings),
+            env=env,
+            may_end=never,
+        ) as part,
+        SandboxClient(lambda: part.spot.url, token=token, return_timeout_s=patience_s) as client,
+    ):
+        yield client, [part]
+
+
+def sandbox_needs(settings: SandboxConfig) -> Needs:
+    """What the sandbox service needs, where the run starts it."""
+    bundle = {"CPU": 1.0, "sandbox": 1.0}
+    return Needs(part="sandbox", bundle=bundle, host=settings.host, port=settings.port, port_key="sandbox.port")
+
+
+def _sandbox_command(settings: SandboxConfig, spot: Spot) -> list[str]:
+    return [
+        *(*module_command("sandbox"), "--host", spot.host, "--port", str(spot.port)),
         *("--backend", settings.backend, "--slots", str(settings.slots), "--token-env", TOKEN_VARIABLE),
         *("--memory-bytes", str(settings.memory_bytes), *(["--allow-unsafe"] if settings.allow_unsafe else [])),
     ]
-    env = {TOKEN_VARIABLE: token}
-    patience_s = SANDBOX_RETURN_TIMEOUT_S if settings.max_restarts else 0.0
-    async with (
-        child("sandbox", command, log_path=logs / "sandbox.log", env=env, may_end=never) as part,
-        SandboxClient(f"http://{settings.host}:{port}", token=token, return_timeout_s=patience_s) as client,
-    ):
-        yield client, [part]
 
 
 async def sandbox_ready(client: SandboxClient, parts: Sequence[Child], *, max_restarts: int) -> None:
@@ -108,8 +154,12 @@ async def learner_process(
     run_dir: Path,
     token: str,
     may_end: Callable[[], bool] = lambda: True,
+    place: Place | None = None,
 ) -> AsyncIterator[Child]:
-    """The learner, on one rank or several; see `child` for `may_end`. Raises ConfigError, MissingDependencyError."""
+    """The learner, on one rank or several, at `place`, by default this machine; see `child` for `may_end`.
+
+    Raises ConfigError, MissingDependencyError.
+    """
     many = config.learner.hostfile is not None
     with launch_ranks.token_file(run_dir, token) if many else nullcontext() as token_file:
         start = partial(
@@ -121,10 +171,26 @@ async def learner_process(
             run_dir=run_dir,
             token_file=token_file,
         )
+        needs = learner_needs(config, vllm_command.placement_of(config))
         env = {TOKEN_VARIABLE: token, **learner_environment(config)}
         log_path = run_dir / "logs" / "learner.log"
-        async with child("learner", start, log_path=log_path, env=env, may_end=may_end) as part:
+        async with (place or LocalPlace()).child(
+            "learner", lambda spot: start(spot=spot), log_path=log_path, needs=needs, env=env, may_end=may_end
+        ) as part:
             yield part
+
+
+def learner_needs(config: Config, placement: Placement) -> Needs:
+    """What the learner needs on each of its machines: a CPU for each rank, and a GPU where they run on GPUs."""
+    nodes = num_nodes(config)
+    each = float(config.learner.num_ranks // nodes)
+    gpus = {"GPU": each} if placement.device == "cuda" else {}
+    return Needs(part="learner", bundle={"CPU": each, **gpus}, machines=nodes)
+
+
+def num_nodes(config: Config) -> int:
+    """Nodes of the learner that Ray starts; 1 otherwise."""
+    return config.learner.num_ranks // (config.ray.ranks_per_node or config.learner.num_ranks)
 
 
 def learner_environment(config: Config) -> dict[str, str]:
@@ -141,15 +207,16 @@ def learner_command(
     weights_dir: Path,
     run_dir: Path,
     token_file: Path | None = None,
+    spot: Spot | None = None,
 ) -> list[str]:
     """The command that starts the learner, which resumes from its newest checkpoint.
 
-    The learner reads its token from the environment, or from `token_file`, which ranks started by ssh need. Raises
-    ConfigError, MissingDependencyError.
+    `spot` is one of its nodes, where Ray starts them. The learner reads its token from the environment, or from
+    `token_file`, which ranks started by ssh need. Raises ConfigError, MissingDependencyError.
     """
     run, placement = RunFolder(path=run_dir), vllm_command.placement_of(config)
     return [
-        *launch_ranks.launcher(config.learner, token_file=token_file),
+        *launch_ranks.launcher(config.learner, token_file=token_file, spot=spot, machines=num_nodes(config)),
         *("--config", str(config_path), "--orchestrator", orchestrator_url),
         *("--weights-dir", str(weights_dir), "--run-dir", str(run_dir)),
         *("--weight-transfer", placement.transfer, *(["--shares-gpu"] if placement.is_shared else [])),
@@ -159,7 +226,14 @@ def learner_command(
 
 @asynccontextmanager
 async def warmstart_process(
-    *, config_path: Path, out: Path, sandbox_url: str, token: str, logs: Path, on_progress: Callable[[int, int], None]
+    *,
+    config_path: Path,
+    out: Path,
+    sandbox_url: str,
+    token: str,
+    logs: Path,
+    on_progress: Callable[[int, int], None],
+    place: Place | None = None,
 ) -> AsyncIterator[Child]:
     """Makes the small model in a process of its own: agentrl does not import torch, and its memory is freed."""
     log_path = logs / "warmstart.log"
@@ -167,7 +241,9 @@ async def warmstart_process(
     command += ["--sandbox-url", sandbox_url, "--progress-json"]
     env = {TOKEN_VARIABLE: token}
     on_line = _progress_or_log(on_progress, log_path)
-    async with child("warm start", command, log_path=log_path, env=env, on_line=on_line) as part:
+    async with (place or LocalPlace()).child(
+        "warm start", command, log_path=log_path, needs=Needs(part="learner"), env=env, on_line=on_line
+    ) as part:
         yield part
 
 

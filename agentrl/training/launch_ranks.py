@@ -16,16 +16,19 @@ from agentrl.config import LearnerConfig
 from agentrl.config.hostfile import Host, read_hostfile
 from agentrl.errors import ConfigError, MissingDependencyError
 from agentrl.supervision import secrets
-from agentrl.supervision.child import module_command
+from agentrl.supervision.child import Spot, module_command
 from agentrl.supervision.serving import free_port
 
 TOKEN_FILE = "learner.token"
 
 
-def launcher(learner: LearnerConfig, *, token_file: Path | None) -> list[str]:
+def launcher(
+    learner: LearnerConfig, *, token_file: Path | None, spot: Spot | None = None, machines: int = 1
+) -> list[str]:
     """The command up to the learner's own arguments, with a free port of its own at every call.
 
     Args:
+        spot: one of `machines` nodes on each of which torchrun is started, with a part of the ranks.
         token_file: holds the run's token, for ranks that ssh starts: they do not get this process's environment, and
             the variables that DeepSpeed's launcher could pass on would be visible in command lines.
 
@@ -44,8 +47,13 @@ def launcher(learner: LearnerConfig, *, token_file: Path | None) -> list[str]:
         return start if token_file is None else [*start, "--token-file", str(token_file)]
     if learner.num_ranks == 1:
         return module_command("trainer")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    return [*torchrun, f"--nproc-per-node={learner.num_ranks}", "--module", "trainer"]
+    where = ["--standalone"]
+    if spot is not None and machines > 1:
+        host, _, port = spot.meeting.rpartition(":")
+        where = [f"--nnodes={machines}", f"--node-rank={spot.machine}"]
+        where += [f"--master-addr={host}", f"--master-port={port}"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *where]
+    return [*torchrun, f"--nproc-per-node={learner.num_ranks // machines}", "--module", "trainer"]
 
 
 def check_hosts(learner: LearnerConfig) -> list[Host]:

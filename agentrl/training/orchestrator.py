@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from agentrl.buffer.ess_guard import EssGuard
@@ -24,20 +24,22 @@ from agentrl.buffer.staleness import StalenessRule
 from agentrl.buffer.trajectory_buffer import TrajectoryBuffer
 from agentrl.config import Config
 from agentrl.data.source import TaskSource
-from agentrl.engine.base import TrainableEngine
+from agentrl.engine.base import Engine, TrainableEngine
 from agentrl.engine.metered import MeteredEngine
 from agentrl.env.canary import Canaries
 from agentrl.errors import LearnerReplaced, raise_first
-from agentrl.report.evaluation import evaluate
+from agentrl.report.evaluation import HeldOutSet
 from agentrl.report.learning_signal import signal_in, total
 from agentrl.report.metrics import MetricsLog, read, rollout_metrics
 from agentrl.report.observer import Observer, StepReport, Summary
+from agentrl.rollouts.group import PlayGroup
 from agentrl.run_folder import RunFolder
 from agentrl.supervision.wait_graph import Gauges, WaitGraph
-from agentrl.training.learner_api import LearnerSession, LearnerSessions
-from agentrl.training.rollout_loop import ErrorBreaker, PlayGroup, RolloutLoop, VersionedTaskSource
+from agentrl.training.evaluations import Evaluations, Records, SpareEngines
+from agentrl.training.learner_session import LearnerSession, LearnerSessions
+from agentrl.training.rollout_loop import ErrorBreaker, RolloutLoop, VersionedTaskSource
 from agentrl.training.training_loop import LoopParts, TrainingLoop
-from agentrl.types import Batch, Task, TrajectoryGroup
+from agentrl.types import Batch, TrajectoryGroup
 
 log = logging.getLogger(__name__)
 
@@ -50,13 +52,16 @@ class RolloutParts:
     """What the environment contributes to a run.
 
     Example:
-        RolloutParts(play_group=player.play_group, source=TaskSource(env_class, config.env), held_out=tasks)
+        held_out = HeldOutSet(tasks=tasks, num_plays=4, play_group=player.play_group)
+        RolloutParts(play_group=player.play_group, source=TaskSource(env_class, config.env), held_out=[held_out])
     """
 
-    play_group: PlayGroup  # turns a task into a group of trajectories
+    play_group: PlayGroup[Engine]  # turns a task into a group of trajectories
     source: TaskSource  # from its beginning; a run that resumes skips the tasks it has drawn
-    held_out: Sequence[Task]  # of the evaluations, the same every time
+    held_out: Sequence[HeldOutSet[Engine]]  # at least one; the run is judged by the first
+    spare: SpareEngines | None = None  # of `eval.engines`
     canaries: Canaries | None = None  # checked every `rollout.canary_every` steps; the caller checks them at the start
+    measure_with: Callable[[MeteredEngine], None] = lambda engine: None  # counts there what is generated elsewhere
 
 
 class Orchestrator:
@@ -87,12 +92,24 @@ class Orchestrator:
         self._wait_graph = wait_graph or WaitGraph()
         self._engine = MeteredEngine(engine, self._wait_graph)
         self._rollout_parts = rollout_parts
+        rollout_parts.measure_with(self._engine)
         self._run = run
         self._metrics = metrics
         self._observer = observer
         replay = config.rollout.replay
         self._journal = Journal(run.journal, keep_trained=replay.capacity if replay else 0)
-        self._tasks = VersionedTaskSource(rollout_parts.source, self._journal.source_history())
+        history = self._journal.source_history()
+        if config.rollout.partial == "restart":
+            history = replace(history, returned=())  # the buffer draws these
+        self._tasks = VersionedTaskSource(rollout_parts.source, history)
+        self._evaluations = Evaluations(
+            config,
+            engine=self._engine,
+            held_out=rollout_parts.held_out,
+            spare=rollout_parts.spare,
+            records=Records(run=run, journal=self._journal, metrics=metrics, observer=observer),
+            wait_graph=self._wait_graph,
+        )
         self._breaker = ErrorBreaker(config.rollout.max_infra_error_rate)
         self._sessions = LearnerSessions(self._engine)
         self._learner_connected = asyncio.Event()
@@ -110,21 +127,26 @@ class Orchestrator:
     async def run(self) -> Summary:
         """Train until the steps, or the minutes, are used up. Raises the error that ended the run otherwise."""
         try:
-            while True:
-                session = await self._sessions.open()
-                try:
-                    async with asyncio.TaskGroup() as group:
-                        watch = group.create_task(self._sessions.replaced(), name="watch for another learner")
-                        summary = await self._train(session)
-                        watch.cancel()
-                    return summary
-                except BaseExceptionGroup as errors:
-                    if not isinstance(errors.exceptions[0], LearnerReplaced):
-                        raise_first(errors)
-                    log.warning("the learner was restarted: the run continues from the journal")
+            async with self._evaluations.beside_training():
+                return await self._attempts()
         finally:
             await self._sessions.close()
             self._journal.close()
+
+    async def _attempts(self) -> Summary:
+        """Train with the learner that connects, and again with each that replaces it."""
+        while True:
+            session = await self._sessions.open()
+            try:
+                async with asyncio.TaskGroup() as group:
+                    watch = group.create_task(self._sessions.replaced(), name="watch for another learner")
+                    summary = await self._train(session)
+                    watch.cancel()
+                return summary
+            except BaseExceptionGroup as errors:
+                if not isinstance(errors.exceptions[0], LearnerReplaced):
+                    raise_first(errors)
+                log.warning("the learner was restarted: the run continues from the journal")
 
     async def _train(self, session: LearnerSession) -> Summary:
         """Train from the version of the learner to the end of the run."""
@@ -141,13 +163,15 @@ class Orchestrator:
         if self._recorded:
             self._observer.resumed(first.policy_version, self._recorded)
         self._tasks.committed(first.policy_version + len(resumed.batches))
-        await self._evaluate(first.policy_version, only_if_none=True)
+        # A measurement that was due here and that a crash cut short is made now.
+        is_due = self._config.eval.is_due(first.policy_version)
+        await self._evaluations.measure(first, only_if_none=not is_due)
         parts = self._loop_parts(session, resumed)
         loop = TrainingLoop(
             self._config,
             parts,
             record=self._record,
-            evaluate=self._evaluate,
+            evaluate=self._evaluations.measure,
             trained_s=resumed.state.train_s if resumed.state else 0.0,
             wait_graph=self._wait_graph,
         )
@@ -159,15 +183,17 @@ class Orchestrator:
         state = StepState(ess_guard=parts.ess_guard.state_dict(), train_s=train_s)
         self._journal.step_made(version, state, resumable_from=None)
         await session.finish()
-        await self._evaluate(version)
+        await self._evaluations.finish(version)
         await self._exported(session)
         values = {"run/overlap": session.overlap, "run/train_s": train_s, **parts.buffer.pop_signal().metrics()}
         self._metrics.log("event", version, values)
-        evaluations, lines = self._journal.evaluations(), read(self._run.metrics)
+        (before, after), *others = self._evaluations.before_and_after(version)
+        lines = read(self._run.metrics)
         return Summary(
             num_steps=version,
-            before=evaluations[min(evaluations)],
-            after=evaluations[version],
+            before=before,
+            after=after,
+            others=tuple(others),
             train_s=train_s,
             overlap=session.overlap,
             note=note,
@@ -255,27 +281,6 @@ class Orchestrator:
         self._metrics.log("step", step, report.metrics)
         with self._wait_graph.waiting("training loop", on="disk", what="a step's episodes"):
             await asyncio.to_thread(self._run.write_trajectories, step, batch.groups)
-
-    async def _evaluate(self, policy_version: int, *, only_if_none: bool = False) -> None:
-        """Measure the weights in the engines, once per version; the learner waits meanwhile, so the version is
-        fixed."""
-        known = self._journal.evaluations()
-        if policy_version in known or (only_if_none and known):
-            return
-        per_group = self._config.eval.samples_per_task
-        waiting = self._wait_graph.waiting("training loop", on="episodes", what="a held-out measurement")
-        with self._wait_graph.phase(f"evaluating version {policy_version}"), waiting:
-            evaluation = await evaluate(
-                self._rollout_parts.held_out,
-                make_group=lambda index, task: self._rollout_parts.play_group(self._engine, index, task, kind="eval"),
-                policy_version=policy_version,
-                max_concurrent_groups=max(1, 2 * self._config.engine.max_running // per_group),
-                progress=self._observer.evaluating,
-            )
-        self._metrics.log("eval", policy_version, evaluation.result.metrics())
-        await asyncio.to_thread(self._run.write_trajectories, policy_version, evaluation.groups, kind="eval")
-        self._journal.evaluated(evaluation.result)
-        self._observer.evaluated(evaluation.result)
 
 
 async def _run_both(rollouts: RolloutLoop, loop: TrainingLoop) -> str:

@@ -43,6 +43,13 @@ def reopen(path: Path, overrides: Overrides) -> tuple[RunFolder, Config]:
 
 def apply_config(folder: RunFolder, config: Config) -> None:
     """Give the run this config from now on. Raises CannotResume as `reopen` does."""
+    refuse_other_run(folder, config)
+    _check_work_is_left(folder, config)
+    write_atomically(folder.config, (config.model_dump_json(indent=2) + "\n").encode())
+
+
+def refuse_other_run(folder: RunFolder, config: Config) -> None:
+    """Raises CannotResume where a key differs from the run's config that makes it another run."""
     before = configs.load(folder.config)
     changed = sorted(_changed(before.model_dump(), config.model_dump()))
     if refused := [key for key in changed if not key.startswith(CHANGEABLE)]:
@@ -51,8 +58,6 @@ def apply_config(folder: RunFolder, config: Config) -> None:
             f"not belong to one run. Leave it as it is, or start a new run from these weights "
             f"(model.path={folder.checkpoints}/final)"
         )
-    _check_work_is_left(folder, config)
-    write_atomically(folder.config, (config.model_dump_json(indent=2) + "\n").encode())
 
 
 def _check_work_is_left(folder: RunFolder, config: Config) -> None:
@@ -60,8 +65,8 @@ def _check_work_is_left(folder: RunFolder, config: Config) -> None:
         raise CannotResume(f"{folder.path} has no journal.sqlite: the run never began; start a new one")
     with closing(Journal(folder.journal)) as journal:
         step, train_s = journal.last_step(), journal.train_s()
-        is_measured = step in journal.evaluations()
-    if not (is_measured and (folder.checkpoints / "final").is_dir()):
+        measured = {one.set_name for one in journal.evaluations() if one.policy_version == step}
+    if not (measured >= set(config.eval_sets) and (folder.checkpoints / "final").is_dir()):
         return
     limits = config.train
     if step >= limits.steps:

@@ -10,30 +10,18 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Sequence
 
 from agentrl.buffer.journal import GroupState, Outcome, SourceHistory
 from agentrl.buffer.trajectory_buffer import TrajectoryBuffer
 from agentrl.data.source import TaskSource
 from agentrl.engine.base import Engine
 from agentrl.errors import ErrorRateExceeded, InfraError, raise_first
-from agentrl.run_folder import EpisodeKind
+from agentrl.rollouts.group import PlayGroup
 from agentrl.supervision.wait_graph import WaitGraph
 from agentrl.types import Task, TrajectoryGroup
 
 log = logging.getLogger(__name__)
-
-
-class PlayGroup(Protocol):
-    """Plays one task as a group of episodes. Raises InfraError when a part failed. Example:
-    `GroupPlayer.play_group`."""
-
-    def __call__(
-        self, engine: Engine, group_id: int, task: Task, /, *, kind: EpisodeKind
-    ) -> Awaitable[TrajectoryGroup]:
-        """The finished group."""
-        ...
 
 
 class VersionedTaskSource:
@@ -122,7 +110,7 @@ class RolloutLoop:
 
     def __init__(
         self,
-        play_group: PlayGroup,
+        play_group: PlayGroup[Engine],
         *,
         engine: Engine,
         tasks: VersionedTaskSource,
@@ -136,6 +124,7 @@ class RolloutLoop:
         self._buffer = buffer
         self._breaker = breaker
         self._wait_graph = wait_graph
+        self._playing: dict[int, asyncio.Task[None]] = {}
         self._finished: list[TrajectoryGroup] = []
         self._slot_wait_s = 0.0
 
@@ -154,6 +143,12 @@ class RolloutLoop:
         except BaseExceptionGroup as errors:
             raise_first(errors)
 
+    def stop(self, group_ids: Iterable[int]) -> None:
+        """End these groups unfinished; the buffer has given them up already."""
+        for group_id in group_ids:
+            if (playing := self._playing.get(group_id)) is not None:
+                playing.cancel()
+
     def pop_finished(self) -> Sequence[TrajectoryGroup]:
         """The groups finished since the last call."""
         finished, self._finished = self._finished, []
@@ -166,7 +161,8 @@ class RolloutLoop:
 
     def _play(self, groups: asyncio.TaskGroup, group_id: int, task: Task) -> None:
         playing = self._one_group(group_id, task, admitted=self._buffer.version)
-        groups.create_task(playing, name=f"group {group_id}")
+        self._playing[group_id] = groups.create_task(playing, name=f"group {group_id}")
+        self._playing[group_id].add_done_callback(lambda _: self._playing.pop(group_id))
 
     async def _one_group(self, group_id: int, task: Task, *, admitted: int) -> None:
         try:

@@ -6,8 +6,8 @@ Independent of the command line (agentrl/cli) and of the trainer, which it start
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,31 +16,37 @@ from agentrl.chat.runners import TokenRunners
 from agentrl.check import rehearse
 from agentrl.config import Config
 from agentrl.data.duplicates import refuse_overlap
-from agentrl.data.source import TaskSource, first_training_tasks, held_out_tasks
+from agentrl.data.source import TaskSource, first_training_tasks
 from agentrl.engine import launch_servers, vllm_command
 from agentrl.engine.vllm_server import start_timeout_s
-from agentrl.env import Env, load_env_class, opened
 from agentrl.env.canary import Canaries
 from agentrl.errors import DiskError
+from agentrl.report.evaluation import HeldOutSet
 from agentrl.report.metrics import MetricsLog
 from agentrl.report.observer import Observer, Summary
 from agentrl.report.sinks.base import check_installed
-from agentrl.rollouts.group import GroupPlayer
+from agentrl.rollouts.group import PlayGroup
 from agentrl.rollouts.long_prompts import refuse_long_prompts
 from agentrl.rollouts.monitored_env import monitored
-from agentrl.rollouts.settings import settings_of
+from agentrl.rollouts.set_envs import TRAINING, MakeEnv, load_envs, opened_envs, players_of, tasks_of_set
 from agentrl.run_folder import RunFolder
 from agentrl.supervision.secrets import Secrets
 from agentrl.supervision.serving import serving
 from agentrl.supervision.watchdog import supervised
 from agentrl.training import launch, launch_ranks
+from agentrl.training.evaluations import SPARE, SpareEngines
 from agentrl.training.learner_api import create_app
 from agentrl.training.model_folder import check_model, check_reference, check_trainable, is_model_folder
 from agentrl.training.orchestrator import Orchestrator, RolloutParts
-from agentrl.wrappers import load_wrappers
+from agentrl.workers import launch as workers
+from agentrl.workers.records import RunInfo
 
 if TYPE_CHECKING:
     from agentrl.engine.base import Engine, TrainableEngine
+    from agentrl.engine.launch_servers import EngineServer
+    from agentrl.engine.metered import MeteredEngine
+    from agentrl.engine.pool import EnginePool
+    from agentrl.engine.vllm_engine import VLLMEngine
     from agentrl.supervision.child import Child
     from agentrl.tokens.tokenizer import TurnTokenizer
     from sandbox.client import SandboxClient
@@ -80,21 +86,29 @@ class Training:
             launch_ranks.check_hosts(config.learner)
         self._config = config
         self._observer = observer
-        self._secrets = secrets or Secrets.from_environment({})
+        self._secrets = (secrets or Secrets.from_environment({})).for_place(config.place)
         self._learner_at = learner_at
         is_elsewhere = learner_at is not None and bool(config.engine.urls)
         self._placement = vllm_command.placement_of(config, has_learner=not is_elsewhere)
-        self._env_class = load_env_class(config.env.target, config.env.kwargs)
-        self._wrappers = load_wrappers(config.env.wrappers)
+        self._envs = load_envs(config)
+        self._env_class = self._envs[TRAINING].env_class
         # Read before anything is started: a broken row should cost a second, not a minute.
-        self._held_out = held_out_tasks(self._env_class, config.env, num_tasks=config.eval.num_tasks)
+        self._held_out = {name: tasks_of_set(name, self._envs[name]) for name in config.eval_sets}
         self._source = TaskSource(self._env_class, config.env, seed=config.seed, choice=config.rollout.task_choice)
-        refuse_overlap(self._env_class, config.env)
+        for name in self._held_out:
+            held_out = self._envs[name]
+            refuse_overlap(self._env_class, held_out.config.env, test_class=held_out.env_class)
 
     async def run(self, folder: RunFolder) -> Summary:
         """Train in `folder`, which keeps everything written by then after an error. Raises AgentRLError."""
         self._run = folder
-        async with supervised(self._config.train, folder, placement=str(self._placement)) as self._wait_graph:
+        async with AsyncExitStack() as stack:
+            watched = supervised(self._config.train, folder, placement=str(self._placement))
+            self._wait_graph = await stack.enter_async_context(watched)
+            with self._phase("joining the Ray cluster") if self._config.place == "ray" else nullcontext():
+                self._place = await stack.enter_async_context(launch.place_of(self._config))
+                if self._learner_at is None:
+                    await self._place.reserve(launch.needs_of(self._config))
             return await self._with_sandbox()
 
     @contextmanager
@@ -103,24 +117,33 @@ class Training:
             yield
 
     async def _with_sandbox(self) -> Summary:
-        async with launch.sandbox_service(self._config, logs=self._run.logs, token=self._secrets.sandbox) as (
-            sandbox,
-            parts,
-        ):
+        async with launch.sandbox_service(
+            self._config, logs=self._run.logs, token=self._secrets.sandbox, place=self._place
+        ) as (sandbox, parts):
             with self._phase("starting the sandbox"):
                 await launch.sandbox_ready(sandbox, parts, max_restarts=self._config.sandbox.max_restarts)
-            async with (
-                launch.watching(*parts),
-                opened(self._env_class, sandbox=sandbox, wrappers=self._wrappers) as make_env,
-            ):
-                self._canaries = Canaries(self._env_class, make_env=make_env, sandbox=sandbox)
-                with self._wait_graph.phase("checking the sandbox and the grader"):
-                    await self._canaries.check(when="at the start")
-                with self._wait_graph.phase("playing a scripted episode"):
-                    limit_s = self._config.rollout.episode_timeout_s
-                    await rehearse(self._env_class, make_env, self._held_out[0], limit_s=limit_s)
+            async with launch.watching(*parts), opened_envs(self._envs, sandbox=sandbox) as make_envs:
+                await self._try_out(make_envs, sandbox)
                 model_path = await self._model(sandbox)
-                return await self._with_engine(make_env, model_path)
+                return await self._with_engine(make_envs, model_path, sandbox)
+
+    async def _try_out(self, make_envs: Mapping[str, MakeEnv], sandbox: SandboxClient) -> None:
+        """Check the sandbox and the graders, and play a scripted episode of each held-out set."""
+        self._canaries = Canaries(self._env_class, make_env=make_envs[TRAINING], sandbox=sandbox)
+        with self._wait_graph.phase("checking the sandbox and the grader"):
+            await self._canaries.check(when="at the start")
+            for name in self._held_out:
+                if (env_class := self._envs[name].env_class) is not self._env_class:
+                    others = Canaries(env_class, make_env=make_envs[name], sandbox=None)
+                    await others.check(when=f"at the start, of eval.sets.{name}")
+        with self._wait_graph.phase("playing a scripted episode"):
+            limit_s = self._config.rollout.episode_timeout_s
+            tasks = {name: held_out[0] for name, held_out in self._held_out.items()}
+            if all(self._envs[name].identity != self._envs[TRAINING].identity for name in tasks):
+                env, seed = self._config.env, self._config.seed
+                tasks[TRAINING] = first_training_tasks(self._env_class, env, seed=seed, num_tasks=1)[0]
+            for name, task in tasks.items():
+                await rehearse(self._envs[name].env_class, make_envs[name], task, limit_s=limit_s)
 
     async def _model(self, sandbox: SandboxClient) -> str:
         """The path of the model. The warm start makes it first where it is missing and the config has that section."""
@@ -141,61 +164,131 @@ class Training:
                 token=self._secrets.sandbox,
                 logs=self._run.logs,
                 on_progress=on_progress,
+                place=self._place,
             ) as part:
                 await part.watch()
         return model.path
 
-    async def _with_engine(self, make_env: Callable[[], Env], model_path: str) -> Summary:
+    async def _with_engine(self, make_envs: Mapping[str, MakeEnv], model_path: str, sandbox: SandboxClient) -> Summary:
         from agentrl.tokens.tokenizer import load_tokenizer
 
         tokenizer = await asyncio.to_thread(load_tokenizer, self._config.model, model_path)
         with self._wait_graph.phase("measuring the prompts"):
-            await self._refuse_long_prompts(make_env, tokenizer)
+            await self._refuse_long_prompts(make_envs, tokenizer)
         async with (
             launch_servers.engine_servers(
-                self._config, model_path=model_path, logs=self._run.logs, token=self._secrets.engine
+                self._config,
+                model_path=model_path,
+                logs=self._run.logs,
+                token=self._secrets.engine,
+                place=self._place,
             ) as servers,
-            launch.watching(*launch_servers.parts_of(servers)),
+            launch_servers.engine_servers(
+                self._config,
+                model_path=model_path,
+                logs=self._run.logs,
+                token=self._secrets.engine,
+                is_spare=True,
+                place=self._place,
+            ) as spare,
+            launch.watching(*launch_servers.parts_of([*servers, *spare])),
         ):
             with self._phase(launch_servers.start_phase(self._config.engine)):
                 within_s = start_timeout_s(self._config.engine)
                 with self._wait_graph.waiting("run", on="engine", what="its start", within_s=within_s):
-                    await launch_servers.engines_ready(servers, self._config.engine)
-            make_env = monitored(make_env, self._wait_graph)
-            player = GroupPlayer(make_env, settings_of(self._config), TokenRunners(tokenizer))
-            on_tokens = partial(self._wait_graph.beat, "engine")
-            async with launch_servers.engine_client(
-                servers, self._config, token=self._secrets.engine, on_tokens=on_tokens
-            ) as engine:
-                return await self._with_learner(engine, player)
+                    await launch_servers.engines_ready([*servers, *spare], self._config.engine)
+            monitored_envs = {name: monitored(make, self._wait_graph) for name, make in make_envs.items()}
+            players = players_of(self._envs, monitored_envs, TokenRunners(tokenizer))
+            play_here = {name: one.play_group for name, one in players.items()}
+            async with self._client(servers, "engine") as engine, self._spare_engines(spare, play_here) as self._spare:
+                self._engine_urls = [server.address() for server in (*servers, *spare)]
+                if self._config.rollout.has_workers:
+                    return await self._with_workers(engine, model_path, sandbox)
+                return await self._with_learner(engine, play_here)
 
-    async def _refuse_long_prompts(self, make_env: Callable[[], Env], tokenizer: TurnTokenizer) -> None:
+    def _client(self, servers: Sequence[EngineServer], name: str) -> VLLMEngine | EnginePool:
+        on_tokens = partial(self._wait_graph.beat, name)
+        return launch_servers.engine_client(servers, self._config, token=self._secrets.engine, on_tokens=on_tokens)
+
+    @asynccontextmanager
+    async def _spare_engines(
+        self, servers: Sequence[EngineServer], players: Mapping[str, PlayGroup[Engine]]
+    ) -> AsyncIterator[SpareEngines | None]:
+        """Those of eval.engines, with which this process plays, also where rollout workers train."""
+        if not servers:
+            yield None
+            return
+        async with self._client(servers, SPARE) as engine:
+            yield SpareEngines(engine=engine, held_out=self._held_out_sets(players))
+
+    async def _with_workers(self, engine: VLLMEngine | EnginePool, model_path: str, sandbox: SandboxClient) -> Summary:
+        info = RunInfo(config=self._config.model_dump(mode="json"), model_path=model_path, sandbox_url=sandbox.url)
+        async with (
+            workers.rollout_workers(
+                self._config,
+                engine,
+                info,
+                secrets=self._secrets,
+                logs=self._run.logs,
+                wait_graph=self._wait_graph,
+                place=self._place,
+                sandbox_url=lambda: sandbox.url,
+            ) as (dispatcher, parts),
+            launch.watching(*parts),
+        ):
+            with self._phase("starting the rollout workers"):
+                await workers.workers_ready(dispatcher, parts, self._wait_graph)
+            players = {TRAINING: dispatcher.play_group} | {
+                name: dispatcher.of_set(name, num_plays=self._envs[name].config.eval.samples_per_task)
+                for name in self._config.eval.sets
+            }
+            return await self._with_learner(engine, players, dispatcher.measure_with)
+
+    async def _refuse_long_prompts(self, make_envs: Mapping[str, MakeEnv], tokenizer: TurnTokenizer) -> None:
         """Raises ConfigError for a held-out prompt, or one of the first training prompts, that leaves no room."""
         config = self._config
         first = first_training_tasks(self._env_class, config.env, seed=config.seed, num_tasks=NUM_FIRST_TASKS)
-        for tasks in (self._held_out, first):
-            await refuse_long_prompts(tasks, make_env=make_env, tokenizer=tokenizer, config=config.rollout)
+        for name, tasks in (*self._held_out.items(), (TRAINING, first)):
+            await refuse_long_prompts(tasks, make_env=make_envs[name], tokenizer=tokenizer, config=config.rollout)
 
-    async def _with_learner(self, engine: TrainableEngine, player: GroupPlayer[Engine]) -> Summary:
+    async def _with_learner(
+        self,
+        engine: TrainableEngine,
+        players: Mapping[str, PlayGroup[Engine]],
+        measure_with: Callable[[MeteredEngine], None] = lambda engine: None,
+    ) -> Summary:
         async with self._metrics() as metrics:
             orchestrator = Orchestrator(
                 self._config,
                 engine=engine,
                 rollout_parts=RolloutParts(
-                    play_group=player.play_group,
+                    play_group=players[TRAINING],
                     source=self._source,
-                    held_out=self._held_out,
+                    held_out=self._held_out_sets(players),
+                    spare=self._spare,
                     canaries=self._canaries,
+                    measure_with=measure_with,
                 ),
                 run=self._run,
                 metrics=metrics,
                 observer=self._observer,
                 wait_graph=self._wait_graph,
             )
-            host, port = self._learner_at or ("127.0.0.1", 0)
+            host, port = self._learner_at or (self._place.here, 0)
             app = create_app(orchestrator.sessions, token=self._secrets.run)
             async with serving(app, host=host, port=port) as url:
                 return await (orchestrator.run() if self._learner_at else self._with_own_learner(orchestrator, url))
+
+    def _held_out_sets(self, players: Mapping[str, PlayGroup[Engine]]) -> list[HeldOutSet[Engine]]:
+        return [
+            HeldOutSet(
+                name=name,
+                tasks=tasks,
+                num_plays=self._envs[name].config.eval.samples_per_task,
+                play_group=players[name],
+            )
+            for name, tasks in self._held_out.items()
+        ]
 
     @asynccontextmanager
     async def _metrics(self) -> AsyncIterator[MetricsLog]:
@@ -206,7 +299,7 @@ class Training:
                 await asyncio.to_thread(metrics.close_sinks)  # which may wait for a network
 
     async def _with_own_learner(self, orchestrator: Orchestrator, url: str) -> Summary:
-        with launch.weights_folder(self._run.path, urls=self._config.engine.urls) as weights_dir:
+        with launch.weights_folder(self._run.path, urls=self._engine_urls) as weights_dir:
             async with launch.learner_process(
                 self._config,
                 config_path=self._run.config,
@@ -215,6 +308,7 @@ class Training:
                 run_dir=self._run.path,
                 token=self._secrets.run,
                 may_end=lambda: orchestrator.sessions.is_done,
+                place=self._place,
             ) as learner:
                 return await self._watched(orchestrator, learner)
 

@@ -1,6 +1,7 @@
 """The training loop: take a batch, offer it to the learner, wait for the step and then for the new weights, repeat.
 
-With max_lag > 0 the learner is offered the next batch while the engines take the new weights.
+With max_lag > 0 the learner is offered the next batch while the engines take the new weights. With
+learner.stream_groups it is offered each group of a batch as soon as the group has finished.
 
 Independent of how episodes are played (rollout_loop.py) and of how a step is computed (the learner's process).
 """
@@ -25,9 +26,9 @@ from agentrl.errors import NoLearningSignal, raise_first
 from agentrl.report.metrics import rollout_metrics
 from agentrl.report.observer import StepReport
 from agentrl.supervision.wait_graph import Gauges, WaitGraph
-from agentrl.training.learner_api import LearnerSession
+from agentrl.training.learner_session import LearnerSession
 from agentrl.training.rollout_loop import RolloutLoop, VersionedTaskSource
-from agentrl.types import Batch, StepOutput
+from agentrl.types import Batch, StepOutput, WeightsRef
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ class TrainingLoop:
 
     Args:
         record: stores the report on a step and its batch.
-        evaluate: measures the version that the engines hold.
+        evaluate: measures a version that the engines hold: beside training with eval.engines, else while it waits.
         trained_s: seconds spent training before this attempt, in a run that was resumed.
         wait_graph: records the waits. The watchdog that reads it ends waits without a deadline of their own.
 
@@ -88,7 +89,7 @@ class TrainingLoop:
         parts: LoopParts,
         *,
         record: Callable[[StepReport, Batch], Awaitable[None]],
-        evaluate: Callable[[int], Awaitable[None]],
+        evaluate: Callable[[WeightsRef], Awaitable[None]],
         trained_s: float,
         wait_graph: WaitGraph,
     ) -> None:
@@ -101,6 +102,7 @@ class TrainingLoop:
         self._lag = 0
         self._publication: asyncio.Task[None] | None = None
         self._committed = self._mark()
+        self._held: WeightsRef | None = None  # in the engines
 
     def gauges(self) -> Gauges:
         """How far the loop is."""
@@ -154,13 +156,18 @@ class TrainingLoop:
             if self._publication is not None:
                 await self._publication  # its weights are in the engines, but its record may still be written
             self._publication = publications.create_task(self._published(made), name=f"weights of step {step}")
-            is_measured = bool(self._config.eval.every) and step % self._config.eval.every == 0
+            is_measured = self._is_measured(step) and not self._config.eval.engines
             if self._config.rollout.max_lag == 0 or is_measured or self._has_canaries(step):
                 await self._publication
             await self._check_canaries(step)
-            if is_measured and step < settings.steps:
-                await self._evaluate(step)
+            if is_measured:
+                assert self._held is not None
+                await self._evaluate(self._held)
         return ""
+
+    def _is_measured(self, step: int) -> bool:
+        """Whether the version that this step makes is measured before training is over."""
+        return self._config.eval.is_due(step) and step < self._config.train.steps
 
     @property
     def _left_s(self) -> float | None:
@@ -174,15 +181,34 @@ class TrainingLoop:
 
     async def _taken(self) -> Batch | None:
         """A full batch; None where train.max_minutes ended the wait for it."""
+        take = self._taken_in_parts if self._config.learner.stream_groups else self._parts.buffer.take
         # The wait has no `within_s`, by which the watchdog would let it stall until then.
         with self._wait_graph.waiting("training loop", on="rollouts", what="a full batch"):
             try:
                 async with asyncio.timeout(self._left_s) as limit:
-                    return await self._parts.buffer.take()
+                    return await take()
             except TimeoutError:
                 if not limit.expired():
                     raise
                 return None
+
+    async def _taken_in_parts(self) -> Batch:
+        """A full batch. Until there is one, the learner is offered those of its groups that have finished."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                offering = group.create_task(self._offer_parts(), name="parts of the batch")
+                batch = await self._parts.buffer.take()
+                offering.cancel()
+        except BaseExceptionGroup as errors:
+            raise_first(errors)
+        return batch
+
+    async def _offer_parts(self) -> None:
+        num_offered = 0
+        while True:
+            part = await self._parts.buffer.part(num_offered)
+            num_offered = len(part.groups)
+            await self._parts.session.offer(part)
 
     async def _made(self, step: int) -> _MadeStep | None:
         """Take a batch and have the learner make the step; None where the time was used up before there was one."""
@@ -190,11 +216,12 @@ class TrainingLoop:
         batch = await self._taken()
         if batch is None:
             return None
+        parts.rollouts.stop(parts.buffer.pop_restarted())
         new_groups = batch.groups[: len(batch.groups) - batch.num_replayed]
         self._lag = max(batch.policy_version - group.policy_version for group in new_groups)
         if self._config.engine.sleep_while_training:
             await parts.engine.sleep()  # until the new weights wake it
-        elif self._config.rollout.oversample > 1:
+        elif self._config.rollout.oversample > 1 and self._config.rollout.partial != "restart":
             await parts.engine.pause()  # unfinished groups go on with the new weights
         within_s = self._config.learner.step_timeout_s
         if self._publication is not None and not self._publication.done():
@@ -233,6 +260,9 @@ class TrainingLoop:
         # Last: a step that a crash leaves without this mark is recorded again.
         state = StepState(ess_guard=parts.ess_guard.state_dict(), train_s=self.train_s)
         parts.journal.step_made(made.step, state, resumable_from=made.output.resumable_from)
+        self._held = ref
+        if self._config.eval.engines and self._is_measured(made.step):
+            await self._evaluate(ref)  # now: the learner deletes these weights once it has made two more steps
 
     def _mark(self) -> _Mark:
         engine = self._parts.engine

@@ -97,6 +97,16 @@ def test_steps_are_listed_by_kind_in_order(folder: RunFolder) -> None:
     assert folder.trajectory_steps(kind="eval") == [0]
 
 
+def test_held_out_sets_have_files_of_their_own(folder: RunFolder) -> None:
+    for step, name in ((3, ""), (3, "a"), (0, "a_1"), (12, "a")):
+        folder.write_trajectories(step, groups_of(1), kind="eval", set_name=name)
+    assert folder.trajectory_sets() == ["a_1", "", "a"]
+    assert folder.trajectory_steps(kind="eval") == [3] and folder.trajectory_steps() == []
+    assert folder.trajectory_steps(kind="eval", set_name="a") == [3, 12]
+    assert folder.trajectory_steps(kind="eval", set_name="a_1") == [0]
+    assert folder.read_trajectories(12, kind="eval", set_name="a") == groups_of(1)
+
+
 def test_a_failed_write_leaves_the_old_file_and_no_litter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tmp_path / "file"
     write_atomically(target, b"old")

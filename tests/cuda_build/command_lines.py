@@ -80,7 +80,8 @@ def _of(path: Path, variant: str, models: Path | None) -> tuple[list[str], dict[
         )
     except ConfigError:
         return None
-    return argv[3:], {name: value for name, value in env.items() if name not in ("PATH", MASK, ORDER)}
+    argv = argv[argv.index(vllm_command.MODULE) + 1 :]
+    return argv, {name: value for name, value in env.items() if name not in ("PATH", MASK, ORDER)}
 
 
 def arguments(lines: Sequence[CommandLine]) -> dict[str, list[str]]:

@@ -27,6 +27,7 @@ ENDED = frozenset(
         GroupState.DROPPED_STALE,
         GroupState.DROPPED_ZERO_VARIANCE,
         GroupState.FAILED,
+        GroupState.RESTARTED,
     }
 )
 MAX_Z = 4.0  # a difference of means of more standard errors is not chance

@@ -25,6 +25,7 @@ import psutil
 
 from agentrl import config as configs
 from agentrl.config import Config
+from agentrl.engine.vllm_command import MODULE
 from agentrl.run_folder import RunFolder
 from tests.device import engine_settings
 from tests.e2e.kill_engine import OutsideEngine
@@ -43,10 +44,16 @@ class Part(StrEnum):
     LEARNER = "learner"
     ENGINE = "engine"
     SANDBOX = "sandbox"
+    WORKER = "rollout worker"
     TRAIN = "agentrl train"
 
 
-MODULE_OF = {Part.LEARNER: "trainer", Part.ENGINE: "vllm.entrypoints", Part.SANDBOX: "sandbox"}
+MODULE_OF = {
+    Part.LEARNER: "trainer",
+    Part.ENGINE: MODULE,
+    Part.SANDBOX: "sandbox",
+    Part.WORKER: "agentrl",
+}
 ENGINE_CORE = "VLLM::"  # vLLM's name for the process that computes; another one serves HTTP
 
 
@@ -193,6 +200,10 @@ class KillRun:
             return max(steps, default=0)
         return 0
 
+    def num_in_flight(self) -> int:
+        """Groups that are being played, by the journal."""
+        return sum(fate.state == "in_flight" for fate in self._fates())
+
     def _moved(self, since: float) -> bool:
         """Whether a step was made after the time `since`."""
         with suppress(OSError):
@@ -258,7 +269,7 @@ def _is_of(process: psutil.Process, part: Part) -> bool:
     command = _command(process)
     if part is Part.ENGINE and "".join(command).startswith(ENGINE_CORE):
         return True
-    return "-m" in command and command[command.index("-m") + 1].startswith(MODULE_OF[part]) and "-I" not in command
+    return "-m" in command and command[command.index("-m") + 1] == MODULE_OF[part] and "-I" not in command
 
 
 def _command(process: psutil.Process) -> list[str]:

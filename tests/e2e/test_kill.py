@@ -162,12 +162,13 @@ def engine(tmp_path: Path, model: Path) -> Iterator[OutsideEngine]:
 def test_a_kill_of_each_part_loses_nothing_and_changes_no_bit(
     tmp_path: Path, model: Path, engine: OutsideEngine
 ) -> None:
+    """The run in peace plays its episodes in one process; in the other one, two rollout workers play them."""
     peace, killed = (
-        KillRun(folder=tmp_path / name, model=model, seed=7, settings=SETTINGS, engine=engine, max_delay_s=0.5)
-        for name in ("peace", "killed")
+        KillRun(folder=tmp_path / name, model=model, seed=7, settings=settings, engine=engine, max_delay_s=0.5)
+        for name, settings in (("peace", SETTINGS), ("killed", SETTINGS | {"rollout.workers": 2}))
     )
     peace.go()
-    killed.go([Part.LEARNER, Part.SANDBOX, Part.ENGINE, Part.TRAIN])
+    killed.go([Part.LEARNER, Part.WORKER, Part.SANDBOX, Part.ENGINE, Part.TRAIN])
     assert {kill.part for kill in killed.kills} == set(Part), killed.report("the run was over before the last kill")
     for run in (peace, killed):
         assert judge(run.run.path, run.config) == [], run.report("wrong")

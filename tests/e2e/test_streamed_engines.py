@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.engine.vllm_command import MODULE
 from tests.device import cpu_engine_only
 from tests.e2e.test_train import Run, _read
 
@@ -39,7 +40,7 @@ def test_one_of_two_engines_is_killed_and_the_other_takes_weights_in_a_new_group
     # A task that is solved, or an evaluation after each second step, leaves too few steps before the engine returns.
     run._train(str(run.config), *engines, "learner.lr=1e-9", "eval.every=0")
     run.wait_for(lambda: len(serving(run)) >= 2)
-    servers = [pid for pid in run.pids("vllm.entrypoints") if "guard.py" not in _read(pid, "cmdline")]
+    servers = [pid for pid in run.pids(MODULE) if "guard.py" not in _read(pid, "cmdline")]
     os.killpg(os.getpgid(servers[0]), signal.SIGKILL)
     run.wait_for(lambda: serving(run).count(1.0) >= 3)  # the other takes each version in a group without it
     steps = run.steps()

@@ -64,9 +64,8 @@ def needs(config: Config, size: ModelSize | None, *, placement: Placement | None
     num_exports = 1 + (config.train.steps // learner.save_every if learner.save_every else 0)
     num_states = learner.keep_checkpoints + 1 if learner.checkpoint_every else 0
     is_on_cpu = (placement.device if placement else _device(config.engine)) == "cpu"
-    engine_bytes = (
-        (weights_bytes + memory.cpu_kv_cache_bytes(config.engine)) * config.engine.replicas if is_on_cpu else 0
-    )
+    num_engines = config.engine.replicas + config.eval.engines if is_on_cpu else 0
+    engine_bytes = (weights_bytes + memory.cpu_kv_cache_bytes(config.engine)) * num_engines
     learner_bytes = weights_bytes + adam_bytes + 8 * num_parameters if is_on_cpu else 0
     ranks_here = len(placement.ranks) if placement else 0
     load_bytes = 0 if is_on_cpu else ranks_here * weights_bytes

@@ -232,7 +232,7 @@ def _trial_config(config: Config, folder: Path) -> Config:
         "engine": {"parity_every": 1, "max_restarts": 0},
         "learner": {"checkpoint_every": 0, "save_every": 0, "max_restarts": 0},
         "sandbox": {"max_restarts": 0},
-        "eval": {"num_tasks": 1, "samples_per_task": 1},
+        "eval": {"num_tasks": 1, "samples_per_task": 1, "sets": {}},
         "train": {"steps": 1, "max_minutes": None},
     }
     if config.model.warmstart is not None and not is_model_folder(Path(config.model.path)):

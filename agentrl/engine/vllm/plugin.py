@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+from agentrl.supervision.parent import end_with_parent
+
 # The last two have a prefix: vLLM refuses to register a name twice.
 ENGINES = {
     "safetensors": ("agentrl.engine.vllm.safetensors", "SafetensorsEngine"),
@@ -22,7 +24,11 @@ ENGINES = {
 
 
 def register() -> None:
-    """Register the backends; may be called again. vLLM calls it in each of its processes."""
+    """Register the backends; may be called again. vLLM calls it in each of its processes.
+
+    The processes of a server that agentrl started end with their parent, so that none keeps a GPU's memory.
+    """
+    end_with_parent()
     for name, (module, class_name) in ENGINES.items():
         if name not in WeightTransferEngineFactory._registry:
             WeightTransferEngineFactory.register_engine(name, module, class_name)

@@ -5,7 +5,7 @@ Works on CPU and GPU; each tensor-parallel rank reads the folder by itself. Inde
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from agentrl.engine.vllm import loading
+from agentrl.engine.vllm import changes, loading
 
 
 @dataclass
@@ -28,18 +28,21 @@ class SafetensorsInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class SafetensorsUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """The folder with all weights, in Hugging Face names and layout.
+    """The folder with all weights, in Hugging Face names and layout, and those with what changed since, in order.
 
-    Example: `SafetensorsUpdateInfo(path="/dev/shm/run/v5")`.
+    Example: `SafetensorsUpdateInfo(path="/dev/shm/run/v5", deltas=["/dev/shm/run/v6"])` is version 6.
     """
 
     path: str
+    deltas: list[str] = field(default_factory=list)
 
 
 class SafetensorsEngine(WeightTransferEngine[SafetensorsInitInfo, SafetensorsUpdateInfo]):  # type: ignore[misc]
-    """Loads `<path>/model*.safetensors` through vLLM's layerwise reload; every failure raises.
+    """Loads `<path>/model*.safetensors`, and what changed since, through vLLM's layerwise reload; every failure raises.
 
     The update reads only the headers of the files, and the finish loads them: a refused folder leaves the old weights.
+    Nothing is kept between updates, so that every update can be taken from every state. vLLM's own loader of patches
+    (`checkpoint_weight_patch`) writes into the loaded weights instead, which a CPU has packed: see docs/decisions.md.
 
     Example: `vllm serve MODEL --weight-transfer-config '{"backend": "safetensors"}'`.
     """
@@ -53,6 +56,7 @@ class SafetensorsEngine(WeightTransferEngine[SafetensorsInitInfo, SafetensorsUpd
         self.expected = loading.Expected(self.model, self.model_config)
         self.checksum = ""
         self._folder: Path | None = None
+        self._deltas: list[Path] = []
 
     def init_transfer_engine(self, init_info: SafetensorsInitInfo) -> None:
         """No connection to make."""
@@ -66,16 +70,19 @@ class SafetensorsEngine(WeightTransferEngine[SafetensorsInitInfo, SafetensorsUpd
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: SafetensorsUpdateInfo) -> None:
-        """Check the folder. Raises FileNotFoundError without files, ValueError for those of another model."""
-        folder = Path(update_info.path)
-        self.expected.check(loading.shapes_of(folder), str(folder))
-        self._folder = folder
+        """Check the folders. Raises FileNotFoundError without files, ValueError for those of another model."""
+        folder, deltas = Path(update_info.path), [Path(delta) for delta in update_info.deltas]
+        shapes = loading.shapes_of(folder)
+        self.expected.check(shapes, str(folder))
+        changes.check(deltas, shapes)
+        self._folder, self._deltas = folder, deltas
 
     def finish_weight_update(self) -> None:
-        """Load the folder. Raises ValueError when none was named since the start."""
+        """Load the folders. Raises ValueError when none was named since the start."""
         if self._folder is None:
             raise ValueError("no folder was named between start_weight_update and finish_weight_update")
-        loading.load(self, self.expected, loading.tensors_of(self._folder))
+        tensors = changes.changed_tensors(loading.tensors_of(self._folder), self._deltas, self.device)
+        loading.load(self, self.expected, tensors)
         self._folder = None
 
     def shutdown(self) -> None:

@@ -6,12 +6,12 @@ import asyncio
 import contextvars
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import uuid
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -141,9 +141,23 @@ play() if sys.argv[1] == "script" else asyncio.run(cell())
 
 @pytest.fixture
 def silence() -> Iterator[str]:
-    """The URL of an endpoint that accepts every request and never answers."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        yield f"http://127.0.0.1:{server.getsockname()[1]}/v1"
+    """The URL of an endpoint that never answers a completion. What it is asked before has an answer at once."""
+    over = threading.Event()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(404)
+
+        def do_POST(self) -> None:
+            over.wait(120)
+
+        def log_message(self, format: str, *args: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}/v1"
+        over.set()
+        server.shutdown()
 
 
 def marked(mark: str) -> list[int]:

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
-from agentrl.api.playing import PlayOptions, Request, _by_tokens, _engine
-from agentrl.cli.doctor.deep import TellAStory
+from agentrl.api.playing import EVERYTHING, PlayOptions, Request, _by_tokens, _engine
 from agentrl.config import Config, EngineConfig, ModelConfig
 from agentrl.engine.launch_servers import start_phase
 from agentrl.errors import ConfigError, EngineGone
 from agentrl.report.observer import Observer
 from agentrl.run_folder import RunFolder
+from agentrl.supervision.place import LocalPlace
 from agentrl.supervision.serving import serving
 from agentrl.tokens.tokenizer import load_tokenizer
 from agentrl.training.model_folder import check_model
@@ -76,12 +76,48 @@ def test_options_that_contradict_each_other_are_refused(options: dict[str, Any],
         request(**options)
 
 
+def with_sets(**options: Any) -> Request:
+    tree = CONFIG.model_dump() | {"eval": {"sets": {"a": {"num_tasks": 5}, "b": {"samples_per_task": 9}}}}
+    return Request.from_options(
+        Config.model_validate(tree), PlayOptions(model=URL, served_model="m", **options), environ={}
+    )
+
+
+def sizes(request: Request) -> dict[str, tuple[int, int]]:
+    """Of each set that is played, tasks and samples."""
+    settings = {name: env.config.eval for name, env in request.envs().items()}
+    return {name: (one.num_tasks, one.samples_per_task) for name, one in settings.items()}
+
+
+def test_the_sets_of_the_config_are_played_unless_the_options_name_other_rows() -> None:
+    assert sizes(with_sets()) == {"a": (5, 4), "b": (64, 9)}
+    assert sizes(with_sets(eval_set="b")) == {"b": (64, 9)}
+    assert sizes(with_sets(samples=2, limit=3)) == {"a": (3, 2), "b": (3, 2)}
+    assert sizes(with_sets(data="rows.jsonl")) == {"": (EVERYTHING, 4)}
+    assert sizes(with_sets(target="envs.countdown:Countdown", limit=7)) == {"": (7, 4)}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"eval_set": "c"}, r"'c' is not in the config's eval\.sets: a, b"),
+        ({"eval_set": "a", "data": "rows.jsonl"}, "leave out --data and --env, or --set"),
+        ({"eval_set": "a", "target": "x:Y"}, "leave out --data and --env, or --set"),
+    ],
+)
+def test_a_set_that_cannot_be_meant_is_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        with_sets(**options)
+    with pytest.raises(ConfigError, match="one held-out set, without a name"):
+        request(model=URL, served_model="m", eval_set="a")
+
+
 async def test_a_server_that_is_not_in_rl_mode_is_to_be_measured_through_its_chat_endpoint(tmp_path: Path) -> None:
     plain = FastAPI()
     plain.get("/v1/models")(lambda: {"data": [{"id": "some-model"}]})
     async with serving(plain, host="127.0.0.1", port=0) as url:
         with pytest.raises(ConfigError, match="--served-model NAME") as refused:
-            async with _engine(request(model=url), tmp_path, Observer()):
+            async with _engine(request(model=url), tmp_path, Observer(), LocalPlace()):
                 pass
     assert url in str(refused.value) and "agentrl engine" in str(refused.value)
 
@@ -96,5 +132,5 @@ async def test_the_configs_renderer_writes_the_prompts(
     model = by_template.config.model.model_copy(update={"renderer": "raw"})
     raw = replace(by_template, config=by_template.config.model_copy(update={"model": model}))
     with pytest.raises(EngineGone):  # the tokenizer was loaded; nothing listens at the address
-        async with _by_tokens(raw, TellAStory, tmp_path, Observer(), []):
+        async with _by_tokens(raw, {}, {}, tmp_path, Observer(), LocalPlace()):
             pass

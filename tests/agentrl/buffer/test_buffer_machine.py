@@ -46,6 +46,7 @@ class BufferMachine(RuleBasedStateMachine):
     """The orchestrator's part is played by the rules, in any order."""
 
     on_stale: OnStale = "drop"
+    restarts = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,11 +56,18 @@ class BufferMachine(RuleBasedStateMachine):
 
     @initialize(max_lag=st.sampled_from([0, 0.5, 1, 1, 1.4, 2, 2.5, 3, 5, 16, 128]), groups_per_step=st.integers(1, 3))
     def begin(self, max_lag: float, groups_per_step: int) -> None:
-        self.max_lag, self.n = max_lag, groups_per_step
-        self.oversample = 2 if self.on_stale == "finish" and not max_lag else 1
+        self.max_lag, self.n = 0 if self.restarts else max_lag, groups_per_step
+        self.oversample = 2 if self.restarts or (self.on_stale == "finish" and not max_lag) else 1
         self.rule = StalenessRule(
-            groups_per_step=self.n, max_lag=max_lag, on_stale=self.on_stale, oversample=self.oversample
+            groups_per_step=self.n,
+            max_lag=self.max_lag,
+            on_stale=self.on_stale,
+            oversample=self.oversample,
+            restarts=self.restarts,
         )
+        self.waiting: deque[Task] = deque()  # for a long step
+        self.is_long = False
+        self.came_from_waiting: set[int] = set()
         self.kept = self.version = self.goes_on_at = self.num_fresh = self.num_useless = 0
         self.model = Model()
         self.batches: dict[int, tuple[TrajectoryGroup, ...]] = {}  # by step, as they were first taken
@@ -220,8 +228,10 @@ class BufferMachine(RuleBasedStateMachine):
         self.check_tasks()
         if self.is_caught_up:
             assert self.model.num_outstanding() <= self.slots(self.max_lag)
-        if self.asking:
+        if self.asking and not (self.restarts and self.model.members[GroupState.TRAINING]):
             assert self.model.num_outstanding() >= self.slots(self.lag), "a slot is free and a task waits"
+        if self.restarts:
+            self.check_restarts()
         if self.taking and self.has_batch:
             assert self.on_stale == "wait" and self.in_flight, "a batch is ready and the learner waits"
         elif self.taking:
@@ -237,11 +247,19 @@ class BufferMachine(RuleBasedStateMachine):
 
     def check_tasks(self) -> None:
         """Every task is asked once, and once more for each time that it was too old and is to be asked again."""
-        asked = Counter(task.id for task in (*self.model.tasks.values(), *self.returned))
-        again = Counter[str]()
+        asked = Counter(task.id for task in (*self.model.tasks.values(), *self.returned, *self.waiting))
+        again = Counter(self.model.tasks[group_id].id for group_id in self.model.members[GroupState.RESTARTED])
         if self.on_stale == "requeue":
             again.update(self.model.tasks[group_id].id for group_id in self.model.members[GroupState.DROPPED_STALE])
         assert asked == Counter(f"t{i}" for i in range(self.num_fresh)) + again
+
+    def check_restarts(self) -> None:
+        """No group is older than the present weights, none is played while a step is made, and the rest is on disk."""
+        groups = [*self.model.members[GroupState.IN_FLIGHT], *self.model.members[GroupState.READY]]
+        if self.is_caught_up:
+            assert all(self.model.since[group_id] == self.version for group_id in groups)
+            assert not (groups and self.model.members[GroupState.TRAINING])
+        assert self.journal.source_history().returned == tuple(self.waiting)
 
     def teardown(self) -> None:
         """From wherever it stands, the run comes to two more steps."""
@@ -274,9 +292,11 @@ class BufferMachine(RuleBasedStateMachine):
     @property
     def patience(self) -> int:
         """Groups without signal in a row after which a run ends."""
-        return 8 * self.slots(self.max_lag)
+        return 8 * self.rule.num_slots()
 
     def slots(self, lag: float) -> int:
+        if self.is_long:
+            return self.n
         return max(int((lag + 1) * self.n), self.oversample * self.n)
 
     def draw(self) -> tuple[Task, int]:
@@ -311,6 +331,9 @@ class BufferMachine(RuleBasedStateMachine):
             assert group_id == len(self.model.states)
             self.model.move(group_id, GroupState.IN_FLIGHT)
             self.model.tasks[group_id], self.model.since[group_id] = task, self.version
+            if self.is_long and self.waiting:
+                assert task == self.waiting.popleft(), "a long step plays the tasks that waited longest"
+                self.came_from_waiting.add(group_id)
         if self.taking and self.taking.done():
             taking, self.taking = self.taking, None
             if isinstance(taking.exception(), NoLearningSignal):
@@ -335,6 +358,21 @@ class BufferMachine(RuleBasedStateMachine):
             self.batches[self.training] = batch.groups
         for group in batch.groups:
             self.model.move(group.group_id, GroupState.TRAINING)
+        if self.restarts and self.training > self.goes_on_at:
+            self.expect_restarts()
+
+    def expect_restarts(self) -> None:
+        """All that the batch does not have ends, and its tasks wait in the order of admission."""
+        others = sorted([*self.in_flight, *self.model.members[GroupState.READY]])
+        assert sorted(self.buffer.pop_restarted()) == sorted(self.in_flight)
+        for group_id in others:
+            self.model.move(group_id, GroupState.RESTARTED)
+            self.waiting.append(self.model.tasks[group_id])
+
+    def expect_step(self) -> None:
+        """A step begins with nothing outstanding: long where enough tasks wait."""
+        if self.restarts and not self.model.num_outstanding():
+            self.is_long = len(self.waiting) >= self.n
 
     def expect_commit(self) -> None:
         assert self.training
@@ -342,6 +380,7 @@ class BufferMachine(RuleBasedStateMachine):
             self.model.move(group.group_id, GroupState.TRAINED)
         self.version, self.training = self.training, None
         self.expect_drops()
+        self.expect_step()
 
     def expect_drops(self) -> None:
         bound, num_oldest = math.ceil(self.max_lag), 0
@@ -387,6 +426,11 @@ class BufferMachine(RuleBasedStateMachine):
         self.start(resume_at=learner_version)
         history = self.journal.source_history()
         self.num_fresh, self.returned = history.cursor, deque(history.returned)
+        if self.restarts:  # see check_restarts
+            self.waiting, self.returned = self.returned, deque()
+            outstanding = {*self.in_flight, *self.model.members[GroupState.READY]}
+            is_new = not outstanding
+            self.is_long = len(self.waiting) >= self.n if is_new else bool(outstanding & self.came_from_waiting)
 
     def one_step(self, slow: set[int]) -> None:
         """Everybody does what they can until the next version is there; the slow ones end when all wait for them."""
@@ -407,13 +451,15 @@ class BufferMachine(RuleBasedStateMachine):
         raise AssertionError("no step came")
 
 
-@pytest.mark.parametrize("on_stale", ["drop", "requeue", "wait", "finish"])
-def test_lag_ledger_journal_and_progress_hold_under_any_interleaving(on_stale: OnStale) -> None:
-    machine = type(f"{on_stale.title()}Machine", (BufferMachine,), {"on_stale": on_stale})
+@pytest.mark.parametrize("rule_name", ["drop", "requeue", "wait", "finish", "restart"])
+def test_lag_ledger_journal_and_progress_hold_under_any_interleaving(rule_name: str) -> None:
+    restarts = rule_name == "restart"
+    on_stale = "drop" if restarts else rule_name
+    machine = type(f"{rule_name.title()}Machine", (BufferMachine,), {"on_stale": on_stale, "restarts": restarts})
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=15 if on_stale == "finish" else 30,
+            max_examples=15 if on_stale == "finish" or restarts else 30,
             stateful_step_count=20,
             deadline=None,
             suppress_health_check=[*HealthCheck],

@@ -60,14 +60,22 @@ def test_without_lag_it_is_the_synchronous_loop(
                 group_id, task = await buffer.admit(lambda: (next(tasks), 0))
                 groups.create_task(play(buffer, group_id, task))
 
+    async def parts_of(buffer: TrajectoryBuffer, found: list[int]) -> None:
+        while True:
+            found[:] = [group.group_id for group in (await buffer.part(len(found))).groups]
+
     async def run() -> list[list[int]]:
         buffer = TrajectoryBuffer(
             StalenessRule(groups_per_step=groups_per_step, max_lag=0, on_stale=on_stale), journal=Journal(":memory:")
         )
         rolling, batches = asyncio.create_task(roll(buffer)), []
         for version in range(1, steps + 1):
+            early: list[int] = []  # what learner.stream_groups computes before the batch is whole
+            watching = asyncio.create_task(parts_of(buffer, early))
             batch = await buffer.take()
+            watching.cancel()
             batches.append([int(group.task.id) for group in batch.groups])
+            assert len(early) < groups_per_step and set(early) < {group.group_id for group in batch.groups}
             await asyncio.sleep(0)
             await buffer.commit(version)
         rolling.cancel()

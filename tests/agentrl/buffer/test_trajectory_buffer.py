@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -339,3 +340,73 @@ def test_groups_that_finish_in_turn_are_never_too_old_however_late_the_engines_a
             assert buffer.ledger().balanced() and buffer.ledger().dropped_stale == 0
 
     asyncio.run(live())
+
+
+class ArealAdmission:
+    """AReaL's rule, from its paper alone: arXiv 2505.24298, section 5.1, equation 3.
+
+        floor((N_r - 1) / B) <= i + eta
+
+    N_r: requests so far with the one in question, B: batch, i: version of the policy, eta: allowed staleness. Groups
+    stand for its requests; those that were rejected (equal rewards, failed) do not count, as in its code.
+    """
+
+    def __init__(self, *, batch: int, eta: int) -> None:
+        self.batch, self.eta, self.version, self.num_requests = batch, eta, 0, 0
+
+    def may_start(self) -> bool:
+        return (self.num_requests + 1 - 1) // self.batch <= self.version + self.eta
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    batch=st.integers(1, 5),
+    eta=st.integers(0, 4),
+    events=st.lists(st.sampled_from(["start", "start", "finish", "finish", "useless", "fail", "step"]), max_size=120),
+    seed=st.integers(0, 2**16),
+)
+def test_finish_admits_exactly_by_the_formula_of_areal(batch: int, eta: int, events: list[str], seed: int) -> None:
+    """After every event the buffer has a slot if and only if the formula lets another group start."""
+
+    async def run() -> None:
+        buffer = make_buffer(groups_per_step=batch, max_lag=eta, on_stale="finish")
+        areal, rng, flying = ArealAdmission(batch=batch, eta=eta), random.Random(seed), list[int]()
+        for event in events:
+            if event == "step" and buffer.ledger().ready >= batch:
+                await buffer.take()
+                assert await admits(buffer) == areal.may_start(), "taking a batch frees no slot"
+                areal.version += 1
+                await buffer.commit(areal.version)
+            elif event == "start" and areal.may_start():
+                flying.append(await admit(buffer))
+                areal.num_requests += 1
+            elif event in ("finish", "useless") and flying:
+                group_id = flying.pop(rng.randrange(len(flying)))
+                rewards = (0.0, 1.0) if event == "finish" else (1.0, 1.0)
+                await buffer.finish(make_group(group_id, version=rng.randint(0, areal.version), rewards=rewards))
+                areal.num_requests -= event == "useless"
+            elif event == "fail" and flying:
+                await buffer.fail(flying.pop(), "sandbox gone")
+                areal.num_requests -= 1
+            assert await admits(buffer) == areal.may_start()
+
+    asyncio.run(run())
+
+
+async def admits(buffer: TrajectoryBuffer) -> bool:
+    """Whether a group would be admitted now; none is."""
+
+    def draw() -> tuple[Task, int]:
+        raise LookupError
+
+    asking = asyncio.create_task(buffer.admit(draw))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    asking.cancel()
+    try:
+        await asking
+    except LookupError:
+        return True
+    except asyncio.CancelledError:
+        return False
+    raise AssertionError("admitted without a task")

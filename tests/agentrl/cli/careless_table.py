@@ -134,6 +134,16 @@ KEYS = [
     says("several errors", f"{TRAIN} lerner.lr=1 train.steps=x eval.every=-1", "learner?", "train.steps", "eval.every"),
     says("two sections in conflict", f"{TRAIN} rollout.group_size=1", "rollout.group_size", "algorithm.baseline"),
     says("turns longer than the context", f"{TRAIN} rollout.max_turn_tokens=4096", "rollout.max_context=2048"),
+    says(
+        "a held-out set without a name", f"{TRAIN} eval.sets=[AIME-2025]", "give each set a name", "{data: AIME-2025}"
+    ),
+    says("a held-out set that is only data", f"{TRAIN} eval.sets.a=GSM8K", "eval.sets.a must be a section", "data"),
+    says("rows that no held-out set plays", f"{TRAIN} env.eval_data=r eval.sets.a.data=s", "eval.sets.NAME.data=r"),
+    says("a held-out set's misspelt key", f"{TRAIN} eval.sets.a.num_task=3", "eval.sets.a.num_tasks?"),
+    says("a held-out set without rows", f"{TRAIN} eval.sets.a.data=nowhere.jsonl", "nowhere.jsonl"),
+    says(
+        "a held-out set that is none", "agentrl eval configs/quickstart.yaml --set aime", "eval.sets", "without a name"
+    ),
     says("temperature in training", f"{TRAIN} rollout.temperature=0.7", "eval.temperature"),
     says("a key to be explained", "agentrl config --describe learning_rate", "did you mean learner.lr?"),
     says("a count of zero", "agentrl eval configs/quickstart.yaml -n 0", "-n"),
@@ -230,4 +240,18 @@ SERVERS = [
     says("a served model, but no URL", "agentrl eval configs/quickstart.yaml --served-model gpt", "--model https://"),
 ]
 
-CASES = [*FILES, *KEYS, *FOLDERS, *MODELS, *DATA, *ENVIRONMENTS, *SERVERS]
+RENDER = "agentrl cluster render"
+CLUSTERS = [
+    says("a cluster system that does not exist", f"{RENDER} slrum configs/quickstart.yaml", "slurm"),
+    says("a cluster system, but no config", f"{RENDER} slurm", "CONFIG"),
+    says(
+        "a config where the cluster system belongs",
+        f"{RENDER} configs/quickstart.yaml",
+        "agentrl cluster render slurm configs/quickstart.yaml",
+    ),
+    says("no node", f"{RENDER} slurm configs/quickstart.yaml --nodes 0", "--nodes", "equal to 1"),
+    says("an option of another cluster system", f"{RENDER} slurm configs/quickstart.yaml --image a", "--image"),
+    says("a hostfile with Ray", f"{RENDER} slurm configs/cluster/aime.yaml", "Set ray.ranks_per_node instead"),
+]
+
+CASES = [*FILES, *KEYS, *FOLDERS, *MODELS, *DATA, *ENVIRONMENTS, *SERVERS, *CLUSTERS]

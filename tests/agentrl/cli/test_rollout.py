@@ -96,6 +96,28 @@ async def test_episodes_are_shown_and_saved(config: Path, tmp_path: Path) -> Non
     assert [(line["task"]["id"], line["reward"], len(line["messages"])) for line in lines] == [("row-2", 2.0, 4)] * 2
 
 
+async def test_an_eval_shows_every_set_and_a_rollout_plays_one(config: Path, tmp_path: Path) -> None:
+    tree = json.loads(config.read_text())
+    (tmp_path / "never_env.py").write_text(ENVIRONMENT.replace("== episode.task.answer", "is None"))
+    sets = {"said": {"num_tasks": 2}, "never": {"target": f"{tmp_path}/never_env.py:Echo", "samples_per_task": 1}}
+    config.write_text(json.dumps(tree | {"eval": {"samples_per_task": 2, "sets": sets}}))
+
+    def run(command: str, *options: str) -> Result:
+        return CliRunner().invoke(app, [command, str(config), *options], env={"COLUMNS": "120"})
+
+    async with endpoint() as url:
+        model = ("--model", url, "--served-model", "m")
+        both = await asyncio.to_thread(run, "eval", *model)
+        one = await asyncio.to_thread(run, "rollout", *model, "--set", "never", "-n", "1")
+    assert both.exit_code == one.exit_code == 0, both.output + one.output
+    said, never = (
+        both.stdout.index("said: 2 tasks, 2 samples each"),
+        both.stdout.index("never: 3 tasks, 1 samples each"),
+    )
+    assert said < both.stdout.index("1.000") < never < both.stdout.index("0.000 to", never)
+    assert "reward 0" in one.stdout
+
+
 def test_what_cannot_be_done_is_refused_before_anything_starts(config: Path, tmp_path: Path) -> None:
     (tmp_path / "old.jsonl").touch()
     for wanted, reason in (

@@ -53,7 +53,13 @@ def test_replay_that_remembers_too_few_groups_is_refused() -> None:
     [
         ({"oversample": 2, "on_stale": "finish"}, r"oversample=2 with max_lag=2: .* Set max_lag=0"),
         ({"oversample": 1.5, "max_lag": 0}, r"oversample=1.5 with on_stale=drop: .* Set on_stale=finish"),
-        ({"partial": "mask", "max_lag": 0, "on_stale": "finish"}, "only with oversample above 1"),
+        ({"partial": "mask", "max_lag": 0, "on_stale": "finish"}, "partial=mask .* only with oversample above 1"),
+        ({"partial": "restart", "max_lag": 0}, "partial=restart .* only with oversample above 1"),
+        ({"oversample": 2, "partial": "restart"}, r"oversample=2 with max_lag=2: .* Set max_lag=0"),
+        (
+            {"oversample": 2, "max_lag": 0, "on_stale": "finish", "partial": "restart"},
+            "on_stale=finish does nothing with partial=restart",
+        ),
         (
             {"oversample": 2, "max_lag": 0, "on_stale": "finish", "partial": "mask", "replay": {}},
             "every token of a group that replay repeats. Set partial=keep",
@@ -62,6 +68,7 @@ def test_replay_that_remembers_too_few_groups_is_refused() -> None:
 )
 def test_oversampling_that_cannot_work_is_refused_with_the_fix(rollout: dict[str, Any], what: str) -> None:
     parse(tree(oversample=2, max_lag=0, on_stale="finish", partial="mask"), source="x")
+    parse(tree(oversample=1.25, max_lag=0, partial="restart"), source="x")
     with pytest.raises(ConfigError, match=what):
         parse(tree(**rollout), source="x")
 

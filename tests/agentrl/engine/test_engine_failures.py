@@ -7,9 +7,12 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
+import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from agentrl.engine import launch_servers
 from agentrl.engine.vllm_engine import VLLMEngine
 from agentrl.errors import EngineError, EngineGone
 from agentrl.supervision.child import Child, ChildDied
+from agentrl.supervision.orphan_guard import processes
 from agentrl.supervision.serving import free_port
 from agentrl.training import launch
 from agentrl.types import Completion, Sampling
@@ -62,6 +66,18 @@ def server_of(part: Child) -> int:
     return int(children[0])
 
 
+def kill(*pids: int) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):  # its parent was killed, and the kernel was faster
+            os.kill(pid, signal.SIGKILL)
+
+
+def is_engine_process(pid: int) -> bool:
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
+
+
 def unique() -> str:
     return uuid.uuid4().hex
 
@@ -76,7 +92,8 @@ def start_many(engine: VLLMEngine, count: int, max_tokens: int) -> list[asyncio.
 async def until_streaming(engine: VLLMEngine, num_tokens: int) -> None:
     async with asyncio.timeout(120):
         while (
-            sum(len(stream.certain_part(Sampling(max_tokens=1)).token_ids) for stream in engine._streams) < num_tokens
+            sum(len(stream.certain_part(Sampling(max_tokens=1)).token_ids) for stream in engine._generation._streams)
+            < num_tokens
         ):
             await asyncio.sleep(0.01)
 
@@ -96,10 +113,13 @@ async def test_a_server_that_dies_comes_back_with_its_weights_and_goes_on_where_
 
 
 async def while_nobody_asks(engine: VLLMEngine, part: Child, judge: Judge) -> None:
-    os.killpg(server_of(part), signal.SIGKILL)
+    server = server_of(part)
+    (engine_process,) = (pid for pid, parent, _ in processes() if parent == server and is_engine_process(pid))
+    kill(part.process.pid, server)  # its guard too: what computes is left to the supervisor
     async with asyncio.timeout(120):
         while part.num_starts == 1:
             await asyncio.sleep(0.1)
+        assert not is_engine_process(engine_process)
         while True:
             try:
                 await engine.health()
@@ -172,6 +192,42 @@ async def cannot_start(config: Config, logs: Path) -> str:
         async with launch_servers.engine_servers(config, model_path=config.model.path, logs=logs) as servers:
             await launch_servers.engines_ready(servers, config.engine)
     return str(caught.value)
+
+
+OWNER = """
+import asyncio, pathlib, sys
+from agentrl import config as configs
+from agentrl.engine import launch_servers
+
+async def main():
+    config = configs.load(pathlib.Path(sys.argv[1]))
+    logs = pathlib.Path(sys.argv[2])
+    async with launch_servers.engine_servers(config, model_path=config.model.path, logs=logs) as servers:
+        await launch_servers.engines_ready(servers, config.engine)
+        print(servers[0].part.process.pid, flush=True)
+        await asyncio.sleep(300)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+def test_the_engine_process_ends_by_itself_when_all_others_were_killed_at_once(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(config_for(tiny_model_dir).model_dump_json())
+    arguments = [sys.executable, "-c", OWNER, str(config), str(tmp_path)]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE) as owner:
+        assert owner.stdout is not None
+        guard = int(owner.stdout.readline())
+        (server,) = (pid for pid, parent, _ in processes() if parent == guard)
+        (left,) = (pid for pid, parent, _ in processes() if parent == server and is_engine_process(pid))
+        kill(owner.pid, guard, server)
+    deadline = time.monotonic() + 5
+    while is_engine_process(left) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not is_engine_process(left)
 
 
 @pytest.mark.slow

@@ -69,6 +69,7 @@ def placed(
         (1, None, 1, {"weight_transfer": "safetensors"}, "0", ["0"], "safetensors"),
         (1, None, 1, {"weight_transfer": "reload"}, "0", ["0"], "reload"),
         (1, None, 1, {"host": "0.0.0.0"}, "0", ["0"], "safetensors"),  # no pickles from the network
+        (2, None, 1, {"weight_delta": 8}, "0", ["1"], "safetensors"),  # nccl sends all weights
         # engines elsewhere
         (2, None, 2, {"url": "http://a:1"}, "0,1", [], "safetensors"),
         (1, None, 1, {"url": "http://a:1", "weight_transfer": "nccl"}, "0", [], "nccl"),

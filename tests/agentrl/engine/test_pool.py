@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import pytest
@@ -13,11 +13,11 @@ import pytest
 from agentrl.config.engine import UpdateOrder
 from agentrl.engine import pool as engine_pool
 from agentrl.engine import pooled_engine, transfer_group
-from agentrl.engine.base import Parity, Receivers, WeightUpdate
+from agentrl.engine.base import EngineState, Parity, Receivers, WeightUpdate
 from agentrl.engine.metered import MeteredEngine
 from agentrl.engine.pool import EnginePool
 from agentrl.errors import EngineError, EngineGone, LearnerError, PreviousWeightsKept, WeightsWanted, WeightSyncError
-from agentrl.training.learner_api import LearnerSession
+from agentrl.training.learner_session import LearnerSession
 from agentrl.types import Completion, FinishReason, Probe, Sampling, TransferInit, VersionSpan, WeightsRef
 
 SAMPLING = Sampling(max_tokens=4)
@@ -75,6 +75,12 @@ class Breakable:
     async def recover(self) -> None:
         self._fail("recover")
 
+    def states(self) -> tuple[EngineState, ...]:
+        return (EngineState(url=self.url, model="policy", version=self.version, is_open=True, is_serving=True),)
+
+    async def check(self, index: int) -> None:
+        raise AssertionError("a pool looks at its engines itself")
+
     async def receivers(self, policy_version: int) -> Receivers:
         raise AssertionError("a pool knows its engines")
 
@@ -93,6 +99,7 @@ class Breakable:
     async def update_weights(self, ref: WeightsRef) -> WeightUpdate:
         self.updates.append(("begin", ref.policy_version))
         await asyncio.sleep(0.01)
+        self.wants_weights = isinstance(self.breaks("update"), WeightsWanted)
         self._fail("update")
         self.version = ref.policy_version
         self.updates.append(("end", ref.policy_version))
@@ -123,7 +130,7 @@ async def pool_of(
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while not condition():
             await asyncio.sleep(0.005)
 
@@ -213,6 +220,72 @@ async def test_an_engine_that_was_ended_in_its_update_leaves_and_takes_the_weigh
         assert good.version == 1 and ended.version == 0
         await until(lambda: pool.metrics()["engine/num_serving"] == 2)
         assert ended.version == 1 and wanted == []
+
+
+def changed(version: int) -> WeightsRef:
+    """What changed since an older version."""
+    return replace(ref(version), update_info={"path": "/w", "deltas": ["/w/changes"]})
+
+
+@pytest.mark.parametrize("unable", [{"a", "b"}, {"b"}])
+async def test_changes_that_an_engine_cannot_use_are_followed_by_all_weights(unable: set[str]) -> None:
+    """Also when the other engine could use them: where engines round adapters differently they never could."""
+
+    def engine(url: str) -> Breakable:
+        wanted, unable_here = WeightsWanted("other weights came of it"), url in unable
+        return Breakable(url, breaks=lambda what: wanted if what == "update" and unable_here and broken else None)
+
+    broken, engines = [True], [engine("a"), engine("b")]
+    async with pool_of(*engines) as pool:
+        with pytest.raises(WeightsWanted, match=f"the engine at {min(unable)} needs all weights"):
+            await pool.update_weights(changed(1))
+        assert pool.wants_weights
+        num_updates = len(engines[1].updates)
+        with pytest.raises(WeightsWanted, match=r"version 2.*needs all weights"):
+            await pool.update_weights(changed(2))
+        assert len(engines[1].updates) == num_updates, "changes were tried again"
+        broken.clear()
+        await pool.update_weights(ref(2))
+        await until(lambda: pool.metrics()["engine/num_serving"] == 2)
+        assert not pool.wants_weights and {one.version for one in engines} == {2}
+        await pool.update_weights(changed(3))
+        assert {one.version for one in engines} == {3}
+
+
+async def test_a_returning_engine_that_cannot_use_the_changes_is_given_all_weights_before_the_next_batch() -> None:
+    """The learner is told when it asks for a batch: at lag 0 there may be no other publication before."""
+    errors: dict[str, EngineError | WeightsWanted] = {}
+    late = Breakable("a", breaks=errors.get)
+    async with pool_of(late, Breakable("b")) as pool:
+        await pool.update_weights(changed(1))
+        errors |= {"generate": EngineGone(), "health": EngineGone(), "update": WeightsWanted("a stale disk")}
+        await pool.generate([1], SAMPLING, request_id="1")
+        await until(lambda: pool.metrics()["engine/num_serving"] == 1)
+        assert not pool.wants_weights, "nothing is known of it before it is back"
+        del errors["health"]
+        await until(lambda: pool.wants_weights)
+        errors.clear()
+        await pool.update_weights(ref(1))
+        await until(lambda: pool.metrics()["engine/num_serving"] == 2)
+        assert not pool.wants_weights
+
+
+async def test_an_engine_that_wanted_all_weights_and_died_costs_no_further_publication_of_all() -> None:
+    errors: dict[str, EngineError | WeightsWanted] = {"update": WeightsWanted("other weights came of it")}
+    dead, good = Breakable("a", breaks=errors.get), Breakable("b")
+    async with pool_of(dead, good) as pool:
+        with pytest.raises(WeightsWanted, match="the engine at a needs all weights"):
+            await pool.update_weights(changed(1))
+        errors["health"] = EngineGone()
+        await until(lambda: not pool.wants_weights)
+        await pool.update_weights(changed(2))
+        assert good.version == 2
+        errors.pop("health")  # it returns, and cannot use the changes once more
+        await until(lambda: pool.wants_weights)
+        errors.clear()
+        await pool.update_weights(ref(2))
+        await until(lambda: pool.metrics()["engine/num_serving"] == 2)
+        assert dead.version == 2 and not pool.wants_weights
 
 
 async def test_an_engine_that_never_proves_its_weights_is_given_up() -> None:

@@ -241,30 +241,35 @@ async def in_flight(server: VLLMServer) -> int:
 
 
 async def test_cancelling_a_call_aborts_its_request(vllm_server: VLLMServer, engine: VLLMEngine) -> None:
-    await engine.control.pause(clear_cache=False)
-    running = await many(engine, 4, 900)
-    await asyncio.sleep(1.0)
-    for task in running[:3]:
-        task.cancel()
-    await asyncio.sleep(1.0)
-    assert await in_flight(vllm_server) == 1
-    await engine.control.resume()
+    for wait_s in (0.5, 5.0, 30.0):  # until the server has the requests, and until it has their aborts
+        await engine.control.pause(clear_cache=False)
+        running = await many(engine, 4, 900)
+        await asyncio.sleep(wait_s)
+        for task in running[:3]:
+            task.cancel()
+        await asyncio.sleep(wait_s)
+        left = await in_flight(vllm_server)
+        await engine.control.resume()
+        if left == 1:
+            break
+    assert left == 1
     (survivor,) = [r for r in await asyncio.gather(*running, return_exceptions=True) if isinstance(r, Completion)]
     assert survivor.finish_reason is FinishReason.ABORT
 
 
 async def test_abort_ends_the_named_requests_alone_and_keeps_what_was_written(engine: VLLMEngine) -> None:
-    for _ in range(20):
+    for number in range(1, 21):
         ids = [unique(), unique()]
         running = [
             asyncio.create_task(engine.generate([*PROMPT, i], Sampling(max_tokens=900), request_id=ids[i]))
             for i in (0, 1)
         ]
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.1 * number)
         await engine.control.abort(ids[:1])
         first, second = await asyncio.gather(*running)
         assert second.finish_reason is not FinishReason.ABORT
-        if first.finish_reason is not FinishReason.STOP:  # a random model may have ended by itself before
+        # A random model may have ended by itself before; a busy machine may have written nothing yet.
+        if first.finish_reason is FinishReason.ABORT and first.token_ids:
             break
     assert first.finish_reason is FinishReason.ABORT
     assert 0 < len(first.token_ids) < 900

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from agentrl.engine.generation_stream import INITIAL_LABEL
 from agentrl.engine.vllm_engine import VLLMEngine
 from agentrl.engine.weight_updates import UpdateSettings
 from agentrl.errors import EngineError, EngineGone, PreviousWeightsKept, WeightsWanted, WeightSyncError
@@ -144,3 +146,42 @@ async def test_a_server_that_does_not_tell_what_it_holds_is_ended(tokenizer: Tur
         with pytest.raises(WeightsWanted, match="could not be restored"):
             await engine.update_weights(streamed(2))
         assert ended == ["now"]
+
+
+def changed(version: int, *, gives: int) -> WeightsRef:
+    """Changes that should give `version`."""
+    update_info = {"version": gives, "path": "/w", "deltas": ["/w/changes"]}
+    return replace(ref(version), update_info=update_info)
+
+
+async def test_changes_that_give_other_weights_are_never_resumed_and_all_weights_end_the_wait(
+    tokenizer: TurnTokenizer,
+) -> None:
+    async with holding_version_1(tokenizer) as (double, engine):
+        await engine.update_weights(changed(2, gives=2))
+        num_resumed = double.asked["resume"]
+        with pytest.raises(WeightsWanted, match="what changed since /w does not give version 3"):
+            await engine.update_weights(changed(3, gives=2))
+        assert double.asked["resume"] == num_resumed and engine.wants_weights
+        waiting = asyncio.create_task(request(engine))
+        await engine.update_weights(ref(3))
+        assert set((await waiting).policy_versions()) == {3}
+        assert double.lies == [] and not engine.wants_weights
+
+
+async def test_a_restarted_server_that_cannot_use_the_changes_waits_for_all_weights(tokenizer: TurnTokenizer) -> None:
+    starts = [1]
+    async with holding_version_1(tokenizer, num_starts=lambda: len(starts)) as (double, engine):
+        update = changed(2, gives=2)
+        await engine.update_weights(update)
+        double.restart()
+        double.label = INITIAL_LABEL  # type: ignore[assignment]
+        starts.append(2)
+        update.update_info["version"] = 1  # it reads something else now
+        waiting = asyncio.create_task(request(engine))
+        async with asyncio.timeout(10):
+            while not engine.wants_weights:
+                await asyncio.sleep(0)
+        await engine.update_weights(ref(2))
+        assert set((await waiting).policy_versions()) == {2}
+        assert double.lies == [] and not engine.wants_weights

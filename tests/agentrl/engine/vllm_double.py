@@ -65,7 +65,7 @@ class VLLMDouble:
         self.asked[path] += 1
         if request.method == "POST":
             self.calls.append(path if path != "wake_up" else f"wake_up {request.query['tags']}")
-        if self.token and request.headers.get("authorization") != f"Bearer {self.token}":
+        if self.token and path != "health" and request.headers.get("authorization") != f"Bearer {self.token}":
             return web.json_response({"error": {"message": "who are you?"}}, status=401)
         if path == "inference/v1/generate":
             if "prompt_logprobs" in body["sampling_params"]:
@@ -102,6 +102,8 @@ class VLLMDouble:
                 return {"results": [f"weights {self.held}"]}
             case "collective_rpc" if body["method"] == "can_sleep":
                 return {"results": ["yes" if self.enables_sleep else "no"]}
+            case "collective_rpc" if body["method"] == "takes_seeds":
+                return {"results": ["yes"]}
         return {
             "weight_version": str(self.label),
             "is_paused": not self._runs.is_set(),
@@ -115,7 +117,8 @@ class VLLMDouble:
         await self._runs.wait()
         if self.held != self.label:
             self.lies.append(body["request_id"])
-        sampling, ids = Sampling(max_tokens=body["sampling_params"]["max_tokens"]), body["token_ids"]
+        wanted, ids = body["sampling_params"], body["token_ids"]
+        sampling = Sampling(max_tokens=wanted["max_tokens"], seed=wanted.get("seed"))
         name = body["request_id"].partition("~")[0]  # SESSION-NUMBER~BREAKS
         said = await self.engine.generate(ids, sampling, request_id=name, session_id=name.rpartition("-")[0])
         scored = [

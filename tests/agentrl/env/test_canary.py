@@ -124,7 +124,9 @@ async def test_a_sandbox_that_computes_otherwise_is_found(
         await check(Integers, sandbox)
 
 
-async def test_a_sandbox_that_is_gone_is_named() -> None:
+async def test_a_sandbox_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sandbox.client.BACKOFF_S", 0.001)
+    monkeypatch.setattr("agentrl.env.canary.BACKOFF_S", 0.001)
     async with SandboxClient("http://127.0.0.1:9") as nowhere:
         with pytest.raises(InfraError, match=r"no outcome after 3 attempts: canary: SandboxGone"):
             await check(Integers, nowhere)

@@ -10,7 +10,7 @@ import pytest
 
 from agentrl.engine.metered import MeteredEngine
 from agentrl.tokens.tokenizer import TurnTokenizer
-from agentrl.training.learner_api import LearnerSession
+from agentrl.training.learner_session import LearnerSession
 from agentrl.types import Probe, WeightsRef
 from tests.agentrl.training.whole_run import YesAndNo
 

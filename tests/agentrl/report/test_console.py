@@ -69,6 +69,21 @@ def test_a_whole_run_is_shown(terminal: bool) -> None:
     assert ("\x1b" in text) is terminal
 
 
+def test_the_lines_of_several_sets_have_their_names() -> None:
+    console, first = screen(width=200), an_evaluation(0.2, version=0)
+    second = replace(an_evaluation(0.9, version=3), set_name="gsm8k")
+    with TrainConsole(total_steps=3, console=console) as view:
+        view.evaluated(second)
+    others = ((replace(second, avg=0.5), second),)
+    summary = Summary(num_steps=3, before=first, after=first, train_s=60.0, overlap=0.8, others=others)
+    view.summary(summary, Path("runs/q"), Path("runs/q/report.html"))
+    EvalConsole(console).evaluated(replace(second, newest_version=5))
+    text = shown(console)
+    for part in ("held out, gsm8k, version 3: avg@4", "gsm8k: before", "gsm8k: rise", f"{second.avg - 0.5:+.3f}"):
+        assert part in text
+    assert "gsm8k: 12 tasks, 4 samples each, versions 3 to 5" in text
+
+
 def test_step_lines_fit_80_columns_and_are_aligned() -> None:
     console = screen()
     with TrainConsole(total_steps=9_999, console=console) as view:

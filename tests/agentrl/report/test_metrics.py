@@ -29,6 +29,18 @@ def test_lines_read_back_as_logged(folder: RunFolder) -> None:
     assert (second.kind, second.values) == ("eval", {"eval/avg_at_n": 0.5})
 
 
+def test_evaluations_are_found_by_set_and_of_two_of_one_version_the_later_counts(folder: RunFolder) -> None:
+    with MetricsLog(folder) as log:
+        for version, name, value in ((0, "b", 0.1), (0, "a", 0.2), (4, "b", 0.3), (2, "b", 0.4), (2, "b", 0.5)):
+            log.log("eval", version, {f"eval/{name}/avg_at_n": value, f"eval/{name}/n": 4})
+        log.log("eval", 7, {"eval/avg_at_n": 0.6})
+        log.log("step", 7, {"learner/kl": 1})
+    found = metrics.held_out_lines(metrics.read(folder.metrics), ["a", "unknown"])
+    assert list(found) == ["a", "b", ""]
+    assert [(line.step, line.values["eval/avg_at_n"]) for line in found["b"]] == [(0, 0.1), (2, 0.5), (4, 0.3)]
+    assert found["b"][0].values == {"eval/avg_at_n": 0.1, "eval/n": 4} and found[""][0].step == 7
+
+
 def test_a_line_is_readable_before_the_log_is_closed(folder: RunFolder) -> None:
     with MetricsLog(folder) as log:
         log.log("step", 1, {"a": 1})

@@ -87,7 +87,7 @@ async def test_a_sandbox_that_is_killed_is_started_again_and_its_episodes_are_pl
     tmp_path: Path, tokenizer: TurnTokenizer
 ) -> None:
     # With max_lag 0 a step can only be made of the very groups that the kill hits.
-    config = config_for(tmp_path, steps=6, max_retries=2, max_lag=0)
+    config = config_for(tmp_path, steps=6, max_retries=8, max_lag=0)
     async with supervised_sandbox(config, tmp_path) as (client, part):
         killing, session = partial(kill_service, part), await client.session()
         make_env = partial(make, Known, sandbox=client)
@@ -129,7 +129,10 @@ async def _after(begun: asyncio.Event, work: Coroutine[Any, Any, None]) -> None:
     await work
 
 
-async def test_a_sandbox_that_is_killed_for_good_ends_the_run(tmp_path: Path, tokenizer: TurnTokenizer) -> None:
+async def test_a_sandbox_that_is_killed_for_good_ends_the_run(
+    tmp_path: Path, tokenizer: TurnTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sandbox.client.BACKOFF_S", 0.01)
     config = config_for(tmp_path)
     async with sandbox_process() as (client, process):
         error = await outcome(config, tokenizer, Known, process.kill, make_env=partial(make, Known, sandbox=client))

@@ -162,7 +162,7 @@ async def test_the_pauses_before_restarts_double(tmp_path: Path, monkeypatch: py
 async def test_the_command_of_a_restart_is_made_anew(tmp_path: Path) -> None:
     commands = iter([DIES, [sys.executable, "-c", "print('resumed')"]])
     lines: list[str] = []
-    async with child("learner", lambda: next(commands), log_path=tmp_path / "log", on_line=lines.append) as part:
+    async with child("learner", lambda spot: next(commands), log_path=tmp_path / "log", on_line=lines.append) as part:
         part.allow_restarts(1)
         await part.watch()
     assert lines == ["on", "resumed"]

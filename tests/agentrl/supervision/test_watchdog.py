@@ -43,7 +43,7 @@ async def test_a_run_that_hangs_ends_by_name_with_a_dump(tmp_path: Path) -> None
                     await task
                 finally:
                     task.cancel()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
     said = str(caught.value)
     assert "the training loop waits for the rollouts (a full batch," in said
     assert "the rollouts wait for the engine at http://127.0.0.1:1 (generate," in said
@@ -60,6 +60,18 @@ async def test_a_run_that_moves_is_left_alone(tmp_path: Path) -> None:
         for _ in range(10):
             await asyncio.sleep(0.1)
             wait_graph.beat("engine")
+    assert not (tmp_path / "stall.txt").exists()
+
+
+async def test_a_long_pass_of_the_event_loop_in_which_tasks_take_turns_is_not_a_loop_that_stands_still(
+    tmp_path: Path,
+) -> None:
+    async def compute() -> None:
+        time.sleep(0.2)
+
+    patience = Patience(stall_s=60.0, loop_s=2.0, tick_s=0.02)
+    async with watched(WaitGraph(), patience, dump=tmp_path / "stall.txt"):
+        await asyncio.gather(*(compute() for _ in range(20)))  # in one pass, 4 s in all
     assert not (tmp_path / "stall.txt").exists()
 
 
@@ -206,10 +218,10 @@ def test_a_run_that_does_not_end_when_it_is_cancelled_ends_the_process(tmp_path:
 
 
 def test_a_process_that_was_stopped_goes_on(tmp_path: Path) -> None:
-    with running(tmp_path, "await asyncio.sleep(0.5)", stall_s=0.7) as process:
+    with running(tmp_path, "await asyncio.sleep(0.5)", stall_s=2.0) as process:
         time.sleep(0.1)
         process.send_signal(signal.SIGSTOP)
-        time.sleep(1.0)
+        time.sleep(2.5)  # longer than stall_s
         process.send_signal(signal.SIGCONT)
         said, _ = process.communicate(timeout=30)
     assert (process.returncode, said) == (0, "ended well\n"), said

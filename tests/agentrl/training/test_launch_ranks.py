@@ -12,6 +12,7 @@ import pytest
 from agentrl.config import LearnerConfig, load
 from agentrl.config.hostfile import Host, read_hostfile
 from agentrl.errors import ConfigError, MissingDependencyError
+from agentrl.supervision.child import Spot
 from agentrl.training.launch_ranks import check_hosts, launcher, token_file
 
 HERE = socket.gethostname()
@@ -42,6 +43,15 @@ def test_several_on_this_machine_are_torchruns() -> None:
     command = launcher(LearnerConfig(num_ranks=3), token_file=None)
     assert command[1:] == [
         *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", "--module", "trainer")
+    ]
+
+
+def test_each_node_that_ray_gives_has_a_torchrun_with_its_part_of_the_ranks() -> None:
+    spot = Spot(host="10.0.0.4", port=7000, machine=1, meeting="10.0.0.3:7001")
+    command = launcher(LearnerConfig(num_ranks=16), token_file=None, spot=spot, machines=2)
+    assert command[1:] == [
+        *("-m", "torch.distributed.run", "--nnodes=2", "--node-rank=1", "--master-addr=10.0.0.3"),
+        *("--master-port=7001", "--nproc-per-node=8", "--module", "trainer"),
     ]
 
 

@@ -34,9 +34,11 @@ async def test_every_batch_is_full_and_fresh_and_the_ledger_is_logged(
     lines = read(tmp_path / "t" / "metrics.jsonl")
     assert [line.step for line in lines if line.kind == "step"] == [1, 2, 3, 4]
     assert [line.step for line in lines if line.kind == "eval"] == [0, 2, 4]
-    last = [line for line in lines if line.kind == "step"][-1].values
-    assert last["ledger/trained"] == 8
-    assert last["rollout/useful_groups"] == last["rollout/useful_tokens"] == summary.signal.useful_share == 1
+    steps = [line.values for line in lines if line.kind == "step"]
+    assert steps[-1]["ledger/trained"] == 8
+    finished = [step for step in steps if "rollout/useful_groups" in step]  # a step may train only older groups
+    assert finished and all(step["rollout/useful_groups"] == step["rollout/useful_tokens"] == 1 for step in finished)
+    assert summary.signal.useful_share == 1
     assert summary.signal.groups >= 8
 
 

@@ -13,7 +13,7 @@ from agentrl.engine.base import WeightUpdate
 from agentrl.engine.vllm_engine import VLLMEngine
 from agentrl.report.metrics import read
 from agentrl.tokens.tokenizer import TurnTokenizer
-from agentrl.training.learner_api import LearnerSession
+from agentrl.training.learner_session import LearnerSession
 from agentrl.types import Batch, Completion, Sampling, StepOutput, WeightsRef
 from tests.agentrl.engine.vllm_double import vllm_double
 from tests.agentrl.training.test_troubleshooting_engine import provable
@@ -114,3 +114,30 @@ async def test_a_learner_that_dies_while_the_engine_sleeps_wakes_it_when_it_is_b
         changes = [call for call in double.calls if call in ("sleep", "wake_up kv_cache")]
         assert changes == ["sleep", "wake_up kv_cache"] * 5  # two steps of the first learner, three of the second
         assert double.asleep == set() and double.lies == []
+
+
+async def test_tail_batching_trains_unfinished_tasks_together_also_after_the_learner_died(
+    tmp_path: Path, tokenizer: TurnTokenizer
+) -> None:
+    script = HalfSlow(tokenizer)
+    config = make_config(tmp_path, steps=5, eval_every=0, max_lag=0, oversample=2, partial="restart")
+    first: list[Batch] = []
+    second: list[Batch] = []
+    async with vllm_double(script) as double, Sleeping(double.url) as engine:
+        engine.script = script
+        async with orchestrating(config, engine, tokenizer) as (orchestrator, url):
+            run = asyncio.create_task(orchestrator.run())
+            await obedient_learner(url, first, name="first", dies_at=2)
+            await obedient_learner(url, second, name="second", version=1)
+            assert (await run).num_steps == 5
+        assert double.lies == []
+    seen = [first[0], *second]
+    ids = [[group.group_id for group in batch.groups] for batch in seen]
+    assert [batch.groups for batch in second[:2]] == [batch.groups for batch in first[1:]], "other batches"
+    assert ids[:2] == [[0, 2], [4, 5]], "the slow groups 1 and 3 were not played again together"
+    assert len({group_id for batch in ids for group_id in batch}) == 10
+    assert {batch.max_lag for batch in seen} == {0}
+    assert all(batch.policy_version == group.policy_version for batch in seen for group in batch.groups)
+    last = [line for line in read(tmp_path / "t" / "metrics.jsonl") if line.kind == "step"][-1].values
+    assert (last["ledger/trained"], last["ledger/dropped_stale"], last["ledger/failed"]) == (10, 0, 0)
+    assert last["ledger/restarted"] >= 4

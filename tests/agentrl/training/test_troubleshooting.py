@@ -20,7 +20,7 @@ from agentrl.env.canary import Canaries
 from agentrl.errors import ConfigError, InfraError, SandboxError
 from agentrl.report.metrics import read
 from agentrl.supervision import child as supervise
-from agentrl.supervision.child import child
+from agentrl.supervision.child import Spot, child
 from agentrl.supervision.serving import free_port
 from agentrl.tokens.tokenizer import TurnTokenizer
 from agentrl.training import launch, learner_api
@@ -44,6 +44,12 @@ PROVOKED_ELSEWHERE = {
     "test_a_model_can_be_the_name_of_a_run_and_is_then_what_the_run_exported",
     "--model ...: the config's engine.url": "api/test_playing.py::"
     "test_a_folder_beside_a_server_that_serves_its_own_model_is_refused",
+    "... was lost: ...": "workers/test_worker_processes.py::test_code_that_blocks_stops_its_worker_alone_and_is_named",
+    "no rollout worker for": "workers/test_dispatcher.py::test_a_run_without_workers_ends_with_what_to_do",
+    "wrong or missing token: rollout": "workers/test_api.py::"
+    "test_calls_without_the_token_or_with_a_wrong_body_are_refused",
+    "the ... of the run is at": "workers/test_worker.py::"
+    "test_parts_on_the_loopback_of_another_machine_are_named_with_their_setting",
     "the last ... groups each had": "training/test_orchestrator.py::test_a_task_without_signal_ends_with_a_reason",
     "... while step ... waited for groups": "training/test_orchestrator.py::"
     "test_the_minutes_hold_while_a_step_waits_and_after_a_resume",
@@ -77,6 +83,11 @@ PROVOKED_ELSEWHERE = {
     "test_a_cuda_build_behind_an_empty_mask_is_not_started_with_a_cpu_s_flags",
     "the learner did not deliver": "training/test_stalls.py::"
     "test_a_learner_that_never_comes_is_ended_by_its_own_deadline",
+    "the ... process ended with exit code ...; its node": "supervision/test_ray_place.py::"
+    "test_a_part_whose_node_goes_away_comes_back_on_another",
+    "Ray had no room": "supervision/test_ray_place.py::test_more_than_there_is_ends_in_a_table",
+    "the Ray cluster at": "supervision/test_ray_place.py::"
+    "test_a_cluster_that_requires_no_token_is_refused_unless_allowed",
     "nothing moved for": "training/test_stalls.py::"
     "test_an_engine_that_falls_silent_in_training_is_named_down_the_whole_chain",
     "no thread of this process": "supervision/test_watchdog.py::test_code_that_lets_no_thread_run_is_interrupted_too",
@@ -183,7 +194,7 @@ async def test_a_learner_that_is_killed_is_started_again_and_the_run_goes_on(
     metrics = tmp_path / "t" / "metrics.jsonl"
     async with orchestrating(config, YesAndNo(tokenizer), tokenizer) as (orchestrator, url):
 
-        def command() -> list[str]:
+        def command(spot: Spot) -> list[str]:
             return [sys.executable, "-c", LEARNER, url, uuid.uuid4().hex]
 
         async with child("learner", command, log_path=tmp_path / "log") as part, launch.watching(part):

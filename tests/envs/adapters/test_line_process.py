@@ -75,7 +75,8 @@ async def test_its_error_and_its_end_have_a_reason(process: LineProcess) -> None
         await process.ask("echo")
 
 
-async def test_its_whole_process_group_ends_with_it(process: LineProcess) -> None:
+async def test_its_whole_process_group_ends_with_it(process: LineProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("envs.adapters.line_process.GRACE_S", 0.5)
     child = await process.ask("child")
     await process.close()
     for _ in range(200):

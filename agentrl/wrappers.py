@@ -56,6 +56,10 @@ class Wrapper(Env):
         """See Env.score."""
         return await self.env.score(episode)
 
+    async def score_group(self, episodes: Sequence[Episode]) -> Sequence[Mapping[str, float]]:
+        """See Env.score_group."""
+        return await self.env.score_group(episodes)
+
     async def close(self) -> None:
         """See Env.close."""
         await self.env.close()
@@ -79,6 +83,11 @@ class Wrapper(Env):
     def tool_schemas(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """The tools as the chat template renders them."""
         return self.env.tool_schemas()
+
+    @property
+    def scores_groups(self) -> bool:
+        """Whether the inner environment does, or this wrapper."""
+        return type(self).score_group is not Wrapper.score_group or self.env.scores_groups
 
     @property
     def unwrapped(self) -> Env:

@@ -23,6 +23,7 @@ SMALL_FILES = {
     "agentrl/api/checking.py": "one function of the API, one file",
     "agentrl/buffer/journal_format.py": "changes with the file format, not with the states of a group",
     "agentrl/buffer/recent_signal.py": "when a run has nothing to learn, independent of slots and the journal",
+    "agentrl/check/group_score.py": "one check, one file: check_env.py is at the limit",
     "agentrl/cli/rollout.py": "what one command prints",
     "agentrl/config/hostfile.py": "placement and launcher read it",
     "agentrl/config/section.py": "the base of all sections: each imports it",

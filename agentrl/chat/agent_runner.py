@@ -28,7 +28,7 @@ class AgentRunner:
     """An EpisodeRunner for an AgentEnv.
 
     runner = AgentRunner(env, task, session, ChatProxy())
-    episode = await play_episode(env, attempt, runner, config)
+    finished = await play_episode(env, attempt, runner, config)
     """
 
     def __init__(self, env: AgentEnv, task: Task, session: ChatSession, proxy: ChatProxy) -> None:

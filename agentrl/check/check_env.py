@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from agentrl.check.answers import Answers
 from agentrl.check.cancellation import find_unclosed
+from agentrl.check.group_score import group_detail
 from agentrl.check.limited import limited, limiting
 from agentrl.check.made_up_calls import calling, calls_with_text, odd_output
 from agentrl.check.report import (
@@ -150,6 +151,7 @@ class _Inspector:
         await self._check("one turn", self._one_turn, is_needed=True)
         await self._check("tool calls", self._tool_calls)
         await self._check("repeatable", self._repeatable, is_needed=True)
+        await self._check("group score", self._group_score)
         await self._check("clean-up", self._clean_up)
         await self._check("Unicode", self._unicode)
         await self._check("tokens", self._tokens)
@@ -313,6 +315,11 @@ class _Inspector:
             f"{places.in_brackets(places.defined_at(self.env_cls.score))}",
         )
         return "the same seed and messages give the same episode and score"
+
+    async def _group_score(self) -> str:
+        if not self._limited_env().scores_groups:
+            return ""
+        return await group_detail(self._limited_env, await self._play(self.tasks[0], self._script("an answer")))
 
     async def _clean_up(self) -> str:
         script = [*calls_with_text(self.tools, "print(1)"), _says("x")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -79,6 +79,16 @@ class Limited(Wrapper):
         """See Env.score."""
         async with self._limit("score"):
             return await self.env.score(episode)
+
+    async def score_group(self, episodes: Sequence[Episode]) -> Sequence[Mapping[str, float]]:
+        """See Env.score_group."""
+        async with self._limit("score_group"):
+            return await self.env.score_group(episodes)
+
+    @property
+    def scores_groups(self) -> bool:
+        """Whether the inner environment does."""
+        return self.env.scores_groups
 
     async def close(self) -> None:
         """See Env.close."""

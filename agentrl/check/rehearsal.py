@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
+from agentrl.check.group_score import group_detail
 from agentrl.check.limited import limiting
 from agentrl.check.made_up_calls import calling
 from agentrl.env import Env, attributed, checked_script, play_script
@@ -54,7 +55,14 @@ async def rehearse(env_class: type[Env], make_env: Callable[[], Env], task: Task
 
 async def _played(make_env: Callable[[], Env], task: Task, script: Sequence[Message]) -> None:
     try:
-        await play_script(make_env(), task, script, seed=0)
+        await _play_and_score(make_env, task, script)
     except EnvError as error:
         log.debug("the scripted episode failed, and is played again: %s", error)
-        await play_script(make_env(), task, script, seed=0)
+        await _play_and_score(make_env, task, script)
+
+
+async def _play_and_score(make_env: Callable[[], Env], task: Task, script: Sequence[Message]) -> None:
+    env = make_env()
+    episode = await play_script(env, task, script, seed=0)
+    if env.scores_groups:
+        await group_detail(make_env, episode)

@@ -55,7 +55,7 @@ async def find_token_problem(
     env, attempt = make_env(), Attempt(task=task, episode_id="check")
     settings = RolloutSettings(config=_CONFIG, max_turns=len(said))
     runner = token_runner(env, attempt, engine, settings, tokenizer)
-    segments = (await play_episode(env, attempt, runner, _CONFIG)).segments
+    segments = (await play_episode(env, attempt, runner, _CONFIG)).record.segments
     num_tokens = sum(len(segment.token_ids()) for segment in segments)
     problem = _broken_prefix(segments, engine.prompts.values()) or _broken_record(segments)
     return num_tokens, problem

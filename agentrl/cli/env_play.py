@@ -18,9 +18,10 @@ from rich.text import Text
 
 from agentrl.env.agent_env import AgentEnv
 from agentrl.env.base import Action, Env, Episode, StepResult
-from agentrl.env.driver import Dialogue, close, scored, uninterrupted_close
+from agentrl.env.driver import Dialogue, close, uninterrupted_close
 from agentrl.env.registry import load_env_class
 from agentrl.env.returned import rows_of
+from agentrl.env.scoring import scored
 from agentrl.env.shared import opened
 from agentrl.errors import ConfigError
 from agentrl.report.console import EvalConsole

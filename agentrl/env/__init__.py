@@ -3,6 +3,7 @@
     base.py, tool_env.py, agent_env.py  the classes to derive from
     attribution.py, returned.py  whose failure it is, and checks of what methods return; places.py finds the line
     driver.py    one episode: start, turns, score, close
+    scoring.py   the rewards of one episode, and of a whole group
     registry.py  finds and makes environments; entry_points.py finds those of other packages
     shared.py    resources that all episodes of a process share
     canary.py    episodes with a known outcome
@@ -20,12 +21,12 @@ from agentrl.env.driver import (
     advance,
     close,
     play_script,
-    scored,
     start,
     uninterrupted_close,
 )
 from agentrl.env.registry import EnvSpec, WrapEnv, load_env_class, make, register, spec, specs
 from agentrl.env.returned import checked_script, rows_of
+from agentrl.env.scoring import group_scored, scored
 from agentrl.env.shared import opened
 from agentrl.env.tool_env import ToolEnv
 
@@ -46,6 +47,7 @@ __all__ = [
     "attributed",
     "checked_script",
     "close",
+    "group_scored",
     "load_env_class",
     "make",
     "opened",

@@ -15,6 +15,7 @@ SIGNATURES = {
     "reset": "async def reset(self, *, task, seed=None)",
     "step": "async def step(self, action)",
     "score": "async def score(self, episode)",
+    "score_group": "async def score_group(self, episodes)",
     "demonstrations": "@classmethod def demonstrations(cls, task, *, skill=1.0, seed=0)",
     "phrase": "@classmethod def phrase(cls, answer)",
     "open_shared": "@classmethod @asynccontextmanager async def open_shared(cls), with one `yield`",

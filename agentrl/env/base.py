@@ -94,9 +94,10 @@ class Scope:
 class Env(ABC):
     """One episode. Subclass `ToolEnv` for tools; subclass this for games and dialogues.
 
-    Override `tasks`, `reset`, `step`, `score`, `close`, `demonstrations` as needed. `reset`, `step`, `score` and
-    `close` may be written without `async` where they wait for nothing. An exception from any of them is an
-    infrastructure failure (EnvError, or SandboxError where the sandbox failed): the episode is retried, never scored.
+    Override `tasks`, `reset`, `step`, `score`, `score_group`, `close`, `demonstrations` as needed. `reset`, `step`,
+    `score`, `score_group` and `close` may be written without `async` where they wait for nothing. An exception from any
+    of them is an infrastructure failure (EnvError, or SandboxError where the sandbox failed): the episode is retried,
+    never scored.
 
         class Guess(Env):
             async def reset(self, *, task, seed=None):
@@ -141,6 +142,19 @@ class Env(ABC):
         """Named rewards at the end, once, on the trusted side. The default: all reward came from `step`."""
         return {}
 
+    async def score_group(self, episodes: Sequence[Episode]) -> Sequence[Mapping[str, float]]:
+        """Named rewards that depend on the whole group: those of each episode, in order. [G] The default: none.
+
+        Called once when all episodes of a group are scored, on an object of its own: `reset` is not called on it, and
+        `self.shared` and `self.sandbox` work. Each episode has its `rewards` of `score`; the names here are others. An
+        exception fails the group, whose score is tried again, and never trains.
+
+            async def score_group(self, episodes):
+                longest = max(len(episode.final_text) for episode in episodes)
+                return [{"brief": float(len(episode.final_text) < longest)} for episode in episodes]
+        """
+        return [{} for _ in episodes]
+
     async def close(self) -> None:  # noqa: B027  (most environments hold nothing)
         """Release everything that the episode holds. Always called, also after failure and cancellation."""
 
@@ -178,6 +192,11 @@ class Env(ABC):
         return self._shared
 
     @property
+    def scores_groups(self) -> bool:
+        """Whether `score_group` gives rewards."""
+        return type(self).score_group is not Env.score_group
+
+    @property
     def unwrapped(self) -> Env:
         """The environment inside all wrappers: itself, where there is none."""
         return self
@@ -205,7 +224,7 @@ class Env(ABC):
 @functools.cache
 def _plain_methods(cls: type[Env]) -> tuple[str, ...]:
     """The asynchronous methods of Env that a class defines without `async`."""
-    names = ("reset", "step", "score", "close")
+    names = ("reset", "step", "score", "score_group", "close")
     return tuple(name for name in names if not inspect.iscoroutinefunction(getattr(cls, name, None)))
 
 

@@ -10,15 +10,14 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Protocol, TypeVar
 
-from agentrl.env import places
 from agentrl.env.attribution import attributed
-from agentrl.env.base import STEP_REWARD, Action, Env, Episode, Scope, StepResult
-from agentrl.env.returned import checked_opening, checked_rewards, checked_step
-from agentrl.errors import EnvError
+from agentrl.env.base import Action, Env, Episode, Scope, StepResult
+from agentrl.env.returned import checked_opening, checked_step
+from agentrl.env.scoring import scored
 from agentrl.types import FinishReason, Message, StopReason, Task
 
 log = logging.getLogger(__name__)
@@ -146,37 +145,6 @@ async def advance(env: Env, action: Action) -> StepResult:
     with attributed(f"{inner.__name__}.step", method="step", at=inner.step):
         returned = await env.step(action)
     return checked_step(env, returned)
-
-
-async def scored(env: Env, episode: Episode, *, timeout_s: float | None = None) -> Episode:
-    """Call `score`; returns the episode with its named rewards and their weighted sum.
-
-    Raises EnvError when it takes too long, a name is unknown to `reward_weights` or missing, or a value is no finite
-    number.
-    """
-    inner = type(env.unwrapped)
-    what = f"{inner.__name__}.score of task {episode.task.id}"
-    deadline = asyncio.timeout(timeout_s)
-    try:
-        async with deadline:
-            with attributed(what, method="score", at=inner.score, passing=TimeoutError):
-                returned = await env.score(episode)
-    except TimeoutError as error:
-        late = f"took more than {timeout_s:g} s" if deadline.expired() else f"TimeoutError: {error}"
-        place = places.raised_at(error) or places.defined_at(inner.score)
-        raise EnvError(f"{what}: {late}{places.in_brackets(place)}") from error
-    rewards = checked_rewards(env, returned)
-    reward = total_reward(env, rewards, episode.step_reward)
-    if episode.step_reward:
-        rewards[STEP_REWARD] = episode.step_reward
-    return replace(episode, rewards=rewards, reward=reward)
-
-
-def total_reward(env: Env, rewards: Mapping[str, float], step_reward: float) -> float:
-    """The trained reward: the weighted sum of the named rewards and of what `step` returned (weight 1 by default)."""
-    weights = env.reward_weights
-    named = sum(weights[key] * value for key, value in rewards.items())
-    return float(named + weights.get(STEP_REWARD, 1.0) * step_reward)
 
 
 @dataclass(kw_only=True)

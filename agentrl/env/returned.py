@@ -16,13 +16,14 @@ import msgspec
 
 from agentrl.env import places
 from agentrl.env.attribution import MESSAGE, TASK, attributed
-from agentrl.env.base import STEP_REWARD, Env, Split, StepResult
+from agentrl.env.base import STEP_REWARD, Env, Episode, Split, StepResult
 from agentrl.errors import EnvError
 from agentrl.types import Message, Role, Task
 
 RESET_RETURNS = "`return [user(task.prompt)], {}`"
 STEP_RETURNS = "`return StepResult([user(text)], reward=0.0, terminated=False, truncated=False, info={})`"
 SCORE_RETURNS = '`return {"correct": 1.0}`'
+GROUP_RETURNS = '`return [{"brief": 1.0} for episode in episodes]`'
 _ROLES = get_args(Role)
 _MAX_SHOWN = 60
 _Place = Callable[[], str]
@@ -130,9 +131,56 @@ def checked_rewards(env: Env, returned: Any) -> dict[str, float]:
     """The named rewards that `score` returned. Raises EnvError."""
     inner = env.unwrapped
     what, place = f"{type(inner).__name__}.score", partial(places.defined_at, type(inner).score)
+    rewards = _checked_named(env, returned, what, place, SCORE_RETURNS)
+    missing = sorted(env.reward_weights.keys() - rewards.keys() - {STEP_REWARD})
+    if missing and type(inner).score is not Env.score and not env.scores_groups:
+        raise EnvError(
+            f"{what} did not return {missing}, which reward_weights names: return each of {sorted(env.reward_weights)} "
+            f"for every episode{places.in_brackets(place())}"
+        )
+    return rewards
+
+
+def checked_group_rewards(env: Env, returned: Any, episodes: Sequence[Episode]) -> list[dict[str, float]]:
+    """The named rewards that `score_group` returned: of each episode, those that `score` did not give. [G]
+
+    Raises EnvError.
+    """
+    inner = env.unwrapped
+    what, place = f"{type(inner).__name__}.score_group", partial(places.defined_at, type(inner).score_group)
+    if not isinstance(returned, Sequence) or isinstance(returned, str | bytes):
+        raise _wrong(what, returned, f"return a list of named rewards: {GROUP_RETURNS}", place)
+    if len(returned) != len(episodes):
+        raise EnvError(
+            f"{what} returned {len(returned)} rewards for {len(episodes)} episodes: return one dict for each episode, "
+            f"in order{places.in_brackets(place())}"
+        )
+    return [
+        _checked_member(env, rewards, episode, f"{what} (episode {number} of {len(episodes)})", place)
+        for number, (rewards, episode) in enumerate(zip(returned, episodes, strict=True), 1)
+    ]
+
+
+def _checked_member(env: Env, returned: Any, episode: Episode, what: str, place: _Place) -> dict[str, float]:
+    rewards = _checked_named(env, returned, what, place, GROUP_RETURNS)
+    if twice := sorted(rewards.keys() & episode.rewards.keys()):
+        raise EnvError(
+            f"{what} has {twice}, which `score` gave already: give each reward a name of its own"
+            f"{places.in_brackets(place())}"
+        )
+    if missing := sorted(env.reward_weights.keys() - rewards.keys() - episode.rewards.keys() - {STEP_REWARD}):
+        raise EnvError(
+            f"{what} lacks {missing}, which reward_weights names: return it from score or score_group for every episode"
+            f"{places.in_brackets(place())}"
+        )
+    return rewards
+
+
+def _checked_named(env: Env, returned: Any, what: str, place: _Place, write: str) -> dict[str, float]:
+    """Named rewards, each with a weight and finite. Raises EnvError."""
     known = sorted(env.reward_weights)
     if not isinstance(returned, Mapping):
-        raise _wrong(what, returned, f"return a dict of named rewards: {SCORE_RETURNS}", place)
+        raise _wrong(what, returned, f"return a dict of named rewards: {write}", place)
     for key, value in returned.items():
         if key not in env.reward_weights:
             raise EnvError(
@@ -144,12 +192,6 @@ def checked_rewards(env: Env, returned: Any) -> dict[str, float]:
             raise _wrong(f"{what}: the reward {key!r}", value, "return a number", place, verb="is")
         if not math.isfinite(value):
             raise EnvError(f"{what} returned {key}={value}: it must be finite{places.in_brackets(place())}")
-    missing = sorted(env.reward_weights.keys() - returned.keys() - {STEP_REWARD})
-    if missing and type(inner).score is not Env.score:
-        raise EnvError(
-            f"{what} did not return {missing}, which reward_weights names: return each of {known} for every episode"
-            f"{places.in_brackets(place())}"
-        )
     return {key: float(value) for key, value in returned.items()}
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from agentrl.config import RolloutConfig
@@ -45,6 +45,38 @@ class PlayedEpisode:
     step_reward: float = 0.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedEpisode:
+    """A scored episode, and its record: what `score_group` sees, and what is trained on.
+
+    finished = await play_episode(env, attempt, runner, config)
+    finished.record.segments
+    """
+
+    episode: Episode
+    record: EpisodeRecord
+    scores_groups: bool = False  # its environment's rewards are not complete without those of its group
+
+    def with_group_rewards(self, episode: Episode) -> FinishedEpisode:
+        """With the rewards that the group added, in each segment; what is punished there stays punished."""
+        old = self.episode.reward
+        segments = tuple(
+            replace(one, reward=episode.reward + (one.reward - old), rewards={**one.rewards, **episode.rewards})
+            for one in self.record.segments
+        )
+        return replace(self, episode=episode, record=replace(self.record, segments=segments))
+
+    def with_retries(self, number: int) -> FinishedEpisode:
+        """With so many more failed attempts."""
+        if number == 0:
+            return self
+        segments = (
+            replace(one, info={**one.info, "retries": one.info.get("retries", 0.0) + number})
+            for one in self.record.segments
+        )
+        return replace(self, record=replace(self.record, segments=tuple(segments)))
+
+
 class EpisodeRunner(Protocol):
     """Plays one episode to its end and records it; does not score it.
 
@@ -76,7 +108,7 @@ class EpisodeRunner(Protocol):
         ...
 
 
-async def play_episode(env: Env, attempt: Attempt, runner: EpisodeRunner, config: RolloutConfig) -> EpisodeRecord:
+async def play_episode(env: Env, attempt: Attempt, runner: EpisodeRunner, config: RolloutConfig) -> FinishedEpisode:
     """Play one episode and score it; `env` is closed whatever happens.
 
     Each segment has the reward of the whole and its share in the gradient. Raises EnvError, SandboxError, EngineError
@@ -98,7 +130,9 @@ async def play_episode(env: Env, attempt: Attempt, runner: EpisodeRunner, config
         episode = await scored(env, episode, timeout_s=config.episode_timeout_s)
     finally:
         await close(env)
-    return EpisodeRecord(id=attempt.episode_id, segments=_trajectories(attempt.episode_id, played, episode, config))
+    segments = _trajectories(attempt.episode_id, played, episode, config)
+    record = EpisodeRecord(id=attempt.episode_id, segments=segments)
+    return FinishedEpisode(episode=episode, record=record, scores_groups=env.scores_groups)
 
 
 async def _play(runner: EpisodeRunner, task: Task, timeout_s: float) -> StopReason:

@@ -1,4 +1,5 @@
-"""The episodes of one task, each tried again when a part failed: a group is complete or does not exist.
+"""The episodes of one task, each tried again when a part failed, then scored as a group: it is complete or does not
+exist.
 
 Independent of how an episode is played: GroupPlayer is given a MakeRunner.
 """
@@ -8,21 +9,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import zlib
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
-from agentrl.env import Env, uninterrupted_close
+from agentrl.env import Env, close, group_scored, uninterrupted_close
 from agentrl.env.agent_env import AgentEnv
 from agentrl.errors import InfraError, WeightSyncError, raise_first
-from agentrl.rollouts.episode import EpisodeRunner, play_episode
+from agentrl.rollouts.episode import EpisodeRunner, FinishedEpisode, play_episode
 from agentrl.rollouts.settings import Attempt, RolloutSettings
 from agentrl.run_folder import EpisodeKind
 from agentrl.supervision.backoff import backoff_s
-from agentrl.types import EpisodeRecord, Task, TrajectoryGroup
+from agentrl.types import Task, TrajectoryGroup
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 ModelT = TypeVar("ModelT")
 ModelT_contra = TypeVar("ModelT_contra", contravariant=True)
 
@@ -85,7 +87,9 @@ class GroupPlayer(Generic[ModelT]):
 
         An episode that fails for infrastructure is played again up to `max_retries` times; then its error is raised
         and the other episodes are cancelled. `info["retries"]` counts the failed attempts. With `request_seeds` an
-        episode that is played again, also in another process, asks for the same tokens. Raises InfraError, ConfigError.
+        episode that is played again, also in another process, asks for the same tokens. Then the environment scores the
+        group, where it has a `score_group`. A failure of that is tried again as often and counted likewise; the
+        episodes are kept. Raises InfraError, ConfigError.
         """
         settings = self._settings[kind]
         label = f"{kind}-{self._name}-{group_id}" if self._name else f"{kind}-{group_id}"
@@ -100,24 +104,38 @@ class GroupPlayer(Generic[ModelT]):
                 ]
         except BaseExceptionGroup as group:
             raise_first(group)
-        return TrajectoryGroup(group_id=group_id, task=task, episodes=tuple(m.result() for m in members))
+        finished = await self._group_scored([member.result() for member in members], label, settings)
+        return TrajectoryGroup(group_id=group_id, task=task, episodes=tuple(one.record for one in finished))
 
-    async def _member(self, model: ModelT, first: Attempt, settings: RolloutSettings) -> EpisodeRecord:
-        max_retries = settings.config.max_retries
-        for number in range(max_retries + 1):
+    async def _member(self, model: ModelT, first: Attempt, settings: RolloutSettings) -> FinishedEpisode:
+        async def play(number: int) -> FinishedEpisode:
+            return (await self._play(model, replace(first, number=number), settings)).with_retries(number)
+
+        return await _retried(play, f"episode {first.episode_id}", settings)
+
+    async def _group_scored(
+        self, finished: Sequence[FinishedEpisode], label: str, settings: RolloutSettings
+    ) -> Sequence[FinishedEpisode]:
+        """The episodes with the rewards of their group. Raises InfraError."""
+        if not finished[0].scores_groups:
+            return finished
+
+        episodes, timeout_s = [one.episode for one in finished], settings.config.episode_timeout_s
+
+        async def score(number: int) -> list[FinishedEpisode]:
+            env = self._make_env()
             try:
-                episode = await uninterrupted_close(self._play(model, replace(first, number=number), settings))
-                return episode if number == 0 else _with_retries(episode, number)
-            except WeightSyncError:
-                raise
-            except InfraError as error:
-                if number == max_retries:
-                    raise
-                log.warning("episode %s failed, retry %d: %s", first.episode_id, number + 1, error)
-                await asyncio.sleep(backoff_s(number, base_s=settings.backoff_s))
-        raise AssertionError("unreachable")
+                judged = await group_scored(env, episodes, timeout_s=timeout_s)
+            finally:
+                await close(env)
+            return [
+                one.with_group_rewards(episode).with_retries(number)
+                for one, episode in zip(finished, judged, strict=True)
+            ]
 
-    async def _play(self, model: ModelT, attempt: Attempt, settings: RolloutSettings) -> EpisodeRecord:
+        return await _retried(score, f"the score of group {label}", settings)
+
+    async def _play(self, model: ModelT, attempt: Attempt, settings: RolloutSettings) -> FinishedEpisode:
         env = self._make_env()
         if isinstance(env, AgentEnv):
             runner = self._runners.for_agent(env, attempt, model, settings)
@@ -131,6 +149,17 @@ def _attempt(task: Task, label: str, group_id: int, index: int, seed: int) -> At
     return Attempt(task=task, episode_id=f"{label}-{index}", seed=episode_seed)
 
 
-def _with_retries(episode: EpisodeRecord, number: int) -> EpisodeRecord:
-    segments = (replace(one, info={**one.info, "retries": float(number)}) for one in episode.segments)
-    return replace(episode, segments=tuple(segments))
+async def _retried(attempt: Callable[[int], Coroutine[Any, Any, T]], what: str, settings: RolloutSettings) -> T:
+    """`attempt` by its number, again up to `max_retries` times while a part fails. Raises the last InfraError."""
+    max_retries = settings.config.max_retries
+    for number in range(max_retries + 1):
+        try:
+            return await uninterrupted_close(attempt(number))
+        except WeightSyncError:
+            raise
+        except InfraError as error:
+            if number == max_retries:
+                raise
+            log.warning("%s failed, retry %d: %s", what, number + 1, error)
+            await asyncio.sleep(backoff_s(number, base_s=settings.backoff_s))
+    raise AssertionError("unreachable")

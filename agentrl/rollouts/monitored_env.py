@@ -5,7 +5,7 @@ Independent of what the environment does.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -40,6 +40,16 @@ class MonitoredEnv(Wrapper):
         """See Env.score."""
         with self._waiting("score"):
             return await self.env.score(episode)
+
+    async def score_group(self, episodes: Sequence[Episode]) -> Sequence[Mapping[str, float]]:
+        """See Env.score_group."""
+        with self._waiting("score_group"):
+            return await self.env.score_group(episodes)
+
+    @property
+    def scores_groups(self) -> bool:
+        """Whether the inner environment does."""
+        return self.env.scores_groups
 
     def _waiting(self, what: str) -> AbstractContextManager[None]:
         return self._wait_graph.waiting("episodes", on=f"environment {type(self.unwrapped).__name__}", what=what)

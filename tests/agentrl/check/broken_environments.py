@@ -53,6 +53,17 @@ def score(line: str) -> str:
     return source(score=f"async def score(self, episode):\n    {line}")
 
 
+def grouped(line: str, more: str = "") -> str:
+    """`score_group` is `line`; `reset` keeps the task."""
+    return source(
+        before="from agentrl.env import Episode\n",
+        reset="async def reset(self, *, task, seed=None):\n    self.task = task\n    return [user(task.prompt)], {}",
+        weights='reward_weights = {"correct": 1.0, "brief": 0.1}',
+        group=f"async def score_group(self, episodes):\n    {line}",
+        more=more,
+    )
+
+
 def tasks(line: str) -> str:
     return source(tasks=f"@classmethod\ndef tasks(cls, split, *, data=None, seed=0):\n    {line}")
 
@@ -103,6 +114,23 @@ CASES = {
         score("import asyncio; await asyncio.sleep(1000)"),
         "one turn",
         r"Broken.score did not return within 1 s; it waits at FILE:17. If it is slow and does not hang: --timeout",
+    ),
+    "group-short": Broken(
+        grouped('return [{"brief": 1.0}]'),
+        "group score",
+        r"Broken.score_group returned 1 rewards for 2 episodes: return one dict for each episode, in order \(FILE:\d+\)",
+    ),
+    "group-of-one": Broken(
+        grouped('low, high = [0.0, 1.0][:len(episodes)]; return [{"brief": low}, {"brief": high}]'),
+        "group score",
+        r"Broken.score_group of task 0: ValueError: not enough values to unpack .*FILE:\d+",
+    ),
+    "group-close": Broken(
+        grouped(
+            'return [{"brief": 1.0} for _ in episodes]', more="async def close(self):\n    self.last = self.task.id"
+        ),
+        "group score",
+        r"Broken.close of an object that scored a group, without reset: AttributeError: .*FILE:\d+",
     ),
     "score-outside": Broken(
         score('return {"correct": 5.0 if f"{{{episode.task.answer}}}" in episode.final_text else -5.0}'),
@@ -424,6 +452,7 @@ CASES = {
 SOUND = {
     "tool-number": look("return len(word)"),
     "prints": look('print("looking", flush=True); return word'),
+    "group-score": grouped('return [{"brief": 1.0 / len(episodes)} for _ in episodes]'),
     "plain-score": source(
         score='def score(self, episode):\n    return {"correct": float(f"{{{episode.task.answer}}}" in episode.final_text)}'
     ),

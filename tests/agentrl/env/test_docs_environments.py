@@ -13,7 +13,7 @@ import yaml
 
 from agentrl.check import check_env
 from agentrl.config import EnvConfig
-from agentrl.env import Action, Episode, advance, close, load_env_class, make, play_script, start
+from agentrl.env import Action, Episode, advance, close, group_scored, load_env_class, make, play_script, start
 from agentrl.testing import call
 from agentrl.types import Message, StopReason
 from agentrl.wrappers import load_wrappers
@@ -38,7 +38,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    "target", ["capitals.py:Capitals", "bank.py:Bank", "higher.py:Higher", "parcels.py:Parcels", "search.py:Search"]
+    "target",
+    [
+        "capitals.py:Capitals",
+        "bank.py:Bank",
+        "higher.py:Higher",
+        "parcels.py:Parcels",
+        "search.py:Search",
+        "briefly.py:Briefly",
+    ],
 )
 async def test_each_environment_passes_its_check(folder: Path, target: str) -> None:
     report = await check_env(load_env_class(f"{folder}/{target}"), data=None, sandbox=None)
@@ -64,6 +72,20 @@ async def test_turn_rewards_and_named_ones_are_weighted(folder: Path) -> None:
     episode = await play_script(make(higher), next(iter(higher.tasks("test"))), script)
     assert episode.rewards == {"correct": 1.0, "polite": 1.0, "step": 2.0}
     assert episode.reward == pytest.approx(1.0 + 0.1 + 0.5 * 2.0)
+
+
+async def test_among_right_answers_the_shorter_is_better(folder: Path) -> None:
+    briefly = load_env_class(f"{folder}/briefly.py:Briefly")
+    task = next(iter(briefly.tasks("test")))
+    right, wrong = briefly.phrase("0"), briefly.phrase("1")
+    said = [right, f"{right:>34}", f"{right:>44}", wrong]
+    played = [await play_script(make(briefly), task, [Message(role="assistant", content=text)]) for text in said]
+    scored = await group_scored(make(briefly), played)
+    assert len(right) == 24
+    assert [one.rewards["brief"] for one in scored] == [1.0, 0.5, 0.0, 0.0]
+    assert [one.reward for one in scored] == pytest.approx([1.2, 1.1, 1.0, 0.0])
+    alone = await group_scored(make(briefly), [played[0], played[3]])
+    assert [one.reward for one in alone] == [1.0, 0.0]
 
 
 async def test_turn_rewards_of_tools_are_given_in_their_turn(folder: Path) -> None:

@@ -22,7 +22,8 @@ async def play_one(
 ) -> tuple[Trajectory, ...]:
     """The segments of one episode `e`, without retries. `options`: of RolloutSettings."""
     attempt, settings = Attempt(task=task, episode_id="e", seed=seed), RolloutSettings(config=config, **options)
-    return (await play_episode(env, attempt, token_runner(env, attempt, engine, settings, tokenizer), config)).segments
+    runner = token_runner(env, attempt, engine, settings, tokenizer)
+    return (await play_episode(env, attempt, runner, config)).record.segments
 
 
 async def play_group(

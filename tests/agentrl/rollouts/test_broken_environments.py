@@ -7,7 +7,7 @@ import re
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -118,6 +118,10 @@ class Breaks(Aime):
         self.broken("score")
         return await super().score(episode)
 
+    async def score_group(self, episodes: Sequence[Episode]) -> list[dict[str, float]]:
+        self.broken("score_group")
+        return [{} for _ in episodes]
+
 
 @pytest.mark.parametrize(
     ("part", "said"),
@@ -125,6 +129,7 @@ class Breaks(Aime):
         ("reset", "reset of task train-"),
         ("step", "Breaking.step: RuntimeError: step has lost its table"),
         ("score", "score of task train-"),
+        ("score_group", "Breaking.score_group of task train-"),
         ("tasks", "Breaking.tasks: RuntimeError: tasks has lost its table"),
     ],
 )

@@ -166,6 +166,8 @@ async def test_without_lag_two_workers_make_the_batches_of_one_process_to_the_bi
     alone = await whole_run(config_of(tmp_path, tokenizer_dir, workers=0), tokenizer)
     both = await whole_run(config_of(tmp_path, tokenizer_dir), tokenizer)
     assert len(alone.batches) == STEPS and both.trained() == alone.trained()
+    assert {"brief"} < {name for batch in both.batches for one in batch.trajectories() for name in one.rewards}
+    assert any(one.reward % 1.0 for batch in both.batches for one in batch.trajectories())  # a share of its group
     assert both.evaluated() == alone.evaluated()
     assert [(one.set_name, one.n, one.turns_mean) for one in both.evaluated()[-2:]] in (SEEN, SEEN[::-1])
     assert (both.num_lost, both.num_refused) == (0, 0)

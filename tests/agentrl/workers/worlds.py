@@ -27,7 +27,10 @@ PLACE = "AGENTRL_TEST_PLACE"
 
 
 class Words(Env):
-    """Three turns, whose answers are repeated to the model. Rewards answers with an even number of letters in all."""
+    """Three turns, whose answers are repeated to the model. Rewards answers with an even number of letters in all, and
+    the share of its group that said more."""
+
+    reward_weights: ClassVar = {"correct": 1.0, "brief": 0.5}
 
     @classmethod
     def tasks(cls, split: str, *, data: str | None = None, seed: int = 0) -> Iterable[Task]:
@@ -44,8 +47,15 @@ class Words(Env):
         return StepResult([user(f"You said {text}.")], 0.0, self.num_turns == NUM_TURNS, False, {})
 
     async def score(self, episode: Episode) -> dict[str, float]:
-        said = "".join(message.content for message in episode.messages if message.role == "assistant")
-        return {"correct": float(len(said) % 2 == 0)}
+        return {"correct": float(len(said_in(episode)) % 2 == 0)}
+
+    async def score_group(self, episodes: Sequence[Episode]) -> list[dict[str, float]]:
+        lengths = [len(said_in(episode)) for episode in episodes]
+        return [{"brief": sum(other > length for other in lengths) / len(lengths)} for length in lengths]
+
+
+def said_in(episode: Episode) -> str:
+    return "".join(message.content for message in episode.messages if message.role == "assistant")
 
 
 class Short(Words):

@@ -20,7 +20,7 @@ from agentrl.config import Config, parse
 from agentrl.engine.base import Parity, WeightUpdate
 from agentrl.engine.parity import ParityBounds
 from agentrl.env import Episode
-from agentrl.env.driver import scored
+from agentrl.env.scoring import scored
 from agentrl.errors import SandboxError, WeightSyncError
 from agentrl.report.observer import StepReport
 from agentrl.run_folder import RunFolder

@@ -22,6 +22,7 @@ from sandbox.pool import Pool, PoolSettings
 from sandbox.protocol import BACKENDS, Limits
 
 EXIT_USAGE = 2
+TOKEN_VARIABLE = "AGENTRL_SANDBOX_TOKEN"
 SHUTDOWN_DEADLINE_S = 3
 
 log = logging.getLogger("sandbox")
@@ -31,16 +32,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT. Returns the exit code: 2, with one line, when the settings cannot be served."""
     options = _parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    variable = options.token_env or TOKEN_VARIABLE
     try:
-        tokens = _tokens(options.token_env)
-    except OSError as error:
-        return _refuse(f"{options.token_env}_FILE: cannot read {error.filename}: {error.strerror}")
-    if options.token_env and not tokens:
+        tokens = _tokens(variable)
+    except (OSError, UnicodeDecodeError) as error:
+        return _refuse(f"{variable}_FILE: cannot read {os.environ[f'{variable}_FILE']}: {_reason(error)}")
+    if not tokens and (options.token_env or variable in os.environ or f"{variable}_FILE" in os.environ):
         return _refuse(
-            f"the environment variable {options.token_env} holds no token, nor does {options.token_env}_FILE"
+            f"the environment variable {variable} holds no token, nor does {variable}_FILE: set one of them"
+            + ("" if options.token_env else ", or unset both to serve this machine without a token")
         )
     if not tokens and not _is_loopback(options.host):
-        return _refuse(f"{options.host} can be reached by others: give a token with --token-env NAME")
+        return _refuse(
+            f"{options.host} can be reached by others: give a token with {variable}, or with --token-env NAME"
+        )
     try:
         listener = _listen(options.host, options.port)
     except OSError as error:
@@ -83,7 +88,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--token-env",
         metavar="NAME",
-        help="variable with the bearer tokens, comma-separated, one per tenant; NAME_FILE: a file with them",
+        help="variable with the bearer tokens, comma-separated, one per tenant; NAME_FILE: a file with them "
+        f"(default: {TOKEN_VARIABLE}, where it or {TOKEN_VARIABLE}_FILE is set)",
     )
     parser.add_argument("--allow-unsafe", action="store_true", help="permit the backend that isolates nothing")
     parser.add_argument("--ready-fd", type=int, help="write {port, backend} as a JSON line here when serving")
@@ -91,14 +97,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _tokens(name: str | None) -> list[str]:
-    """The tokens in the variable `name`, else in the file that `name`_FILE names. Raises OSError."""
-    if name is None:
-        return []
+def _tokens(name: str) -> list[str]:
+    """The tokens in the variable `name`, else in the file of `name`_FILE. Raises OSError, UnicodeDecodeError."""
     text = os.environ.get(name, "")
     if not text and (path := os.environ.get(f"{name}_FILE")):
         text = Path(path).read_text()
-    return [token for token in text.strip().split(",") if token]
+    return [token.strip() for token in text.split(",") if token.strip()]
+
+
+def _reason(error: OSError | UnicodeDecodeError) -> str:
+    return error.strerror or "no reason given" if isinstance(error, OSError) else "it is not text"
 
 
 def _refuse(message: str) -> int:
@@ -170,6 +178,10 @@ async def _serve(options: argparse.Namespace, listener: socket.socket, tokens: S
             server = Server(config)
             async with asyncio.TaskGroup() as group:
                 group.create_task(server.serve(sockets=[listener]), name="http")
+                if not tokens:
+                    log.warning(
+                        "no token is set: every program on this machine can use the service (%s)", TOKEN_VARIABLE
+                    )
                 _announce(options.ready_fd, listener.getsockname()[1], backend.name)
                 await stop.wait()
                 server.should_exit = True

@@ -23,7 +23,7 @@ import aiohttp
 from aiohttp import web
 from yarl import URL
 
-from sandbox.protocol import Health, SessionReply
+from sandbox.protocol import MAX_SESSION_BODY_BYTES, Health, SessionReply
 
 CONNECT_DEADLINE_S = 5.0
 KEEPALIVE_S = 2.0  # shorter than the services' 5 s, so that this side closes idle connections first
@@ -52,7 +52,9 @@ class Gateway:
 
     def app(self) -> web.Application:
         """The application. Serve it with `handler_cancellation`, so that a client that disconnects ends its request."""
-        app = web.Application(client_max_size=0)
+        app = web.Application(
+            client_max_size=MAX_SESSION_BODY_BYTES
+        )  # of bodies that are read here; others pass through
         app.cleanup_ctx.append(self._connections)
         app.router.add_get("/healthz", self._health)
         app.router.add_get("/metrics", self._metrics)
@@ -71,7 +73,11 @@ class Gateway:
 
     async def _open_session(self, request: web.Request) -> web.Response:
         """Open a session at the first replica with room. A call that is repeated starts at the same replica."""
-        body = await request.read()
+        try:
+            body = await request.read()
+        except web.HTTPRequestEntityTooLarge:
+            message = f"the body of this call has at most {MAX_SESSION_BODY_BYTES} bytes"
+            return web.json_response({"error": "too_large", "message": message}, status=413)
         key = _idempotency_key(body) or random.randbytes(8).hex()
         ranked = sorted(await self._replicas(), key=lambda address: hashlib.sha256((address + key).encode()).digest())
         answer = _unavailable("no replica of the sandbox can be found")
@@ -159,7 +165,7 @@ def _bytes(answer: web.Response) -> bytes:
 def _idempotency_key(body: bytes) -> str | None:
     try:
         return str(json.loads(body)["idempotency_key"])
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return None  # the service reports what is wrong with it
 
 

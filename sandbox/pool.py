@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from sandbox.backends.base import Backend, BackendError
+from sandbox.kept import KeptResults
 from sandbox.protocol import MAX_FILE_BYTES, ExecRequest, ExecResult, Limits
 from sandbox.supervisor import Interpreter
 
@@ -23,6 +24,8 @@ T = TypeVar("T")
 
 FILE_TIMEOUT_S = 10.0
 NUM_KEPT_RESULTS = 16  # per session, for clients that repeat a request
+KEPT_SESSION_BYTES = 32 * 1024**2
+KEPT_TENANT_BYTES = 256 * 1024**2
 NUM_KEPT_KEYS = 4096
 REAP_INTERVAL_S = 5.0
 REFILL_PAUSE_S = 1.0
@@ -91,6 +94,12 @@ class Pool:
         self.num_queued = 0
         self._sessions: dict[str, Session] = {}
         self._keys: OrderedDict[tuple[str, str], str] = OrderedDict()
+        self._kept = KeptResults(
+            self._forget,
+            per_session=NUM_KEPT_RESULTS,
+            session_bytes=KEPT_SESSION_BYTES,
+            tenant_bytes=KEPT_TENANT_BYTES,
+        )
         self._slots = asyncio.Semaphore(settings.slots)
         self._warm: deque[Interpreter] = deque()
         self._num_starting = 0
@@ -174,6 +183,7 @@ class Pool:
         """Remove the session at once. Its interpreter, and a call in progress, end in the background."""
         session.closed = True
         self._sessions.pop(session.id, None)
+        self._kept.close_session(session.tenant, session.id)
         for task in session.results.values():
             task.cancel()
         if session.interpreter is not None:
@@ -190,9 +200,17 @@ class Pool:
             raise Overloaded(f"{self.settings.max_queue} executions are waiting")
         task = asyncio.create_task(self._execute(session, request), name="execution")
         session.results[request.exec_id] = task
-        for old in [key for key, one in session.results.items() if one.done()][:-NUM_KEPT_RESULTS]:
-            del session.results[old]
+        task.add_done_callback(lambda done: self._keep(session, request.exec_id, done))
         return task
+
+    def _keep(self, session: Session, exec_id: str, done: asyncio.Task[ExecResult]) -> None:
+        if done.cancelled() or done.exception() is not None:
+            session.results.pop(exec_id, None)
+        elif not session.closed:
+            self._kept.add(session.tenant, session.id, exec_id, done.result())
+
+    def _forget(self, session_id: str, exec_id: str) -> None:
+        self._sessions[session_id].results.pop(exec_id, None)
 
     async def _execute(self, session: Session, request: ExecRequest) -> ExecResult:
         arrived = time.monotonic()

@@ -27,6 +27,8 @@ INFRA_STATUSES: frozenset[str] = frozenset({"sandbox_error", "overloaded"})
 
 MAX_CODE_CHARS = 16 * 1024**2
 MAX_FILE_BYTES = 8 * 1024**2
+MAX_SESSION_BODY_BYTES = 65_536
+"""Of the body that opens a session."""
 MAX_TIMEOUT_S = 600.0
 DEFAULT_TIMEOUT_S = 5.0
 DEFAULT_MAX_QUEUE_S = 300.0

@@ -12,7 +12,6 @@ from typing import Annotated, Any
 
 import fastapi
 from fastapi import Depends, FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -21,10 +20,22 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sandbox.backends.base import BackendError
+from sandbox.bodies import MAX_TABLE_ENTRIES, BodyRefused, read_record
 from sandbox.pool import FileRefused, Overloaded, Pool, Session, UnknownSession
-from sandbox.protocol import MAX_FILE_BYTES, ExecRequest, ExecResult, Health, SessionReply, SessionRequest, Text
+from sandbox.protocol import (
+    MAX_FILE_BYTES,
+    MAX_SESSION_BODY_BYTES,
+    ExecRequest,
+    ExecResult,
+    Health,
+    SessionReply,
+    SessionRequest,
+    Text,
+)
 
 MAX_BODY_BYTES = 96 * 1024**2  # code may be sent with every character escaped
+MAX_INCOMING_BYTES = 256 * 1024**2  # of one tenant's bodies at the same time
+MAX_FETCHED_BYTES = 32 * 1024**2  # of the files that one /run_code answers with
 RETRY_AFTER_S = 1
 OPEN_PATHS = ("/healthz", "/metrics")
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
@@ -73,7 +84,7 @@ class RunCodeRequest(BaseModel):
     stdin: Text | None = None
     files: dict[str, str | None] = {}
     """Path -> base64."""
-    fetch_files: list[str] = []
+    fetch_files: Annotated[list[str], Field(max_length=MAX_TABLE_ENTRIES)] = []
 
 
 def create_app(pool: Pool, *, tokens: Sequence[str] = ()) -> FastAPI:
@@ -104,6 +115,7 @@ class Guard:
 
     def __init__(self, app: ASGIApp, tokens: tuple[bytes, ...]) -> None:
         self._app, self._tokens = app, tokens
+        self._incoming_bytes: dict[str, int] = {}  # tenant -> announced by its requests in progress
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer refused requests here, and pass on the others."""
@@ -112,14 +124,30 @@ class Guard:
             given = headers.get("authorization", "").removeprefix("Bearer ").encode("latin-1", "replace")
             # every token is compared, so that the time taken does not reveal a near match
             found = [number for number, token in enumerate(self._tokens) if hmac.compare_digest(given, token)]
-            scope["sandbox_tenant"] = str(found[0]) if found else ""
+            scope["sandbox_tenant"] = tenant = str(found[0]) if found else ""
             refusal = _size_refusal(headers)
             if self._tokens and not found and scope["path"] not in OPEN_PATHS:
                 refusal = _error(401, "unauthorized", "wrong or missing bearer token")
             if refusal is not None:
                 await refusal(scope, receive, send)
                 return
+            await self._with_budget(tenant, int(headers.get("content-length", "0")), scope, receive, send)
+            return
         await self._app(scope, receive, send)
+
+    async def _with_budget(self, tenant: str, num_bytes: int, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on a request when all bodies of its tenant fit into memory, this one included."""
+        incoming_bytes = self._incoming_bytes.get(tenant, 0) + num_bytes
+        if num_bytes and incoming_bytes > MAX_INCOMING_BYTES:
+            message = f"at most {MAX_INCOMING_BYTES} bytes of bodies at the same time"
+            refusal = _error(429, "overloaded", message, {"Retry-After": str(RETRY_AFTER_S)})
+            await refusal(scope, receive, send)
+            return
+        self._incoming_bytes[tenant] = incoming_bytes
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._incoming_bytes[tenant] -= num_bytes
 
 
 def _size_refusal(headers: Headers) -> Response | None:
@@ -137,11 +165,9 @@ def _error(status_code: int, error: str, message: str, headers: dict[str, str] |
 
 def _add_error_handlers(app: FastAPI, metrics: Metrics) -> None:
     async def invalid(_request: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)
-        # the input is not echoed, because it may hold what JSON cannot represent
-        problems = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
-        message = "; ".join(problems).encode("utf-8", "backslashreplace").decode()
-        return _error(422, "invalid", message[:2000])
+        assert isinstance(error, BodyRefused)
+        message = str(error).encode("utf-8", "backslashreplace").decode()
+        return _error(error.status_code, "too_large" if error.status_code == 413 else "invalid", message[:2000])
 
     async def overloaded(_request: Request, error: Exception) -> Response:
         metrics.refused.inc()
@@ -156,7 +182,7 @@ def _add_error_handlers(app: FastAPI, metrics: Metrics) -> None:
     async def backend(_request: Request, error: Exception) -> Response:
         return _error(503, "sandbox_error", str(error), {"Retry-After": str(RETRY_AFTER_S)})
 
-    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(BodyRefused, invalid)
     app.add_exception_handler(Overloaded, overloaded)
     app.add_exception_handler(UnknownSession, unknown)
     app.add_exception_handler(FileRefused, refused)
@@ -185,14 +211,17 @@ def _add_status_routes(app: FastAPI, pool: Pool, metrics: Metrics) -> None:
 
 def _add_session_routes(app: FastAPI, pool: Pool, metrics: Metrics) -> None:
     @app.post("/v1/sessions")
-    async def open_session(body: SessionRequest, tenant: Tenant) -> SessionReply:
+    async def open_session(request: Request, tenant: Tenant) -> SessionReply:
+        body = await read_record(request, SessionRequest, limit_bytes=MAX_SESSION_BODY_BYTES)
         session = pool.open_session(
             tenant=tenant, limits=body.limits, ttl_s=body.ttl_s, seed=body.seed, key=body.idempotency_key
         )
         return SessionReply(session_id=session.id, backend=pool.backend.name, limits=session.limits)
 
     @app.post("/v1/sessions/{session_id}/exec")
-    async def execute(session_id: str, body: ExecRequest, request: Request, tenant: Tenant) -> ExecResult:
+    async def execute(session_id: str, request: Request, tenant: Tenant) -> ExecResult:
+        pool.find(session_id, tenant)  # first: no body is read for a session that is unknown
+        body = await read_record(request, ExecRequest, limit_bytes=MAX_BODY_BYTES)
         return await _execute(pool, pool.find(session_id, tenant), body, request, metrics)
 
     @app.delete("/v1/sessions/{session_id}")
@@ -242,7 +271,8 @@ def _add_file_routes(app: FastAPI, pool: Pool) -> None:
 
 def _add_run_code(app: FastAPI, pool: Pool, metrics: Metrics) -> None:
     @app.post("/run_code")
-    async def run_code(body: RunCodeRequest, request: Request, tenant: Tenant) -> dict[str, Any]:
+    async def run_code(request: Request, tenant: Tenant) -> dict[str, Any]:
+        body = await read_record(request, RunCodeRequest, limit_bytes=MAX_BODY_BYTES)
         if body.language != "python":
             raise fastapi.HTTPException(400, f"language {body.language!r} is not supported: python is")
         session = pool.open_session(tenant=tenant, limits=None, ttl_s=None, seed=None, key=None)
@@ -254,13 +284,24 @@ def _add_run_code(app: FastAPI, pool: Pool, metrics: Metrics) -> None:
                     raise FileRefused(f"{path}: not base64: {error}") from error
             order = ExecRequest(exec_id=uuid.uuid4().hex, code=body.code, timeout_s=body.run_timeout, stdin=body.stdin)
             result = await _execute(pool, session, order, request, metrics)
-            files = {}
-            for path in body.fetch_files:
-                with contextlib.suppress(FileRefused):
-                    files[path] = base64.b64encode(await pool.get_file(session, path)).decode()
-            return _fusion_reply(result, files)
+            return _fusion_reply(result, await _fetched(pool, session, body.fetch_files))
         finally:
             pool.close_session(session)
+
+
+async def _fetched(pool: Pool, session: Session, paths: Sequence[str]) -> dict[str, str]:
+    """The files that exist, as base64. Raises FileRefused: hard links give one file many names, the sum is limited."""
+    files, num_bytes = {}, 0
+    for path in dict.fromkeys(paths):
+        try:
+            data = await pool.get_file(session, path)
+        except FileRefused:
+            continue  # as SandboxFusion: a file that is not there is left out
+        num_bytes += len(data)
+        if num_bytes > MAX_FETCHED_BYTES:
+            raise FileRefused(f"fetch_files: more than {MAX_FETCHED_BYTES} bytes in sum; fetch fewer files")
+        files[path] = base64.b64encode(data).decode()
+    return files
 
 
 def _fusion_reply(result: ExecResult, files: dict[str, str]) -> dict[str, Any]:

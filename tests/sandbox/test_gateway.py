@@ -172,6 +172,12 @@ async def test_a_single_replica_s_metrics_are_passed_on_several_are_not(replicas
             assert "sandbox_sessions" in await answer.text()
 
 
+@pytest.mark.parametrize(("body", "status"), [(b"[" * 60_000, 422), (b" " * 70_000, 413)])
+async def test_the_body_that_opens_a_session_is_small_and_flat(client: SandboxClient, body: bytes, status: int) -> None:
+    async with aiohttp.ClientSession() as http, http.post(f"{client.url}/v1/sessions", data=body) as answer:
+        assert (answer.status, "error" in await answer.json()) == (status, True)
+
+
 def test_it_opens_no_service_to_others_that_may_demand_no_token() -> None:
     command = [sys.executable, "-m", "sandbox.gateway", "--host", "0.0.0.0", "--to", "localhost:8321"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)

@@ -11,6 +11,7 @@ import sys
 from itertools import product
 from pathlib import Path
 
+import httpx
 import pytest
 
 from sandbox.backends.base import BackendSettings
@@ -199,3 +200,38 @@ async def test_more_modules_can_be_preloaded() -> None:
     code = "import sys; 'colorsys' in sys.modules, 'numpy' in sys.modules"
     async with SandboxClient.embedded(slots=1, preload="colorsys") as client, client.session() as session:
         assert (await session.exec(code)).result == "(True, False)"
+
+
+@pytest.mark.parametrize("variable", ["AGENTRL_SANDBOX_TOKEN", "AGENTRL_SANDBOX_TOKEN_FILE"])
+def test_the_token_of_the_environment_is_taken_without_a_flag(variable: str, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("from-a-file\n")
+    value = "from-a-file" if variable == "AGENTRL_SANDBOX_TOKEN" else str(tmp_path / "token")
+    service = start_service("--backend", "unsafe", "--allow-unsafe", "--preload", "", env={variable: value})
+    try:
+        opened = [
+            httpx.post(f"{service.url}/v1/sessions", json={}, headers={"Authorization": f"Bearer {token}"}).status_code
+            for token in ("x", "from-another", "from-a-file")
+        ]
+    finally:
+        stop_service(service)
+    assert opened == [401, 401, 200]
+
+
+@pytest.mark.parametrize(
+    ("env", "flags", "message"),
+    [
+        ({"AGENTRL_SANDBOX_TOKEN": ""}, [], "holds no token"),
+        ({"AGENTRL_SANDBOX_TOKEN": " , "}, [], "holds no token"),
+        ({"AGENTRL_SANDBOX_TOKEN_FILE": "/dev/null"}, [], "holds no token"),
+        ({"AGENTRL_SANDBOX_TOKEN_FILE": "/no/such/file"}, [], "cannot read /no/such/file: No such file"),
+        ({"AGENTRL_SANDBOX_TOKEN_FILE": "/"}, [], "cannot read /: Is a directory"),
+        ({"AGENTRL_SANDBOX_TOKEN": "good"}, ["--token-env", "OTHER"], "OTHER holds no token"),
+    ],
+)
+def test_a_service_that_was_meant_to_have_a_token_does_not_start_open(
+    env: dict[str, str], flags: list[str], message: str
+) -> None:
+    command = [sys.executable, "-m", "sandbox", "--port", "0", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30, env={**os.environ, **env})
+    assert done.returncode == 2
+    assert message in done.stderr and done.stderr.count("\n") == 1

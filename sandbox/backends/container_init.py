@@ -23,7 +23,6 @@ from sandbox.backends import cgroups, isolate, linux, muxing, processes, seccomp
 
 _READ_BYTES = 65_536
 _MAX_READS = 64
-_MAX_KILL_ROUNDS, _KILL_PAUSE_S = 20, 0.002
 _OOM_FILES = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control")
 
 
@@ -180,21 +179,20 @@ class Init:
 
     def _settle(self) -> None:
         os.kill(self._pid, signal.SIGSTOP)
-        is_clean = False
-        for _ in range(_MAX_KILL_ROUNDS):
-            strays = [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) not in (1, self._pid)]
-            strays = [pid for pid in strays if processes.is_alive(pid)]
-            if is_clean := not strays:
+        kills, is_clean = processes.Kills(), True
+        while strays := self._strays():
+            if not (is_clean := kills.again(strays)):
                 break
-            for pid in strays:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(_KILL_PAUSE_S)
+            time.sleep(processes.KILL_PAUSE_S)
         os.kill(self._pid, signal.SIGSTOP)  # again, because one of them may have continued it
         self._drain()
         usage = {"cpu_s": processes.cpu_s(self._pid), "peak_rss_bytes": processes.peak_rss_bytes(self._pid)}
         self._past_oom_kills = _oom_kills()  # what ended in this call must not explain the next call's end
         self._event("settled", is_clean=is_clean, **usage)
+
+    def _strays(self) -> list[int]:
+        others = [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) not in (1, self._pid)]
+        return [pid for pid in others if processes.is_alive(pid)]
 
     def _event(self, name: str, **fields: object) -> None:
         self._emit(muxing.EVENT, json.dumps({"event": name, **fields}).encode())

@@ -21,7 +21,6 @@ log = logging.getLogger(__name__)
 
 CLOSE_DEADLINE_S = 5.0
 _READ_BYTES = 65_536
-_MAX_KILL_ROUNDS, _KILL_PAUSE_S = 20, 0.002
 _MAX_READS = 64  # per pipe, because a process may still be writing
 
 
@@ -153,14 +152,12 @@ class ForkedChild:
 
     async def _end_strays(self) -> bool:
         """Kill every other process of the session. Repeats, because some fork meanwhile and kills take a moment."""
-        for _ in range(_MAX_KILL_ROUNDS):
-            if self.exited.done() or not (strays := self._strays()):
-                return True
-            for pid in strays:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
-            await asyncio.sleep(_KILL_PAUSE_S)
-        return False
+        kills = processes.Kills()
+        while not self.exited.done() and (strays := self._strays()):
+            if not kills.again(strays):
+                return False
+            await asyncio.sleep(processes.KILL_PAUSE_S)
+        return True
 
     async def close(self) -> None:
         """See base.Child."""

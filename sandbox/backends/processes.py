@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import stat
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
+KILL_PAUSE_S = 0.002
+_MAX_KILL_ROUNDS = 20
+_DEATH_S = 2.0
 _CPUCLOCK_SCHED = 2
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
@@ -37,6 +41,35 @@ def is_alive(pid: int) -> bool:
     """
     state = _stat(pid)[:1]
     return state != [] and (state != ["Z"] or len(threads(pid)) > 1)
+
+
+class Kills:
+    """Kills of what a call left, and when to give up: where new processes keep coming, or one does not die.
+
+    A busy machine takes long to end a process that was killed, so rounds without a new process are not counted.
+
+    Example:
+        kills = Kills()
+        while strays := descendants(pid):
+            if not kills.again(strays):
+                break
+            time.sleep(KILL_PAUSE_S)
+    """
+
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+        self._rounds = 0
+        self._deadline_s = time.monotonic() + _DEATH_S
+
+    def again(self, pids: Collection[int]) -> bool:
+        """Send SIGKILL to all of them. False where it is of no use to go on."""
+        if not self._seen.issuperset(pids):
+            self._rounds += 1
+            self._seen.update(pids)
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        return self._rounds < _MAX_KILL_ROUNDS and time.monotonic() < self._deadline_s
 
 
 def threads(pid: int) -> list[str]:

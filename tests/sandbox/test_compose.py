@@ -101,7 +101,8 @@ async def test_hostile_programs_are_survived_inside(project: Project) -> None:
     async with SandboxClient(project.url, "token-of-compose") as client:
         for code, statuses in programs.items():
             async with client.session() as session:
-                assert (await session.exec(code, timeout_s=2)).status in statuses, code
+                timeout_s = 2 if "timeout" in statuses else 60
+                assert (await session.exec(code, timeout_s=timeout_s)).status in statuses, code
                 assert (await session.exec("6 * 7")).result == "42"
     left = project.docker("exec", project.container("sandbox"), "sh", "-c", "sleep 1; ls /tmp")
     assert len(left.split()) <= 8 + 1  # the folders of the warm interpreters

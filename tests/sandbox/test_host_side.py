@@ -26,6 +26,13 @@ def test_a_folders_size_counts_every_level_and_no_target_of_a_symlink(tmp_path: 
     assert folders.size_bytes(str(tmp_path / "absent")) == 0
 
 
+def test_kills_go_on_while_a_process_takes_long_to_die_and_end_where_new_ones_keep_coming() -> None:
+    ended = 2**22 + 1  # more than any process id
+    slow, bomb = processes.Kills(), processes.Kills()
+    assert all(slow.again([ended]) for _ in range(100))
+    assert [bomb.again([ended + number]) for number in range(20)] == [True] * 19 + [False]
+
+
 @pytest.mark.parametrize("kind", ["deep", "many"])
 def test_a_folder_that_takes_long_to_measure_counts_as_full(tmp_path: Path, kind: str) -> None:
     if kind == "deep":

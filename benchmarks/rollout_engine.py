@@ -1,6 +1,7 @@
 """The scripted engine with vLLM's API, in a process: `python -m benchmarks.rollout_engine TOKENIZER SECONDS`.
 
-Answers are precomputed, so that the process that plays is what a benchmark measures. Weights never change.
+It takes tokens, and messages as an OpenAI endpoint. Answers are precomputed, so that the process that plays is what a
+benchmark measures. Weights never change.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from agentrl.testing import call
 from agentrl.tokens.tokenizer import TurnTokenizer
 from agentrl.types import Message
 from benchmarks.rollout_script import ANSWER, NUM_CALLS, THOUGHT, Latency, key_of
+from benchmarks.rollout_server import answer
 
 CONTROL = {"weight_version": "0", "is_paused": False, "data": [{"id": "policy"}], "results": [None]}
 
 
 def application(tokenizer: TurnTokenizer, latency: Latency) -> web.Application:
-    """Answers POST /inference/v1/generate by the number of requests of an episode so far, and all else alike."""
+    """Answers each turn of an episode at /inference/v1/generate and /v1/chat/completions, and all else alike."""
+    chats = [msgspec.json.encode(answer(turn)) for turn in range(NUM_CALLS + 1)]
     answers, rng, asked = [_answer(tokenizer, turn) for turn in range(NUM_CALLS + 1)], random.Random(0), Counter[str]()
 
     async def generate(request: web.Request) -> web.Response:
@@ -34,11 +37,18 @@ def application(tokenizer: TurnTokenizer, latency: Latency) -> web.Application:
         events = b"".join(b"data: " + event + b"\n\n" for event in (prompt, answers[turn], b"[DONE]"))
         return web.Response(body=events, content_type="text/event-stream")
 
+    async def complete(request: web.Request) -> web.Response:
+        history = msgspec.json.decode(await request.read())["messages"]
+        turn = sum(message["role"] == "assistant" for message in history)
+        await asyncio.sleep(latency.draw(rng))
+        return web.Response(body=chats[turn], content_type="application/json")
+
     async def control(request: web.Request) -> web.Response:
         return web.json_response(CONTROL)
 
     app = web.Application(client_max_size=2**26)
     app.router.add_post("/inference/v1/generate", generate)
+    app.router.add_post("/v1/chat/completions", complete)
     app.router.add_route("*", "/{path:.*}", control)
     return app
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import random
+import time
 from dataclasses import dataclass
 
 NUM_CALLS = 4
@@ -28,6 +29,7 @@ ENTRY = (
 )
 ANSWER = "The four entries come to 39.00 each, so the total is 4 x 39.00 = 156.00. \\boxed{156}"
 GOLD = "156"
+BUSY_S = 0.005
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +48,14 @@ class Latency:
 def entry(key: str) -> str:
     """The tool's answer."""
     return ENTRY.format(key=key) * 3
+
+
+def busy_entry(key: str) -> str:
+    """The tool's answer, after BUSY_S of this thread's processor time."""
+    until = time.thread_time() + BUSY_S
+    while time.thread_time() < until:
+        pass
+    return entry(key)
 
 
 def key_of(turn: int) -> str:

@@ -3,7 +3,8 @@
     python -m benchmarks.rollout_workers      # writes benchmarks/rollout_workers.md
 
 *Playing*: the dialogue of benchmarks/rollout_script.py with a tool that burns 5 ms of processor time, against a
-scripted engine that speaks vLLM's API in a process of its own. All episodes are live at once. *Taking* is
+scripted engine that speaks vLLM's API in a process of its own. All episodes are live at once. With --verifiers-python
+the workers of `verifiers`' env server play the same (benchmarks/rollout_verifiers.py). *Taking* is
 benchmarks/rollout_taken.py. Predictions were written before the first run.
 """
 
@@ -17,11 +18,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from agentrl.chat.runners import TokenRunners
 from agentrl.config import Config, parse
@@ -29,7 +29,6 @@ from agentrl.engine.vllm_engine import VLLMEngine
 from agentrl.env import load_env_class
 from agentrl.rollouts.group import GroupPlayer
 from agentrl.rollouts.settings import settings_of
-from agentrl.supervision.child import Child
 from agentrl.supervision.secrets import Secrets
 from agentrl.supervision.wait_graph import WaitGraph
 from agentrl.tokens.tokenizer import TurnTokenizer
@@ -39,16 +38,12 @@ from agentrl.workers.launch import rollout_workers, workers_ready
 from agentrl.workers.records import RunInfo
 from benchmarks import reporting, rollout_taken
 from benchmarks.rollout import GROUP_SIZE, VOCABULARY_TEXTS, Books, tasks
-from benchmarks.rollout_meter import Meter
-from benchmarks.rollout_script import NUM_TURNS, entry
+from benchmarks.rollout_meter import NOTES, Meter, begin_notes, children_of, playing_facts, process_facts, spent
+from benchmarks.rollout_script import BUSY_S, NUM_TURNS, busy_entry
 
 REPORT = Path(__file__).with_suffix(".md")
 SECRETS = Secrets(run="benchmark", sandbox="benchmark", engine=None)
-TOOL_S = 0.005
 LONG_S = 3600.0
-NOTES = "AGENTRL_BENCHMARK_NOTES"
-"""Names a folder in which a process that plays writes how late its event loop was."""
-TICKS = os.sysconf("SC_CLK_TCK")
 PREDICTIONS = """Predicted before the first run, from the 1.0 ms a turn of [rollout.md](rollout.md):
 
 - one worker plays as fast as the orchestrator itself, within 10 %; two play 1.4 to 1.7 times as fast on two cores,
@@ -59,46 +54,31 @@ PREDICTIONS = """Predicted before the first run, from the 1.0 ms a turn of [roll
 - one orchestrator core takes 100 to 300 groups a second of 8 episodes with 950 tokens, 10 to 30 MB/s
 """
 
+VERIFIERS = """## Beside the env server of verifiers
+
+verifiers {version}, {episodes:,} episodes at once in every arm. Its server is that of `verifiers.legacy` with a
+ToolEnv, which calls tools in the worker's event loop as agentrl does; the server of its v1 starts a program for each
+episode.
+Groups of 8, the same scripted engine process and tool; time-outs of requests are an hour in all arms.
+
+- Its workers speak the engine's OpenAI endpoint in text, and record no tokens, logprobs or versions. agentrl's do.
+- Its "orchestrator" is the client process with its router. Its workers have played a group before they are measured.
+- A worker whose heartbeat is 30 s late is replaced, and its episodes start again: that ends the arm with an error.
+"""
+
 
 class BusyBooks(Books):
     """Books whose lookup computes instead of waiting."""
 
-    _is_noted = False
-
     async def reset(self, *, task: Task, seed: int | None = None) -> tuple[list[Message], dict[str, Any]]:
         """See Books. The first call in a process begins to note how late the event loop is."""
-        if not BusyBooks._is_noted and NOTES in os.environ:
-            BusyBooks._is_noted = True
-            asyncio.get_running_loop().create_task(_note_lateness(Path(os.environ[NOTES], f"{os.getpid()}.json")))
+        begin_notes()
         return await super().reset(task=task, seed=seed)
 
     @tool
     async def lookup(self, key: str) -> str:
         """Look up one entry of the books."""
-        until = time.process_time() + TOOL_S
-        while time.process_time() < until:
-            pass
-        return entry(key)
-
-
-async def _note_lateness(path: Path) -> None:
-    late_s: list[float] = []
-    while True:
-        began = time.monotonic()
-        await asyncio.sleep(0.1)
-        late_s.append(time.monotonic() - began - 0.1)
-        _write_whole(path, json.dumps(_percentile(late_s, 0.99)))
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """So that nobody reads half of it."""
-    begun = path.with_suffix(".part")
-    begun.write_text(text)
-    begun.replace(path)
-
-
-def _percentile(values: Sequence[float], share: float) -> float:
-    return sorted(values)[int(len(values) * share)] if values else 0.0
+        return busy_entry(key)
 
 
 def config_of(folder: Path, workers: int) -> Config:
@@ -142,14 +122,11 @@ async def played(config: Config, engine_url: str, num_groups: int, folder: Path)
             await workers_ready(dispatcher, parts, graph)
             while len(dispatcher.names) < config.rollout.workers:
                 await asyncio.sleep(0.05)
-            before = [_process_facts(part) for part in parts]
+            players = [children_of(part.process.pid)[0] for part in parts]  # each below its part's guard
+            before = [process_facts(pid) for pid in players]
             groups, meter = await _gathered(dispatcher.play_group, engine, num_groups)
-            after = [_process_facts(part) for part in parts]
-            spent = [
-                {"cpu_s": new["cpu_s"] - old["cpu_s"], "start_mb": old["rss_mb"], "peak_mb": new["peak_mb"]}
-                for old, new in zip(before, after, strict=True)
-            ]
-            return _facts(groups, meter, spent, folder)
+            took = [spent(*looks) for looks in zip(before, map(process_facts, players), strict=True)]
+            return _facts(groups, meter, took, folder)
 
 
 async def _gathered(play: Any, engine: VLLMEngine, num_groups: int) -> tuple[list[TrajectoryGroup], Meter]:
@@ -164,35 +141,7 @@ def _facts(
     groups: Sequence[TrajectoryGroup], meter: Meter, workers: Sequence[Mapping[str, float]], folder: Path
 ) -> dict[str, float]:
     rewards = [one.reward for group in groups for one in group.trajectories]
-    turns = len(rewards) * NUM_TURNS
-    own = meter.report(num_episodes=len(rewards), num_turns=turns, mean_reward=statistics.fmean(rewards))
-    late = [json.loads(path.read_text()) for path in folder.glob("[0-9]*.json")]
-    playing_s = sum(worker["cpu_s"] for worker in workers) if workers else own["cpu_s"]
-    return {
-        "reward": own["reward"],
-        "wall_s": own["wall_s"],
-        "turns_a_second": turns / own["wall_s"],
-        "player_ms_a_turn": 1000 * playing_s / turns,
-        "orchestrator_ms_a_turn": own["cpu_ms_a_turn"] if workers else 0.0,
-        "orchestrator_late_ms": own["late_p99_ms"],
-        "player_late_ms": 1000 * max(late, default=0.0),
-        "player_start_mb": max((worker["start_mb"] for worker in workers), default=0.0),
-        "player_peak_mb": max((worker["peak_mb"] for worker in workers), default=own["peak_mb"]),
-        "orchestrator_peak_mb": own["peak_mb"],
-    }
-
-
-def _process_facts(part: Child) -> dict[str, float]:
-    """Of the worker below the part's guard."""
-    guard = part.process.pid
-    pid = int(Path(f"/proc/{guard}/task/{guard}/children").read_text().split()[0])
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line)
-    return {
-        "cpu_s": (int(fields[11]) + int(fields[12])) / TICKS,
-        "rss_mb": int(status["VmRSS"].split()[0]) / 1000,
-        "peak_mb": int(status["VmHWM"].split()[0]) / 1000,
-    }
+    return playing_facts(rewards, len(rewards) * NUM_TURNS, meter, workers, folder)
 
 
 @contextmanager
@@ -206,7 +155,7 @@ def engine_process(tokenizer: Path, median_s: float) -> Iterator[tuple[str, int]
 
 
 def play(arguments: argparse.Namespace) -> None:
-    """One arm, in this process and its workers; the last line of output is its result."""
+    """One arm; the last line of output is its result."""
     from trainer.warmstart.tiny_model import make_tokenizer
 
     with tempfile.TemporaryDirectory() as name:
@@ -214,22 +163,41 @@ def play(arguments: argparse.Namespace) -> None:
         make_tokenizer(list(VOCABULARY_TEXTS) * 4, 640).save_pretrained(folder / "tokenizer")
         os.environ[NOTES] = name
         with engine_process(folder / "tokenizer", arguments.median_s) as (url, pid):
-            num_groups = arguments.episodes // GROUP_SIZE
-            found = asyncio.run(played(config_of(folder, arguments.workers), url, num_groups, folder))
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            found["engine_s"] = (int(fields[11]) + int(fields[12])) / TICKS
+            if arguments.verifiers_python:
+                script = str(Path(__file__).with_name("rollout_verifiers.py"))
+                command = [arguments.verifiers_python, script, f"{url}/v1", str(arguments.episodes)]
+                found = _result([*command, "--workers", str(arguments.workers)])
+            else:
+                num_groups = arguments.episodes // GROUP_SIZE
+                found = asyncio.run(played(config_of(folder, arguments.workers), url, num_groups, folder))
+            found["engine_s"] = process_facts(pid)["cpu_s"]
     print(json.dumps(found))
 
 
-def measured(arguments: argparse.Namespace) -> dict[int, list[dict[str, float]]]:
-    """The runs of each number of workers; arms take turns."""
-    found: dict[int, list[dict[str, float]]] = {workers: [] for workers in (0, 1, 2)}
-    for _ in range(arguments.repeats):
-        for workers, runs in found.items():
-            command = [sys.executable, "-m", "benchmarks.rollout_workers", "--workers", str(workers)]
-            command += ["--episodes", str(arguments.episodes), "--median-s", str(arguments.median_s)]
+class Arm(NamedTuple):
+    """Who plays: so many workers, 0 for the orchestrator; of verifiers' env server where its interpreter is given."""
+
+    workers: int
+    verifiers_python: str | None = None
+
+    def __str__(self) -> str:
+        if not self.workers:
+            return "in the orchestrator"
+        of = "verifiers, " if self.verifiers_python else ""
+        return f"{of}{self.workers} worker{'s' * (self.workers > 1)}"
+
+
+def measured(arms: Sequence[Arm], *, episodes: int, median_s: float, repeats: int) -> dict[Arm, list[dict[str, float]]]:
+    """The runs of each arm, each in processes of its own; arms take turns."""
+    found: dict[Arm, list[dict[str, float]]] = {arm: [] for arm in arms}
+    for _ in range(repeats):
+        for arm, runs in found.items():
+            command = [sys.executable, "-m", "benchmarks.rollout_workers", "--workers", str(arm.workers)]
+            command += ["--episodes", str(episodes), "--median-s", str(median_s)]
+            if arm.verifiers_python:
+                command += ["--verifiers-python", arm.verifiers_python]
             runs.append(_result(command))
-            print(workers, runs[-1], flush=True)
+            print(arm, episodes, runs[-1], flush=True)
     return found
 
 
@@ -243,6 +211,7 @@ def _result(command: Sequence[str]) -> dict[str, float]:
     return found
 
 
+OWN = (Arm(0), Arm(1), Arm(2))
 ROWS = {
     "turns a second": ("turns_a_second", "{:.0f}"),
     "ratio to the orchestrator alone": ("ratio", "{:.2f}"),
@@ -257,30 +226,47 @@ ROWS = {
 }
 
 
-def playing_table(found: Mapping[int, Sequence[Mapping[str, float]]], num_turns: int) -> str:
-    """Median and spread of each arm. Ratios are of runs of the same round."""
+def playing_table(found: Mapping[Arm, Sequence[Mapping[str, float]]], num_turns: int) -> str:
+    """Median and spread of each arm. Ratios are to the first arm, of runs of the same round."""
+    alone = next(iter(found.values()))
     arms = {
-        workers: [
+        arm: [
             run
             | {
-                "ratio": run["turns_a_second"] / alone["turns_a_second"],
+                "ratio": run["turns_a_second"] / first["turns_a_second"],
                 "engine_ms_a_turn": 1000 * run["engine_s"] / num_turns,
             }
-            for run, alone in zip(runs, found[0], strict=True)
+            for run, first in zip(runs, alone, strict=True)
         ]
-        for workers, runs in found.items()
+        for arm, runs in found.items()
     }
-    names = ["", "in the orchestrator", "1 worker", "2 workers"]
     rows = [
         [title, *(_cell([run[key] for run in runs], form) for runs in arms.values())]
         for title, (key, form) in ROWS.items()
     ]
-    return reporting.table(names, rows)
+    return reporting.table(["", *map(str, arms)], rows)
 
 
 def _cell(values: Sequence[float], form: str) -> str:
     middle, least, most = (form.format(one) for one in (statistics.median(values), min(values), max(values)))
     return middle if least == most else f"{middle} ({least} to {most})"
+
+
+def beside_verifiers(arguments: argparse.Namespace) -> str:
+    """The section of the env server of verifiers, empty without its interpreter."""
+    python, episodes = arguments.verifiers_python, arguments.verifiers_episodes or arguments.episodes
+    if python is None:
+        return ""
+    arms = [*OWN, Arm(1, python), Arm(2, python)]
+    found = measured(arms, episodes=episodes, median_s=arguments.median_s, repeats=arguments.repeats)
+    head = VERIFIERS.format(version=version(python), episodes=episodes)
+    return f"{head}\n{playing_table(found, episodes * NUM_TURNS)}"
+
+
+def version(python: str) -> str:
+    """Of the verifiers package that this interpreter has."""
+    code = "import importlib.metadata as m; print(m.version('verifiers'))"
+    return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
 
 def main() -> None:
@@ -290,6 +276,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--median-s", type=float, default=1.0, help="median latency of a generation")
     parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement of the orchestrator alone")
+    parser.add_argument("--verifiers-python", help="interpreter of an environment that has verifiers 0.3.1")
+    parser.add_argument("--verifiers-episodes", type=int, help="episodes at once in the comparison (--episodes)")
     parser.add_argument("--out", type=Path, default=REPORT)
     parser.add_argument("--workers", type=int, help="play this arm alone")
     arguments = parser.parse_args()
@@ -298,15 +286,16 @@ def main() -> None:
         return
     settings = {
         "episodes at once": arguments.episodes,
-        "dialogue": f"{NUM_TURNS} turns, {NUM_TURNS - 1} calls of a tool that burns {TOOL_S * 1000:g} ms of CPU",
+        "dialogue": f"{NUM_TURNS} turns, {NUM_TURNS - 1} calls of a tool that burns {BUSY_S * 1000:g} ms of CPU",
         "latency of a generation": f"log-normal, median {arguments.median_s:g} s",
         "rounds": arguments.repeats,
     }
     head = reporting.header("Rollout workers", settings)
-    found = measured(arguments)
-    playing = playing_table(found, arguments.episodes * NUM_TURNS)
-    taking = rollout_taken.table(seconds=arguments.seconds)
-    arguments.out.write_text("\n".join([head, PREDICTIONS, "## Playing\n", playing, "## Taking\n", taking]))
+    found = measured(OWN, episodes=arguments.episodes, median_s=arguments.median_s, repeats=arguments.repeats)
+    parts = [head, PREDICTIONS, "## Playing\n", playing_table(found, arguments.episodes * NUM_TURNS)]
+    parts += filter(None, [beside_verifiers(arguments)])
+    parts += ["## Taking\n", rollout_taken.table(seconds=arguments.seconds)]
+    arguments.out.write_text("\n".join(parts))
     print(arguments.out.read_text())
 
 

@@ -38,7 +38,8 @@ from agentrl.types import (
 EpisodeKind = Literal["train", "eval"]
 OUT_DIR: str = Config.model_fields["out_dir"].default
 MAX_NAMES = 10_000
-_TRAJECTORIES = re.compile(r"(?P<kind>train|eval)(?:-(?P<set>.+))?_(?P<step>\d+)\.jsonl\.gz")
+TRAJECTORIES = re.compile(r"(?P<kind>train|eval)(?:-(?P<set>.+))?_(?P<step>\d+)\.jsonl\.gz")
+"""The names of trajectory files: kind, held-out set, step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,11 +233,20 @@ class RunFolder:
     def _trajectories(self) -> Iterator[tuple[str, str, int]]:
         """Kind, held-out set and step of each file."""
         for path in self.trajectories.glob("*.jsonl.gz"):
-            if found := _TRAJECTORIES.fullmatch(path.name):
+            if found := TRAJECTORIES.fullmatch(path.name):
                 yield found["kind"], found["set"] or "", int(found["step"])
 
     def _trajectories_file(self, step: int, kind: EpisodeKind, set_name: str) -> Path:
-        return self.trajectories / f"{kind}{f'-{set_name}' if set_name else ''}_{step:06d}.jsonl.gz"
+        return self.trajectories / f"{label(kind, set_name)}_{step:06d}.jsonl.gz"
+
+
+def label(kind: EpisodeKind, set_name: str) -> str:
+    """How files and addresses name a kind of episodes.
+
+    >>> label("train", ""), label("eval", "aime25")
+    ('train', 'eval-aime25')
+    """
+    return f"{kind}-{set_name}" if set_name else kind
 
 
 def write_atomically(target: Path, data: bytes, *, durable: bool = True) -> None:

@@ -18,12 +18,12 @@ from agentrl.errors import ConfigError
 from agentrl.report.console import EvalConsole
 from agentrl.report.metrics import MetricsLog
 from agentrl.report.observer import Observer, Observers
-from agentrl.report.page import write_report
 from agentrl.report.statistics import EvalResult
 from agentrl.run_folder import RunFolder
 from agentrl.training.evaluations import Records
 from agentrl.training.model_folder import origin_of
 from agentrl.training.resume import refuse_other_run
+from agentrl.view.bundle import write_report
 
 
 def evaluate_checkpoints(

@@ -242,8 +242,8 @@ def report(
     debug: Debug = False,
 ) -> None:
     """Write report.html again from the current files of a run folder."""
-    from agentrl.report.page import write_report
     from agentrl.run_folder import RunFolder
+    from agentrl.view.bundle import write_report
 
     _guarded(lambda: typer.echo(write_report(RunFolder.open(run))), debug=debug)
 

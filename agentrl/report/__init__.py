@@ -1,5 +1,5 @@
-"""Reports of a run: statistics, metrics, evaluation, figures, the report page, the console.
+"""Reports of a run: statistics, metrics, evaluation, charts, findings, the console.
 
-May import: `agentrl.types`, `agentrl.errors`, `agentrl.config`, `agentrl.run_folder`, `agentrl.supervision`,
-`agentrl.tokens`, `agentrl.engine.base`, `agentrl.rollouts.group`. Start reading in `metrics.py`.
+May import: `agentrl.types`, `agentrl.errors`, `agentrl.run_folder`, `agentrl.supervision`, `agentrl.engine.base`,
+`agentrl.rollouts.group`. Start reading in `metrics.py`.
 """

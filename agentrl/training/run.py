@@ -332,7 +332,7 @@ class Training:
 
 async def train(training: Training, run: RunFolder, observer: Observer) -> Summary:
     """Run `training` with the folder locked, then write the report, also after an error, and tell the summary."""
-    from agentrl.report.page import write_report
+    from agentrl.view.bundle import write_report
 
     with run.locked():
         observer.run_folder(run.path)

@@ -11,12 +11,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from agentrl.errors import ConfigError
-from agentrl.run_folder import write_atomically
+from agentrl.run_folder import RunFolder, write_atomically
 from agentrl.view import shell
 from agentrl.view.documents import Documents
+from agentrl.view.run_reader import RunReader
 
 MAX_SAMPLE_BYTES = 1_500_000
 """Of groups in one file, packed: the page and the tables come on top."""
+MAX_REPORT_FILES = 200
+"""Of each kind of episodes in report.html, so that a long run is not read whole when it ends."""
 _OTHER_SIGNS = re.compile(r"[^A-Za-z0-9._/-]")
 
 
@@ -54,6 +57,27 @@ def write_one_file(documents: Documents, target: Path, *, max_bytes: int = MAX_S
 
     Raises ConfigError where it cannot be written.
     """
+    page, num_held, num_groups = _one_file(documents, max_bytes)
+    try:
+        write_atomically(target, page)
+    except OSError as error:
+        raise ConfigError(f"--bundle: cannot write {target}: {error.strerror or error}") from error
+    return num_held, num_groups
+
+
+def write_report(run: RunFolder) -> Path:
+    """Write the run's report.html, also for a run that is not over, with a sample of its episodes. Returns its path.
+
+    Raises DiskError.
+    """
+    page, _, _ = _one_file(Documents([RunReader(run, max_files=MAX_REPORT_FILES)]), MAX_SAMPLE_BYTES)
+    with run.writing(run.report):
+        write_atomically(run.report, page)
+    return run.report
+
+
+def _one_file(documents: Documents, max_bytes: int) -> tuple[bytes, int, int]:
+    """The page, and how many of how many groups it holds."""
     names = list(documents.names())
     groups = [name for name in names if "/group/" in name]
     held = {name: documents.make(name) for name in names if "/group/" not in name}
@@ -67,11 +91,8 @@ def write_one_file(documents: Documents, target: Path, *, max_bytes: int = MAX_S
         if size > max_bytes:
             break
         held[name] = content
-    try:
-        write_atomically(target, shell.page_in_one_file(held, title=", ".join(documents.readers)).encode())
-    except OSError as error:
-        raise ConfigError(f"--bundle: cannot write {target}: {error.strerror or error}") from error
-    return sum("/group/" in name for name in held), len(groups)
+    page = shell.page_in_one_file(held, title=", ".join(documents.readers))
+    return page.encode(), sum("/group/" in name for name in held), len(groups)
 
 
 def sampled(groups: Sequence[str]) -> list[str]:

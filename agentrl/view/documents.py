@@ -11,9 +11,10 @@ from typing import Any, cast
 
 import msgspec
 
-from agentrl.report.learning_signal import signal_in, total
-from agentrl.report.metrics import MetricsLine
-from agentrl.run_folder import EpisodeKind, EpisodeLine
+from agentrl.report import findings
+from agentrl.report.charts import charts_of
+from agentrl.report.metrics import MetricsLine, held_out_lines
+from agentrl.run_folder import EpisodeKind, EpisodeLine, label
 from agentrl.view.rows import flat
 from agentrl.view.run_reader import RunReader
 from agentrl.view.trajectory_files import KINDS, episode_of
@@ -53,7 +54,7 @@ class Documents:
                 return _json(episodes(reader))
             case ["ledger"]:
                 return _json(_table(reader.ledger()))
-            case ["group", kind, step, group_id] if kind in KINDS and step.isdecimal() and group_id.isdecimal():
+            case ["group", kind, step, group_id] if step.isdecimal() and group_id.isdecimal():
                 return _json(group(reader, kind, int(step), int(group_id)))
         raise KeyError(f"there is no document {name!r}")
 
@@ -63,8 +64,8 @@ class Documents:
         for key, reader in self.readers.items():
             yield from (f"{key}/summary", f"{key}/episodes", f"{key}/ledger")
             reader.index.refresh()
-            places = ((row.kind, row.step, row.group_id) for row in reader.index.groups())
-            yield from (f"{key}/group/{kind}/{step}/{group_id}" for kind, step, group_id in places)
+            for row in reader.index.groups():
+                yield f"{key}/group/{label(row.kind, row.eval_set)}/{row.step}/{row.group_id}"
 
 
 def summary(reader: RunReader) -> dict[str, Any]:
@@ -73,18 +74,21 @@ def summary(reader: RunReader) -> dict[str, Any]:
     lines = reader.metrics()
     counts = Counter(str(row["state"]) for row in reader.ledger())
     reader.pieces()
-    signal = total(signal_in(line.values) for line in lines)
-    row, config = flat(reader.row()), reader.config()
+    signal = findings.signal_of_run(lines)
+    row, config, sets = flat(reader.row()), reader.config(), reader.eval_sets()
+    measured = {name for line in lines if line.kind == "step" for name in line.values}
     return {
         "row": row,
         "config": config,
-        "steps": _measured(lines, "step"),
-        "evals": _measured(lines, "eval"),
+        "steps": _measured(line for line in lines if line.kind == "step"),
+        "held_out": [{"name": name, **_measured(found)} for name, found in held_out_lines(lines, sets).items()],
+        "charts": charts_of(measured),
         "events": [{"step": line.step, "values": line.values} for line in lines if line.kind == "event"],
         "ledger": counts,
         "useful": signal.useful_share if signal.groups else None,
-        "headline": headline(lines),
-        "diagnosis": f"{signal.share_sentence()}. {signal.diagnosis()}" if signal.cause else "",
+        "headline": findings.headline(lines, sets),
+        "diagnosis": findings.diagnosis(lines),
+        "waits": findings.waits(lines),
         "problems": reader.problems(),
     }
 
@@ -92,17 +96,19 @@ def summary(reader: RunReader) -> dict[str, Any]:
 def episodes(reader: RunReader) -> dict[str, Any]:
     """All episodes of a run, by column."""
     reader.index.refresh()
-    return _table([flat(row) for row in reader.index.episodes()])
+    return {**_table([flat(row) for row in reader.index.episodes()]), "sampled": reader.index.is_sample}
 
 
 def group(reader: RunReader, kind: str, step: int, group_id: int) -> dict[str, Any]:
-    """One group with its messages and tokens. Raises KeyError where it is not kept."""
-    of_kind = cast(EpisodeKind, kind)
-    lines = reader.group(of_kind, step, group_id)
+    """One group with its messages and tokens. `kind`: train, eval or eval-SET. Raises KeyError where it is not kept."""
+    name, _, eval_set = kind.partition("-")
+    of_kind = cast(EpisodeKind, name)
+    lines = reader.group(of_kind, step, group_id, eval_set=eval_set) if name in KINDS else []
     if not lines:
         raise KeyError(f"group {group_id} of {kind} step {step} is not kept, or cannot be read")
     reader.index.refresh()
-    rows = {row.episode_id: row for row in reader.index.episodes(kind=of_kind, step=step) if row.group_id == group_id}
+    found_rows = reader.index.episodes(kind=of_kind, step=step, eval_set=eval_set)
+    rows = {row.episode_id: row for row in found_rows if row.group_id == group_id}
     segments: dict[str, list[EpisodeLine]] = {}
     for line in lines:
         segments.setdefault(episode_of(line), []).append(line)
@@ -120,22 +126,6 @@ def group(reader: RunReader, kind: str, step: int, group_id: int) -> dict[str, A
     }
 
 
-def headline(lines: Sequence[MetricsLine]) -> str:
-    """Whether the run learned, in one sentence; empty without two held-out measurements."""
-    evals = [line.values for line in lines if line.kind == "eval" and "eval/avg_at_n" in line.values]
-    if len(evals) < 2:
-        return ""
-    before, after = evals[0], evals[-1]
-    start, end = before["eval/avg_at_n"], after["eval/avg_at_n"]
-    if start == end:
-        return f"Held-out success stayed at {end:.3f}."
-    low, high = (before, after) if start < end else (after, before)
-    text = f"Held-out success {'rose' if start < end else 'fell'} from {start:.3f} to {end:.3f} ({end - start:+.3f})"
-    if low.get("eval/avg_at_n_high", 1.0) < high.get("eval/avg_at_n_low", 0.0):
-        return f"{text}: the 95 % intervals do not overlap."
-    return f"{text}. The 95 % intervals overlap, so the difference may be chance."
-
-
 def _segment(line: EpisodeLine) -> dict[str, Any]:
     return {
         "id": line.id,
@@ -150,9 +140,9 @@ def _segment(line: EpisodeLine) -> dict[str, Any]:
     }
 
 
-def _measured(lines: Sequence[MetricsLine], kind: str) -> dict[str, Any]:
+def _measured(lines: Iterable[MetricsLine]) -> dict[str, Any]:
     """By step, ascending; of a step that was measured twice, the last."""
-    last = {line.step: line for line in lines if line.kind == kind}
+    last = {line.step: line for line in lines}
     return _table([{"step": step, "time_s": last[step].time_s, **last[step].values} for step in sorted(last)])
 
 

@@ -11,11 +11,14 @@ from itertools import groupby
 
 from agentrl.run_folder import EpisodeKind, RunFolder
 from agentrl.view.rows import EpisodeRow, GroupRow, excerpt
-from agentrl.view.trajectory_files import IndexedSegment, TrajectoryFile, episode_of, trajectory_files
+from agentrl.view.trajectory_files import IndexedSegment, TrajectoryFile, episode_of, thinned, trajectory_files
+
+FileKey = tuple[EpisodeKind, int, str]
+"""Kind, step, held-out set."""
 
 
 class EpisodeIndex:
-    """The episodes of one run, by file; `refresh` reads what is new.
+    """The episodes of one run, by file; `refresh` reads what is new. `max_files`: a sample, spread over the steps.
 
     Example:
         index = EpisodeIndex(RunFolder.open("runs/quickstart"))
@@ -23,14 +26,16 @@ class EpisodeIndex:
         [row.reward for row in index.episodes(kind="train", step=3)]
     """
 
-    def __init__(self, run: RunFolder) -> None:
+    def __init__(self, run: RunFolder, *, max_files: int | None = None) -> None:
         self._run = run
-        self._rows: dict[tuple[EpisodeKind, int], tuple[tuple[int, int], list[EpisodeRow], list[str]]] = {}
+        self._max_files = max_files
+        self._rows: dict[FileKey, tuple[tuple[int, int], list[EpisodeRow], list[str]]] = {}
+        self.is_sample = False
 
     def refresh(self) -> bool:
         """Read files that are new or were replaced, forget those that are gone. True if anything changed."""
         changed = False
-        here = {(one.kind, one.step): one for one in trajectory_files(self._run)}
+        here = {(one.kind, one.step, one.eval_set): one for one in self._files()}
         for gone in self._rows.keys() - here.keys():
             del self._rows[gone]
             changed = True
@@ -45,25 +50,39 @@ class EpisodeIndex:
                 changed = True
         return changed
 
-    def steps(self) -> list[tuple[EpisodeKind, int]]:
-        """Kind and step of each file, training first, ascending."""
-        return sorted(self._rows, key=lambda key: (key[0] != "train", key[1]))
+    def steps(self) -> list[FileKey]:
+        """The key of each file, training first, by step."""
+        return sorted(self._rows, key=lambda key: (key[0] != "train", key[1], key[2]))
 
-    def episodes(self, *, kind: EpisodeKind | None = None, step: int | None = None) -> Iterator[EpisodeRow]:
-        """The episodes of a kind and step; None: of all."""
+    def episodes(
+        self, *, kind: EpisodeKind | None = None, step: int | None = None, eval_set: str | None = None
+    ) -> Iterator[EpisodeRow]:
+        """The episodes of a kind, step and held-out set; None: of all."""
         for key in self.steps():
-            if kind in (None, key[0]) and step in (None, key[1]):
+            if kind in (None, key[0]) and step in (None, key[1]) and eval_set in (None, key[2]):
                 yield from self._rows[key][1]
 
-    def groups(self, *, kind: EpisodeKind | None = None, step: int | None = None) -> Iterator[GroupRow]:
-        """The groups of a kind and step; None: of all."""
-        rows = self.episodes(kind=kind, step=step)
-        for _, members in groupby(rows, key=lambda row: (row.kind, row.step, row.group_id)):
+    def groups(
+        self, *, kind: EpisodeKind | None = None, step: int | None = None, eval_set: str | None = None
+    ) -> Iterator[GroupRow]:
+        """The groups of a kind, step and held-out set; None: of all."""
+        rows = self.episodes(kind=kind, step=step, eval_set=eval_set)
+        for _, members in groupby(rows, key=lambda row: (row.kind, row.step, row.eval_set, row.group_id)):
             yield group_row(list(members))
 
     def problems(self) -> list[str]:
         """What could not be read."""
         return [problem for key in self.steps() for problem in self._rows[key][2]]
+
+    def _files(self) -> list[TrajectoryFile]:
+        files = trajectory_files(self._run)
+        if self._max_files is None:
+            return files
+        held_out = [file for file in files if file.kind == "eval"]
+        trained = [file for file in files if file.kind == "train"]
+        found = [*thinned(trained, self._max_files), *thinned(held_out, self._max_files)]
+        self.is_sample = len(found) < len(files)
+        return found
 
 
 def episode_rows(file: TrajectoryFile, problems: list[str]) -> Iterator[EpisodeRow]:
@@ -86,6 +105,7 @@ def _episode_row(file: TrajectoryFile, segments: Sequence[IndexedSegment], *, me
     return EpisodeRow(
         kind=file.kind,
         step=file.step,
+        eval_set=file.eval_set,
         group_id=first.group_id,
         episode_id=episode_of(first),
         task_id=first.task.id,
@@ -124,6 +144,7 @@ def group_row(members: Sequence[EpisodeRow]) -> GroupRow:
     return GroupRow(
         kind=first.kind,
         step=first.step,
+        eval_set=first.eval_set,
         group_id=first.group_id,
         task_id=first.task_id,
         size=len(members),

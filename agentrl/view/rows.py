@@ -45,6 +45,7 @@ class EpisodeRow:
 
     kind: EpisodeKind
     step: int  # whose batch it is in; of an evaluation, the policy version that was measured
+    eval_set: str = ""  # of eval.sets, where the run has several
     group_id: int
     episode_id: str
     task_id: str
@@ -79,6 +80,7 @@ class GroupRow:
 
     kind: EpisodeKind
     step: int
+    eval_set: str = ""
     group_id: int
     task_id: str
     size: int  # episodes
@@ -102,6 +104,7 @@ class MessageRow:
 
     kind: EpisodeKind
     step: int
+    eval_set: str = ""
     group_id: int
     episode_id: str
     segment: int
@@ -121,6 +124,7 @@ class TokenRow:
 
     kind: EpisodeKind
     step: int
+    eval_set: str = ""
     group_id: int
     episode_id: str
     segment: int

@@ -16,7 +16,7 @@ import msgspec
 
 from agentrl.buffer.journal import Journal
 from agentrl.errors import AgentRLError, ConfigError
-from agentrl.report.metrics import MetricKind, MetricsLine
+from agentrl.report.metrics import MetricKind, MetricsLine, held_out_lines
 from agentrl.run_folder import EpisodeKind, EpisodeLine, RunFolder
 from agentrl.supervision.status import Assessment, RunState, assess, read_status
 from agentrl.view.episode_index import EpisodeIndex
@@ -28,16 +28,16 @@ LEDGER_COLUMNS = ("group_id", "task_id", "state", "admitted", "step", "reason", 
 
 
 class RunReader:
-    """Reads one run folder. Each call sees what the run has written by then.
+    """Reads one run folder. Each call sees what the run has written by then. `max_files`: of the episodes, a sample.
 
     Example:
         reader = RunReader(RunFolder.open("runs/quickstart"))
         reader.row().sentence, reader.problems()
     """
 
-    def __init__(self, run: RunFolder) -> None:
+    def __init__(self, run: RunFolder, *, max_files: int | None = None) -> None:
         self.run = run
-        self.index = EpisodeIndex(run)
+        self.index = EpisodeIndex(run, max_files=max_files)
         self._problems: dict[str, list[str]] = {}
         self._pieces: Pieces | None = None
         self._last: tuple[tuple[Path, int, int], dict[int, list[bytes]]] | None = None
@@ -82,15 +82,15 @@ class RunReader:
         try:
             with closing(Journal(self.run.journal, read_only=True)) as journal:
                 return [dict(zip(LEDGER_COLUMNS, row, strict=True)) for row in journal.ledger()]
-        except AgentRLError as error:
+        except (AgentRLError, msgspec.MsgspecError) as error:
             self._problems["journal"] = [f"the ledger is not shown: {error}"]
             return []
 
-    def group(self, kind: EpisodeKind, step: int, group_id: int) -> list[EpisodeLine]:
+    def group(self, kind: EpisodeKind, step: int, group_id: int, *, eval_set: str = "") -> list[EpisodeLine]:
         """The segments of a group with messages and tokens; empty where they are not kept."""
         problems: list[str] = []
         self._problems["group"] = problems
-        file = TrajectoryFile.of(self.run, kind, step)
+        file = TrajectoryFile.of(self.run, kind, step, eval_set)
         try:
             stamp = (file.path, *file.stamp())
             if self._last is None or self._last[0] != stamp:
@@ -111,7 +111,8 @@ class RunReader:
     def row(self) -> RunRow:
         """The run in one row."""
         config, status, lines = self.config(), self.status(), self.metrics()
-        evals = [line.values.get("eval/avg_at_n") for line in lines if line.kind == "eval"]
+        judged = next(iter(held_out_lines(lines, self.eval_sets()).values()), [])  # the run is judged by the first set
+        evals = [line.values["eval/avg_at_n"] for line in judged]
         return RunRow(
             run=self.name,
             state=status.state if status else "unknown",
@@ -126,6 +127,10 @@ class RunReader:
             eval_last=evals[-1] if evals else None,
             problems=tuple(self.problems()),
         )
+
+    def eval_sets(self) -> list[str]:
+        """The names of the held-out sets, in the order of the config; empty where there is one, without a name."""
+        return list((self.config().get("eval") or {}).get("sets") or ())
 
     def is_live(self) -> bool:
         """Whether the run may still write."""

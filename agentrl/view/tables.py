@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from agentrl.errors import ConfigError
 from agentrl.report.metrics import MetricKind
@@ -16,6 +16,15 @@ from agentrl.view.run_reader import RunReader
 from agentrl.view.trajectory_files import episode_of
 
 Row = dict[str, Any]
+
+
+class _Place(NamedTuple):
+    """Where a group is."""
+
+    kind: EpisodeKind
+    step: int
+    eval_set: str
+    group_id: int
 
 
 def ask(readers: Iterable[RunReader], text: str) -> Iterator[Row]:
@@ -96,15 +105,16 @@ def _problems(reader: RunReader, _: Query) -> Iterator[Row]:
 
 
 def _messages(reader: RunReader, query: Query) -> Iterator[Row]:
-    for kind, step, group_id in _places(reader, query):
-        for episode_id, segment, line in _segments(reader, kind, step, group_id):
+    for place in _places(reader, query):
+        for episode_id, segment, line in _segments(reader, place):
             for position, message in enumerate(line.messages):
                 calls = [{"id": one.id, "name": one.name, "arguments": one.arguments} for one in message.tool_calls]
                 yield flat(
                     MessageRow(
-                        kind=kind,
-                        step=step,
-                        group_id=group_id,
+                        kind=place.kind,
+                        step=place.step,
+                        eval_set=place.eval_set,
+                        group_id=place.group_id,
                         episode_id=episode_id,
                         segment=segment,
                         position=position,
@@ -118,8 +128,8 @@ def _messages(reader: RunReader, query: Query) -> Iterator[Row]:
 
 def _tokens(reader: RunReader, query: Query) -> Iterator[Row]:
     pieces = reader.pieces()
-    for kind, step, group_id in _places(reader, query):
-        for episode_id, segment, line in _segments(reader, kind, step, group_id):
+    for place in _places(reader, query):
+        for episode_id, segment, line in _segments(reader, place):
             turns = [
                 n
                 for n, size in enumerate(line.turns)
@@ -129,9 +139,10 @@ def _tokens(reader: RunReader, query: Query) -> Iterator[Row]:
                 sampled = bool(line.action_mask[position])
                 yield flat(
                     TokenRow(
-                        kind=kind,
-                        step=step,
-                        group_id=group_id,
+                        kind=place.kind,
+                        step=place.step,
+                        eval_set=place.eval_set,
+                        group_id=place.group_id,
                         episode_id=episode_id,
                         segment=segment,
                         position=position,
@@ -145,22 +156,22 @@ def _tokens(reader: RunReader, query: Query) -> Iterator[Row]:
                 )
 
 
-def _segments(reader: RunReader, kind: EpisodeKind, step: int, group_id: int) -> Iterator[tuple[str, int, EpisodeLine]]:
+def _segments(reader: RunReader, place: _Place) -> Iterator[tuple[str, int, EpisodeLine]]:
     """Episode id, number of the segment in it, and its line."""
     seen: dict[str, int] = {}
-    for line in reader.group(kind, step, group_id):
+    for line in reader.group(place.kind, place.step, place.group_id, eval_set=place.eval_set):
         episode_id = episode_of(line)
         seen[episode_id] = seen.get(episode_id, -1) + 1
         yield episode_id, seen[episode_id], line
 
 
-def _places(reader: RunReader, query: Query) -> Iterator[tuple[EpisodeKind, int, int]]:
-    """Kind, step and id of the groups that the conditions leave, so that no other group's file is read."""
+def _places(reader: RunReader, query: Query) -> Iterator[_Place]:
+    """The groups that the conditions leave, so that no other group's file is read."""
     reader.index.refresh()
-    known = ("kind", "step", "group_id", "episode_id")
+    known = ("kind", "step", "eval_set", "group_id", "episode_id")
     conditions = [one for one in query.conditions if one.column in known]
     places = (
-        (row.kind, row.step, row.group_id)
+        _Place(row.kind, row.step, row.eval_set, row.group_id)
         for row in reader.index.episodes(**_where(query))
         if all(one.holds({name: getattr(row, name) for name in known}) for one in conditions)
     )
@@ -170,6 +181,8 @@ def _places(reader: RunReader, query: Query) -> Iterator[tuple[EpisodeKind, int,
 def _where(query: Query) -> dict[str, Any]:
     kind, step = query.value_of("kind"), query.value_of("step")
     found: dict[str, Any] = {"kind": kind} if kind in ("train", "eval") else {}
+    if (eval_set := query.value_of("eval_set")) is not None:
+        found["eval_set"] = eval_set
     return found | ({"step": int(step)} if step is not None and step.isdecimal() else {})
 
 

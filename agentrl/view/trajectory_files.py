@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import gzip
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from agentrl.run_folder import EpisodeKind, EpisodeLine, RunFolder, TurnSize, old_episode_id
+from agentrl.run_folder import TRAJECTORIES, EpisodeKind, EpisodeLine, RunFolder, TurnSize, label, old_episode_id
 from agentrl.types import Message, StopReason, Task
 
 KINDS: tuple[EpisodeKind, ...] = ("train", "eval")
@@ -48,7 +48,7 @@ class _GroupOnly:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryFile:
-    """One step's file. `problem` is empty where all of it can be read.
+    """One step's file.
 
     Example: `for segment in TrajectoryFile.of(run, "train", 3).segments(problems): ...`
     """
@@ -56,11 +56,13 @@ class TrajectoryFile:
     path: Path
     kind: EpisodeKind
     step: int
+    eval_set: str = ""
 
     @classmethod
-    def of(cls, run: RunFolder, kind: EpisodeKind, step: int) -> TrajectoryFile:
+    def of(cls, run: RunFolder, kind: EpisodeKind, step: int, eval_set: str = "") -> TrajectoryFile:
         """The file of a step, which may be missing."""
-        return cls(path=run.trajectories / f"{kind}_{step:06d}.jsonl.gz", kind=kind, step=step)
+        path = run.trajectories / f"{label(kind, eval_set)}_{step:06d}.jsonl.gz"
+        return cls(path=path, kind=kind, step=step, eval_set=eval_set)
 
     def stamp(self) -> tuple[int, int]:
         """Changes whenever the file is replaced. Raises OSError."""
@@ -119,9 +121,16 @@ def episode_of(segment: EpisodeLine | IndexedSegment) -> str:
 def trajectory_files(run: RunFolder) -> list[TrajectoryFile]:
     """The files that there are, training first, by step. A file whose name is no step is not one of them."""
     found = []
-    for kind in KINDS:
-        for path in run.trajectories.glob(f"{kind}_*.jsonl.gz"):
-            number = path.name.removeprefix(f"{kind}_").removesuffix(".jsonl.gz")
-            if number.isdecimal():
-                found.append(TrajectoryFile(path=path, kind=kind, step=int(number)))
-    return sorted(found, key=lambda one: (KINDS.index(one.kind), one.step))
+    for path in run.trajectories.glob("*.jsonl.gz"):
+        if name := TRAJECTORIES.fullmatch(path.name):
+            kind: EpisodeKind = "train" if name["kind"] == "train" else "eval"
+            found.append(TrajectoryFile(path=path, kind=kind, step=int(name["step"]), eval_set=name["set"] or ""))
+    return sorted(found, key=lambda one: (KINDS.index(one.kind), one.step, one.eval_set))
+
+
+def thinned(files: Sequence[TrajectoryFile], max_files: int) -> list[TrajectoryFile]:
+    """At most about `max_files` of them, spread evenly over the steps, with the first and the last."""
+    if len(files) <= max_files:
+        return list(files)
+    places = {round(place * (len(files) - 1) / (max_files - 1)) for place in range(max_files)}
+    return [files[place] for place in sorted(places)]

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.config.algorithm import AlgorithmConfig
-from agentrl.report.figures import CHARTS
+from agentrl.report.charts import CHARTS
 from trainer import diagnostics
 from trainer.split_variance import COMPARED
 from trainer.step_stats import GroupStats, TrajectoryStats

@@ -6,12 +6,13 @@ from typing import Any, ClassVar
 from agentrl.config import RolloutConfig
 from agentrl.env import Action, Env, Episode, StepResult
 from agentrl.report.metrics import MetricsLog, rollout_metrics
-from agentrl.report.page import write_report
 from agentrl.run_folder import RunFolder
 from agentrl.testing import ScriptedEngine
 from agentrl.tokens.tokenizer import TurnTokenizer
 from agentrl.training import learner_api as api
 from agentrl.types import Batch, Message, Task, TrajectoryGroup, user
+from agentrl.view.documents import summary
+from agentrl.view.run_reader import RunReader
 from tests.agentrl.report.synthetic_run import make_config
 from tests.agentrl.rollouts.playing import play_group
 
@@ -54,7 +55,7 @@ async def test_they_have_a_curve_and_stand_beside_their_episode(tokenizer: TurnT
     with MetricsLog(folder) as metrics:
         metrics.log("step", 1, rollout_metrics([group]))
     folder.write_trajectories(1, [group])
-    page = write_report(folder).read_text()
+    reader = RunReader(folder)
     assert rollout_metrics([group])["rollout/reward_step"] == 0.75
-    assert "Rewards by name" in page
-    assert "(correct 1, step 0.75)" in page
+    assert summary(reader)["charts"][0].title == "Rewards by name"
+    assert {tuple(row.rewards.items()) for row in reader.index.episodes()} == {(("correct", 1.0), ("step", 0.75))}

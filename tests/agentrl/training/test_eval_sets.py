@@ -14,10 +14,13 @@ from agentrl.buffer.journal import Journal
 from agentrl.config import Config, parse
 from agentrl.errors import EngineError
 from agentrl.report.metrics import held_out_lines, read
-from agentrl.report.page import write_report
 from agentrl.run_folder import RunFolder
 from agentrl.tokens.tokenizer import TurnTokenizer
 from agentrl.training.resume import CannotResume, reopen
+from agentrl.view.documents import Documents
+from agentrl.view.documents import group as group_of
+from agentrl.view.documents import summary as summary_of
+from agentrl.view.run_reader import RunReader
 from tests.agentrl.training.whole_run import SayYes, YesAndNo, held_out_sets, make_config, run_with
 
 HERE = "tests.agentrl.training.test_eval_sets"
@@ -71,11 +74,18 @@ async def test_each_set_has_numbers_files_and_a_figure_of_its_own(tmp_path: Path
     assert len(found.groups(4, "eval")) == 5 and len(found.groups(4, "eval", "hard")) == 2
     with pytest.raises(FileNotFoundError):
         found.episodes("eval", step=3)
-    page = write_report(run).read_text()
-    for text in ("Held-out success, easy", "Held-out success, hard", "easy: avg@2 after", "hard: avg@4 before"):
-        assert text in page
-    assert page.index("easy: avg@2") < page.index("hard: avg@4")
-    assert "Held-out success on hard stayed at 0.000." in page and "hard, held out, step 4" in page
+    reader = RunReader(run)
+    said = summary_of(reader)
+    assert [(one["name"], one["columns"]["step"]) for one in said["held_out"]] == [
+        ("easy", [0, 2, 4]),
+        ("hard", [0, 2, 4]),
+    ]
+    assert "Held-out success on hard stayed at 0.000." in said["headline"]
+    assert said["row"]["eval_last"] == summary.after.avg
+    shown = list(reader.index.episodes(kind="eval", step=4))
+    assert sorted({row.eval_set for row in shown}) == ["easy", "hard"] and len(shown) == 3 * 2 + 2 * 4
+    names = [name for name in Documents([reader]).names() if "/eval-hard/4/" in name]
+    assert len(names) == 2 and len(group_of(reader, "eval-hard", 4, int(names[0].rpartition("/")[2]))["episodes"]) == 4
 
 
 class Interrupted(YesAndNo):

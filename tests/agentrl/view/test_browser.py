@@ -5,14 +5,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,9 +19,7 @@ from urllib.parse import quote
 import pytest
 
 from agentrl.run_folder import RunFolder
-from agentrl.tokens.tokenizer import TurnTokenizer
 from agentrl.types import Message, StopReason, ToolCall
-from tests.agentrl.training.whole_run import YesAndNo, make_config, run_with
 from tests.test_imports import ROOT
 
 playwright = pytest.importorskip("playwright.sync_api", reason="`make test-view` has Playwright")
@@ -43,12 +39,11 @@ VIEWS = ("overview", "episodes", "ledger", "settings")
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, tokenizer: TurnTokenizer, tokenizer_dir: Path) -> RunFolder:
-    """Four steps of two groups of four; step 4 has an episode with hostile texts and one line of ten million signs."""
-    folder = tmp_path_factory.mktemp("view")
-    with ThreadPoolExecutor(1) as pool:  # Playwright's event loop runs in this thread
-        pool.submit(asyncio.run, run_with(make_config(folder), YesAndNo(tokenizer), tokenizer)).result()
-    run = RunFolder.open(folder / "t")
+def run(tmp_path_factory: pytest.TempPathFactory, trained: RunFolder, tokenizer_dir: Path) -> RunFolder:
+    """Step 4 has an episode with hostile texts and one line of ten million signs."""
+    folder = tmp_path_factory.mktemp("browser") / "t"
+    shutil.copytree(trained.path, folder)
+    run = RunFolder.open(folder)
     (run.checkpoints / "final").mkdir()
     shutil.copy(tokenizer_dir / "tokenizer.json", run.checkpoints / "final")
     first, *rest = run.read_trajectories(4)
@@ -316,11 +311,21 @@ def test_what_cannot_be_read_is_said_on_the_page(page: Any, url: str, run: RunFo
         broken.unlink()
 
 
-@pytest.mark.parametrize("target", ["folder", "file.html"])
+@pytest.mark.parametrize("target", ["folder", "file.html", "report.html"])
 def test_links_work_in_a_copy_without_a_server(page: Any, run: RunFolder, tmp_path: Path, target: str) -> None:
-    command = [sys.executable, "-m", "agentrl", "view", str(run.path), "--bundle", str(tmp_path / target)]
-    subprocess.run(command, check=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=120)
     copy = tmp_path / target
+    what = ["report", str(run.path)] if target == "report.html" else ["view", str(run.path), "--bundle", str(copy)]
+    subprocess.run(
+        [sys.executable, "-m", "agentrl", *what],
+        check=True,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        timeout=120,
+    )
+    if target == "report.html":
+        copy = run.report.rename(copy)
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
     address = (copy if copy.is_file() else copy / "index.html").as_uri()
     group = run.read_trajectories(2)[0]
     open_at(page, address, f"episodes?q={quote('reward<1 kind=train')}")
@@ -329,6 +334,9 @@ def test_links_work_in_a_copy_without_a_server(page: Any, run: RunFolder, tmp_pa
     expect(page.locator(".members tbody tr")).to_have_count(4)
     open_at(page, address, "overview")
     expect(page.locator(".u-over").first).to_be_visible()
+    assert {url.partition(":")[0] for url in asked} <= {"file", "blob", "data"}
+    if copy.is_file():
+        assert {url.partition("#")[0] for url in asked if url.startswith("file")} == {address}
 
 
 def test_an_address_that_leads_nowhere_says_so(page: Any, url: str) -> None:

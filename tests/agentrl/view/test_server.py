@@ -22,21 +22,12 @@ from agentrl.cli.main import app
 from agentrl.errors import ConfigError
 from agentrl.run_folder import RunFolder
 from agentrl.supervision.serving import serving
-from agentrl.tokens.tokenizer import TurnTokenizer
 from agentrl.view import shell
 from agentrl.view.bundle import file_name, write_bundle, write_one_file
 from agentrl.view.documents import Documents
 from agentrl.view.run_reader import RunReader
 from agentrl.view.server import create_app
-from tests.agentrl.training.whole_run import YesAndNo, make_config, run_with
 from tests.test_imports import ROOT
-
-
-@pytest.fixture
-async def run(tmp_path: Path, tokenizer: TurnTokenizer) -> RunFolder:
-    """Two steps of two groups of four, measured before and after."""
-    await run_with(make_config(tmp_path, steps=2), YesAndNo(tokenizer), tokenizer)
-    return RunFolder.open(tmp_path / "t")
 
 
 @asynccontextmanager
@@ -56,17 +47,19 @@ async def test_documents_have_what_the_run_has(run: RunFolder) -> None:
             return (await http.get(f"/doc/{name}")).raise_for_status().json()
 
         ((one,), summary) = (await get("runs"))["runs"], await get("t/summary")
-        assert one["key"] == "t" and summary["row"]["steps"] == 2
-        assert summary["steps"]["columns"]["step"] == [1, 2] and summary["evals"]["columns"]["step"] == [0, 2]
-        assert summary["ledger"]["trained"] == 4 and summary["headline"] == "Held-out success stayed at 0.500."
+        assert one["key"] == "t" and summary["row"]["steps"] == 4
+        (held_out,) = summary["held_out"]
+        assert summary["steps"]["columns"]["step"] == [1, 2, 3, 4] and held_out["columns"]["step"] == [0, 2, 4]
+        assert summary["charts"][0]["curves"] == {"reward": "rollout/reward_mean"}
+        assert summary["ledger"]["trained"] == 8 and summary["headline"] == "Held-out success stayed at 0.500."
         episodes = await get("t/episodes")
-        assert episodes["count"] == len(episodes["columns"]["reward"]) == 2 * 8 + 2 * 4
+        assert episodes["count"] == len(episodes["columns"]["reward"]) == 4 * 8 + 3 * 4
         place = run.read_trajectories(1)[0]
         group = await get(f"t/group/train/1/{place.group_id}")
         assert [one["row"]["reward"] for one in group["episodes"]] == place.episode_rewards
         tokens = group["episodes"][2]["segments"][0]["tokens"]
         assert tokens["token_ids"] == place.trajectories[2].token_ids()
-        assert (await get("t/ledger"))["count"] >= 4
+        assert (await get("t/ledger"))["count"] >= 8
 
 
 async def test_what_is_not_there_is_said(run: RunFolder) -> None:
@@ -108,19 +101,19 @@ async def test_a_change_of_the_run_is_told(run: RunFolder) -> None:
     async with client(run) as http, http.stream("GET", "/events") as stream:
         lines = stream.aiter_lines()
         assert await anext(lines) == "retry: 2000"
-        run.write_trajectories(3, run.read_trajectories(2))
+        run.write_trajectories(5, run.read_trajectories(2))
         async for line in lines:
             if line.startswith("data:"):
                 assert json.loads(line.removeprefix("data:")) == {"run": "t"}
                 break
-        assert (await http.get("/doc/t/episodes")).json()["count"] == 3 * 8 + 2 * 4
+        assert (await http.get("/doc/t/episodes")).json()["count"] == 5 * 8 + 3 * 4
 
 
 async def test_a_bundle_has_every_document(run: RunFolder, tmp_path: Path) -> None:
     documents = Documents([RunReader(run)])
     write_bundle(documents, tmp_path / "site")
     names = list(documents.names())
-    assert len(names) == 1 + 3 + 2 * 2 + 2 * 2
+    assert len(names) == 1 + 3 + 4 * 2 + 3 * 2
     for name in names:
         text = (tmp_path / "site/data" / file_name(name)).read_text()
         said, data = json.loads(f"[{text.removeprefix('agentrlData(').rstrip().removesuffix(')')}]")
@@ -136,7 +129,7 @@ async def test_the_commands_write_and_refuse(run: RunFolder, tmp_path: Path, mon
     written = CliRunner().invoke(app, ["view", str(run.path), "--bundle", str(tmp_path / "b")])
     assert written.exit_code == 0 and "index.html" in written.stdout
     one = CliRunner().invoke(app, ["view", str(run.path), "--bundle", str(tmp_path / "t.html")])
-    assert one.exit_code == 0 and "8 of 8 groups" in one.stdout
+    assert one.exit_code == 0 and "14 of 14 groups" in one.stdout
     refused = CliRunner().invoke(app, ["view", str(run.path), "--host", "0.0.0.0"])
     assert refused.exit_code == 2
     with socket.socket() as taken:
@@ -163,8 +156,8 @@ def test_a_page_in_one_file_cannot_be_left_by_what_it_holds() -> None:
 
 async def test_one_file_holds_the_tables_and_as_many_groups_as_fit(run: RunFolder, tmp_path: Path) -> None:
     documents = Documents([RunReader(run)])
-    assert write_one_file(documents, tmp_path / "all.html") == (8, 8)
-    assert write_one_file(documents, tmp_path / "few.html", max_bytes=1500)[0] in range(1, 8)
+    assert write_one_file(documents, tmp_path / "all.html") == (14, 14)
+    assert write_one_file(documents, tmp_path / "few.html", max_bytes=1500)[0] in range(1, 14)
     for name in ("runs", "t/summary", "t/episodes", "t/ledger"):
         assert f'data-doc="{name}"' in (tmp_path / "few.html").read_text()
 

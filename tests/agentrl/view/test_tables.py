@@ -15,20 +15,11 @@ from typer.testing import CliRunner
 from agentrl.cli.main import app
 from agentrl.errors import ConfigError
 from agentrl.run_folder import RunFolder
-from agentrl.tokens.tokenizer import TurnTokenizer
 from agentrl.view.query import Query
 from agentrl.view.run_reader import RunReader
 from agentrl.view.tables import TABLES, ask
-from tests.agentrl.training.whole_run import YesAndNo, make_config, run_with
 
 OLD = Path(__file__).parents[1] / "old_trajectories.jsonl"
-
-
-@pytest.fixture
-async def run(tmp_path: Path, tokenizer: TurnTokenizer) -> RunFolder:
-    """Four steps of two groups of four, measured before, after two, and at the end."""
-    await run_with(make_config(tmp_path), YesAndNo(tokenizer), tokenizer)
-    return RunFolder.open(tmp_path / "t")
 
 
 def rows(run: RunFolder, query: str) -> list[dict[str, Any]]:
@@ -133,6 +124,13 @@ async def test_what_is_damaged_is_named_and_the_rest_is_shown(run: RunFolder) ->
     problems = "\n".join(said_by(run))
     for word in ("config.json", "line 1", "line 2", "000002", "000003.jsonl.gz, line 2", "000004", "ledger"):
         assert word in problems
+
+
+async def test_a_damaged_row_of_the_journal_is_named(run: RunFolder) -> None:
+    with sqlite3.connect(run.journal) as journal:
+        journal.execute("UPDATE groups SET rewards = x'c1' WHERE group_id = 1")
+    journal.close()
+    assert rows(run, "ledger") == [] and "the ledger is not shown" in "\n".join(said_by(run))
 
 
 async def test_what_is_missing_is_named(run: RunFolder) -> None:

@@ -1,7 +1,7 @@
 // One curve chart: uPlot with the page's colours, a shared cursor, zoom that all charts follow, smoothing, and marks.
 
 import { html } from "htm/preact";
-import { useEffect, useRef } from "preact/hooks";
+import { useEffect, useMemo, useRef } from "preact/hooks";
 import uPlot from "uplot";
 import { number } from "./widgets.js";
 
@@ -23,9 +23,11 @@ export function smooth(values, share) {
 
 /**
  * `series`: {label, values, band: [low, high]?}; `x`: steps, ascending; `marks`: {step, label, tone}.
+ * `stacked`: each series on top of those before it, which suits parts of a whole.
  * `onStep(step)` is called when somebody clicks a step.
  */
-export function Chart({ title, about, x, series, smoothing = 0, marks = [], onStep }) {
+export function Chart({ title, about, x, series: given, smoothing = 0, stacked = false, marks = [], onStep }) {
+  const series = useMemo(() => (stacked && given.some(happened) ? given.filter(happened) : given), [given, stacked]);
   const place = useRef(null);
   const latest = useRef({});
   latest.current = { onStep };
@@ -37,7 +39,7 @@ export function Chart({ title, about, x, series, smoothing = 0, marks = [], onSt
       const zoom = plot?.scales.x;
       const kept = plot && zoom.min > x[0] ? [zoom.min, zoom.max] : null;
       dispose();
-      plot = new uPlot(options(node, { x, series, smoothing, marks, latest }), data(x, series, smoothing), node);
+      plot = new uPlot(options(node, { x, series, smoothing, stacked, marks, latest }), data(x, series, smoothing, stacked), node);
       charts.add(plot);
       if (kept) plot.setScale("x", { min: kept[0], max: kept[1] });
     };
@@ -58,7 +60,7 @@ export function Chart({ title, about, x, series, smoothing = 0, marks = [], onSt
       removeEventListener("themechange", draw);
       dispose();
     };
-  }, [x, series, smoothing, marks]);
+  }, [x, series, smoothing, stacked, marks]);
 
   const last = series[0]?.values.findLast((value) => value !== null && value !== undefined);
   return html`<figure class="chart">
@@ -68,7 +70,18 @@ export function Chart({ title, about, x, series, smoothing = 0, marks = [], onSt
   </figure>`;
 }
 
-function data(x, series, smoothing) {
+/** Each series on top of those before it. */
+function sums(series, smoothing) {
+  let below = null;
+  return series.map(({ values }) => {
+    const own = smoothing ? smooth(values, smoothing) : values;
+    below = own.map((value, row) => (value ?? 0) + (below ? below[row] : 0));
+    return below;
+  });
+}
+
+function data(x, series, smoothing, stacked) {
+  if (stacked) return [x, ...sums(series, smoothing)];
   const columns = [x];
   for (const one of series) {
     if (one.band) columns.push(one.band[0], one.band[1]);
@@ -78,14 +91,19 @@ function data(x, series, smoothing) {
   return columns;
 }
 
-function options(node, { x, series, smoothing, marks, latest }) {
+function options(node, { x, series, smoothing, stacked, marks, latest }) {
   const style = getComputedStyle(document.documentElement);
   const colour = (name) => style.getPropertyValue(name).trim();
   const lines = [{ label: "step" }];
   const bands = [];
   series.forEach((one, place) => {
     const stroke = colour(COLOURS[place % COLOURS.length]);
-    const value = (_, found) => number(found);
+    const value = stacked ? (_plot, _sum, _series, row) => number(row === null ? null : one.values[row]) : (_, found) => number(found);
+    if (stacked) {
+      if (place) bands.push({ series: [lines.length, lines.length - 1], fill: `${stroke}55` });
+      lines.push({ label: one.label, stroke, width: 1.2, fill: place ? undefined : `${stroke}55`, points: { show: false }, value });
+      return;
+    }
     if (one.band) {
       bands.push({ series: [lines.length + 1, lines.length], fill: `${stroke}2b` });
       lines.push({ label: "low", class: "band", stroke: "transparent", value, points: { show: false } });
@@ -113,6 +131,11 @@ function options(node, { x, series, smoothing, marks, latest }) {
       ready: [(plot) => plot.over.addEventListener("click", () => clicked(plot, x, latest.current.onStep))],
     },
   };
+}
+
+/** What never happened would only fill the legend. */
+function happened({ values }) {
+  return values.some(Boolean);
 }
 
 /** All charts show the same steps. */

@@ -3,17 +3,17 @@
 import { html } from "htm/preact";
 import { useEffect, useMemo, useState } from "preact/hooks";
 import { Chart } from "./chart.js";
+import { format } from "./query.js";
 import { load, onChange } from "./store.js";
 import { link } from "./route.js";
 import { number } from "./widgets.js";
 
 const CURVES = [
-  ["Held out", "evals", "eval/avg_at_n"],
-  ["Reward", "steps", "rollout/reward_mean"],
-  ["ESS ratio", "steps", "learner/ess_ratio"],
-  ["Entropy", "steps", "learner/entropy"],
-  ["Gradient norm", "steps", "learner/grad_norm"],
-  ["Lag", "steps", "learner/lag_mean"],
+  ["Reward", "rollout/reward_mean"],
+  ["ESS ratio", "learner/ess_ratio"],
+  ["Entropy", "learner/entropy"],
+  ["Gradient norm", "learner/grad_norm"],
+  ["Lag", "learner/lag_mean"],
 ];
 const QUIET_KEYS = new Set(["name", "out_dir"]);
 const NO_MARKS = [];
@@ -22,12 +22,12 @@ export function Compare({ runs }) {
   const keys = runs.map((run) => run.key).join("/");
   const summaries = useAll(runs, "summary");
   const [smoothing, setSmoothing] = useState(0);
-  const charts = useMemo(() => CURVES.map(([title, table, name]) => overlaid(runs, summaries, title, table, name)).filter(Boolean), [summaries, keys]);
+  const charts = useMemo(() => allCharts(runs, summaries), [summaries, keys]);
   const names = runs.filter((run) => summaries[run.key]);
   if (!names.length) return html`<p class="soft">Loading …</p>`;
   return html`<div class="bar"><h2>Curves</h2>
       <label>smooth <input type="range" min="0" max="0.97" step="0.01" value=${smoothing} onInput=${(event) => setSmoothing(Number(event.target.value))} /></label></div>
-    <div class="charts">${charts.map((one) => html`<${Chart} key=${one.title} ...${one} smoothing=${one.title === "Held out" ? 0 : smoothing} marks=${NO_MARKS} />`)}</div>
+    <div class="charts">${charts.map((one) => html`<${Chart} key=${one.title} ...${one} smoothing=${one.isHeldOut ? 0 : smoothing} marks=${NO_MARKS} />`)}</div>
     <${Paired} runs=${runs} />
     <${Differences} runs=${names} configs=${names.map((run) => flatten(summaries[run.key].config))} />`;
 }
@@ -49,10 +49,15 @@ function useAll(runs, name) {
   return found;
 }
 
-function overlaid(runs, summaries, title, table, name) {
-  const found = runs.filter((run) => summaries[run.key]?.[table].columns[name]);
-  if (!found.length) return null;
-  const columns = (run) => summaries[run.key][table].columns;
+function allCharts(runs, summaries) {
+  const sets = [...new Set(runs.flatMap((run) => summaries[run.key]?.held_out.map((one) => one.name) ?? []))];
+  const heldOut = sets.map((name) => ({ ...overlaid(runs, (run) => summaries[run.key]?.held_out.find((one) => one.name === name)?.columns ?? {}, `Held out${name && `, ${name}`}`, "eval/avg_at_n"), isHeldOut: true }));
+  return [...heldOut, ...CURVES.map(([title, name]) => overlaid(runs, (run) => summaries[run.key]?.steps.columns ?? {}, title, name))].filter((one) => one.series);
+}
+
+function overlaid(runs, columns, title, name) {
+  const found = runs.filter((run) => columns(run)[name]);
+  if (!found.length) return {};
   const x = [...new Set(found.flatMap((run) => columns(run).step))].sort((a, b) => a - b);
   const series = found.map((run) => {
     const at = new Map(columns(run).step.map((step, row) => [step, columns(run)[name][row]]));
@@ -77,7 +82,7 @@ function Paired({ runs }) {
           <div class="scroll"><table>
             <thead><tr><th scope="col">task</th><th scope="col">${runs[a].key}</th><th scope="col">${runs[b].key}</th><th scope="col">change</th></tr></thead>
             <tbody>${pair.tasks.slice(0, 50).map((one) => html`<tr>
-              <td><a href=${link(runs[b].key, "episodes", [], { q: `kind=eval task_id=${one.task}` })}>${one.task}</a></td><td class="num">${number(one.before)}</td><td class="num">${number(one.after)}</td><td class=${one.change > 0 ? "good" : one.change < 0 ? "bad" : "soft"}>${signed(one.change)}</td>
+              <td><a href=${link(runs[b].key, "episodes", [], { q: filterOf(one) })}>${one.task}</a></td><td class="num">${number(one.before)}</td><td class="num">${number(one.after)}</td><td class=${one.change > 0 ? "good" : one.change < 0 ? "bad" : "soft"}>${signed(one.change)}</td>
             </tr>`)}</tbody>
           </table></div>
           ${pair.tasks.length > 50 && html`<p class="soft">The 50 largest changes.</p>`}`
@@ -88,7 +93,7 @@ function Paired({ runs }) {
 export function paired(first, second) {
   const [before, after] = [first, second].map((document) => document && atTheEnd(document));
   if (!before || !after) return null;
-  const tasks = [...before.keys()].filter((task) => after.has(task)).map((task) => ({ task, before: before.get(task), after: after.get(task), change: after.get(task) - before.get(task) }));
+  const tasks = [...before.keys()].filter((task) => after.has(task)).map((task) => ({ ...after.get(task), task, before: before.get(task).mean, after: after.get(task).mean, change: after.get(task).mean - before.get(task).mean }));
   if (tasks.length < 2) return null;
   const n = tasks.length;
   const mean = tasks.reduce((sum, one) => sum + one.change, 0) / n;
@@ -105,10 +110,13 @@ function atTheEnd({ columns, count }) {
   const last = Math.max(...rows.map((row) => columns.step[row]));
   const sums = new Map();
   for (const row of rows.filter((one) => columns.step[one] === last)) {
-    const [sum, n] = sums.get(columns.task_id[row]) ?? [0, 0];
-    sums.set(columns.task_id[row], [sum + columns.reward[row], n + 1]);
+    const set = columns.eval_set?.[row];
+    const id = columns.task_id[row];
+    const task = `${set ? `${set}: ` : ""}${id}`;
+    const found = sums.get(task) ?? { set, id, sum: 0, n: 0 };
+    sums.set(task, { ...found, sum: found.sum + columns.reward[row], n: found.n + 1 });
   }
-  return new Map([...sums].map(([task, [sum, n]]) => [task, sum / n]));
+  return new Map([...sums].map(([task, { set, id, sum, n }]) => [task, { set, id, mean: sum / n }]));
 }
 
 /** The 0.975 quantile of Student's t, by the Cornish-Fisher expansion (Abramowitz and Stegun 26.7.5). */
@@ -138,6 +146,10 @@ function flatten(value, name = "", found = {}) {
     for (const [key, inner] of Object.entries(value)) flatten(inner, name ? `${name}.${key}` : key, found);
   } else found[name] = JSON.stringify(value);
   return found;
+}
+
+function filterOf({ set, id }) {
+  return format([{ column: "kind", sign: "=", value: "eval" }, ...(set ? [{ column: "eval_set", sign: "=", value: set }] : []), { column: "task_id", sign: "=", value: id }]);
 }
 
 function signed(value) {

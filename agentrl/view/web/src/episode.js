@@ -4,7 +4,7 @@ import { html } from "htm/preact";
 import { useMemo } from "preact/hooks";
 import { useDocument } from "./main.js";
 import { chosen, episodeLink } from "./episodes.js";
-import { link } from "./route.js";
+import { asFilter, kindOf, link } from "./route.js";
 import { Tokens } from "./tokens.js";
 import { Transcript } from "./transcript.js";
 import { Copy, Problems, Reward, isTyping, number, useKeys } from "./widgets.js";
@@ -15,7 +15,7 @@ export function Episode({ run, address }) {
   const { value: group, error } = useDocument(`${run}/group/${kind}/${step}/${groupId}`);
   const { value: all } = useDocument(`${run}/episodes`);
   const { rows } = useMemo(() => chosen(all, query), [all, query.q, query.sort]);
-  const at = all ? rows.findIndex((row) => all.columns.episode_id[row] === episodeId && all.columns.step[row] === Number(step) && all.columns.kind[row] === kind) : -1;
+  const at = all ? rows.findIndex((row) => all.columns.episode_id[row] === episodeId && all.columns.step[row] === Number(step) && kindOf(all.columns, row) === kind) : -1;
   const near = (offset) => (at >= 0 && rows[at + offset] !== undefined ? episodeLink(run, all.columns, rows[at + offset], query, { show: query.show, colour: query.colour }) : null);
   const here = (changes, id = episodeId) => link(run, "episode", [kind, step, groupId, id], { ...query, ...changes });
 
@@ -37,7 +37,7 @@ export function Episode({ run, address }) {
   const showTokens = query.show === "tokens";
   return html`<div class="bar crumbs">
       <a href=${link(run, "episodes", [], { q: query.q, sort: query.sort })}>← episodes</a>
-      <a href=${link(run, "episodes", [], { q: `kind=${kind} step=${step}` })}>${kind === "eval" ? "held out, version" : "step"} ${step}</a>
+      <a href=${link(run, "episodes", [], { q: asFilter(kind, step) })}>${kind === "train" ? "step" : "held out, version"} ${step}</a>
       <a href=${link(run, "group", [kind, step, groupId])}>group ${groupId}</a>
       <span class="grow"></span>
       ${at >= 0 && html`<span class="soft">${(at + 1).toLocaleString("en")} of ${rows.length.toLocaleString("en")}</span>`}

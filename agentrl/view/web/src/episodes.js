@@ -4,7 +4,7 @@ import { html } from "htm/preact";
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { useDocument } from "./main.js";
 import { order, select, withConditions } from "./query.js";
-import { link, replace } from "./route.js";
+import { kindOf, link, replace } from "./route.js";
 import { Facets } from "./facets.js";
 import { Problems, Reward, isTyping, number, useKeys } from "./widgets.js";
 
@@ -22,7 +22,7 @@ export function chosen(document, query) {
 }
 
 export function episodeLink(run, columns, row, query, more = {}) {
-  const parts = [columns.kind[row], columns.step[row], columns.group_id[row], columns.episode_id[row]];
+  const parts = [kindOf(columns, row), columns.step[row], columns.group_id[row], columns.episode_id[row]];
   return link(run, "episode", parts, { q: query.q, sort: query.sort, ...more });
 }
 
@@ -144,7 +144,7 @@ function cell(columns, name, row) {
   const value = columns[name][row];
   if (name === "reward") return html`<${Reward} value=${value} correct=${columns.correct[row]} />`;
   if (name === "above_mean") return html`<span class=${value > 0 ? "good" : value < 0 ? "bad" : "soft"}>${value > 0 ? "+" : ""}${number(value)}</span>`;
-  if (name === "step" && columns.kind[row] === "eval") return html`${value}<small class="soft"> held out</small>`;
+  if (name === "step" && columns.kind[row] === "eval") return html`${value}<small class="soft"> ${columns.eval_set?.[row] || "held out"}</small>`;
   if (name === "stop_reason" && value !== "completed") return html`<span class="middle">${value}</span>`;
   if (name === "tool_errors" && value > 0) return html`<span class="bad">${value}</span>`;
   return typeof value === "number" ? number(value) : value === null ? "–" : String(value);

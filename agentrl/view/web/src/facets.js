@@ -5,7 +5,7 @@ import { useMemo } from "preact/hooks";
 import { parse, select, withConditions } from "./query.js";
 import { number } from "./widgets.js";
 
-const WORDS = ["kind", "stop_reason", "correct"];
+const WORDS = ["kind", "eval_set", "stop_reason", "correct"];
 const NUMBERS = ["reward", "step", "turns", "tokens", "lag", "weight", "tool_errors", "wall_s"];
 const BARS = 16;
 
@@ -34,7 +34,7 @@ function Words({ columns, count, line, set, name }) {
   const most = Math.max(...counts.values());
   return html`<fieldset>
     <legend>${name.replace("_", " ")}</legend>
-    ${[...counts].sort((a, b) => b[1] - a[1]).slice(0, 12).map(
+    ${[...counts].filter(([value]) => value !== "").sort((a, b) => b[1] - a[1]).slice(0, 12).map(
       ([value, found]) => html`<button class="word" aria-pressed=${now === String(value)} onClick=${() => set(withConditions(line, name, now === String(value) ? [] : [{ sign: "=", value: String(value) }]))}>
         <i style=${{ width: `${(100 * found) / most}%` }}></i><span>${String(value)}</span><small>${found.toLocaleString("en")}</small>
       </button>`,

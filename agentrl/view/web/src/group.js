@@ -2,7 +2,7 @@
 
 import { html } from "htm/preact";
 import { useDocument } from "./main.js";
-import { link, replace } from "./route.js";
+import { asFilter, link, replace } from "./route.js";
 import { Message } from "./transcript.js";
 import { Text, visible } from "./text.js";
 import { Problems, Push, Reward, number } from "./widgets.js";
@@ -20,7 +20,7 @@ export function Group({ run, address, summary }) {
   const [left, right] = [pick("a", best), pick("b", worst === best ? Math.min(best + 1, episodes.length - 1) : worst)];
   const choose = (name, place) => replace(link(run, "group", address.parts, { ...address.query, a: left, b: right, [name]: place }));
   return html`<div class="bar crumbs">
-      <a href=${link(run, "episodes", [], { q: `kind=${kind} step=${step}` })}>← ${kind === "eval" ? "held out, version" : "step"} ${step}</a>
+      <a href=${link(run, "episodes", [], { q: asFilter(kind, step) })}>← ${kind === "train" ? "step" : "held out, version"} ${step}</a>
       <a href=${link(run, "episodes", [], { q: `task_id=${task.id}` })}>every episode of this task</a>
     </div>
     <h1 class="below">Group ${groupId} <span class="soft">${task.id}</span></h1>

@@ -6,25 +6,6 @@ import { Chart } from "./chart.js";
 import { link } from "./route.js";
 import { Tile, duration, number, percent } from "./widgets.js";
 
-/** Title, metric names, what it means. A chart without any of its metrics is left out. */
-const CHARTS = [
-  ["Reward", ["rollout/reward_mean"], "Mean reward of the episodes that were trained."],
-  ["Useful groups", ["rollout/useful_groups", "rollout/useful_tokens"], "Share of finished groups whose rewards differ."],
-  ["ESS ratio", ["learner/ess_ratio", "learner/ess_ratio_truncated"], "1: the data is as good as fresh; low: few episodes carry the step."],
-  ["Importance weight", ["learner/mean_weight", "learner/max_weight"], "Of the learner over the policy that sampled."],
-  ["Lag", ["learner/lag_mean", "learner/lag_max"], "Optimizer steps between sampling and training."],
-  ["Entropy", ["learner/entropy"], "Nats a token; near 0 the model says one thing only."],
-  ["KL to the sampling policy", ["learner/kl"], ""],
-  ["Gradient norm", ["learner/grad_norm"], "Before clipping."],
-  ["Learning rate", ["learner/lr"], "After the step scale."],
-  ["Response length", ["rollout/response_tokens_mean", "rollout/response_tokens_max"], "Sampled tokens an episode."],
-  ["Turns", ["rollout/turns_mean", "rollout/tool_calls_mean"], "Of an episode."],
-  ["How episodes ended", ["rollout/stop_completed", "rollout/stop_max_turns", "rollout/stop_max_turn_tokens", "rollout/stop_timeout"], "Share of episodes."],
-  ["Throughput", ["engine/tokens_per_s", "learner/tokens_per_s"], "Tokens a second."],
-  ["Waiting", ["wait/learner_for_batch_s", "wait/rollout_for_slot_s", "wait/weights_s"], "Seconds a step."],
-  ["Engine busy", ["engine/busy_share", "run/overlap"], "Share of the time."],
-  ["Engine against learner", ["learner/parity_max_abs", "learner/parity_mean_abs"], "Difference of logprobs of fresh tokens, nats."],
-];
 const QUIET_EVENTS = new Set(["run/overlap", "run/train_s"]);
 
 export function Overview({ run, summary }) {
@@ -33,8 +14,8 @@ export function Overview({ run, summary }) {
   const steps = summary?.steps.columns;
   const charts = useMemo(() => (steps ? chartsOf(summary) : []), [summary]);
   if (!summary) return html`<p class="soft">Loading …</p>`;
-  const open = (kind) => (step) => {
-    location.hash = link(run, "episodes", [], { q: `kind=${kind} step=${step}` });
+  const open = (kind, set = "") => (step) => {
+    location.hash = link(run, "episodes", [], { q: `kind=${kind}${set && ` eval_set=${set}`} step=${step}` });
   };
   const others = charts.more.filter(({ title }) => sought && title.includes(sought.trim()));
   return html`<h1>${summary.row.run}</h1>
@@ -52,9 +33,11 @@ export function Overview({ run, summary }) {
             <span class="soft">drag: zoom · double click: all · click a step: its episodes</span>
           </div>`
     }
+    ${summary.waits && html`<p class="soft">${summary.waits}</p>`}
     <div class="charts">
-      ${charts.main.map((one) => html`<${Chart} key=${one.title} ...${one} smoothing=${one.kind === "eval" ? 0 : smoothing} onStep=${open(one.kind)} />`)}
+      ${charts.main.map((one) => html`<${Chart} key=${one.title} ...${one} smoothing=${one.kind === "eval" ? 0 : smoothing} onStep=${open(one.kind, one.set)} />`)}
     </div>
+    ${charts.why.length > 0 && html`<${Why} charts=${charts.why} smoothing=${smoothing} open=${open("train")} />`}
     ${charts.marks.length > 0 && html`<${Events} marks=${charts.marks} />`}
     ${
       charts.more.length > 0 &&
@@ -70,6 +53,15 @@ export function Overview({ run, summary }) {
     }`;
 }
 
+/** Charts by lag and length, and of variances, which explain the others; drawn when somebody opens them. */
+function Why({ charts, smoothing, open }) {
+  const [isOpen, setOpen] = useState(false);
+  return html`<details class="why" open=${isOpen} onToggle=${(event) => setOpen(event.currentTarget.open)}>
+    <summary>${charts.length} more charts: by lag, by length, variance of the gradient</summary>
+    ${isOpen && html`<div class="charts">${charts.map((one) => html`<${Chart} key=${one.title} ...${one} smoothing=${smoothing} onStep=${open} />`)}</div>`}
+  </details>`;
+}
+
 function Events({ marks }) {
   return html`<h2>Events</h2>
     <ul class="events panel">
@@ -77,7 +69,7 @@ function Events({ marks }) {
     </ul>`;
 }
 
-function chartsOf({ steps, evals, events }) {
+function chartsOf({ steps, held_out, events, charts }) {
   const x = steps.columns.step;
   const marks = [
     ...events.flatMap(({ step, values }) =>
@@ -91,30 +83,28 @@ function chartsOf({ steps, evals, events }) {
         : [],
     ),
   ];
-  const rewards = Object.keys(steps.columns).filter((name) => name.startsWith("rollout/reward_") && name !== "rollout/reward_mean");
-  const main = evals.count ? [heldOut(evals)] : [];
+  const main = held_out.map(heldOut);
+  const why = [];
   const shown = new Set(["step", "time_s"]);
-  for (const [title, names, about] of x.length ? CHARTS : []) {
-    const all = title === "Reward" && rewards.length > 1 ? [...names, ...rewards] : names;
-    const found = all.filter((name) => steps.columns[name]);
-    found.forEach((name) => shown.add(name));
-    if (!found.length) continue;
-    const series = found.map((name) => ({ label: name.replace(/^\w+\//, ""), values: steps.columns[name] }));
-    main.push({ title, about, x, series, marks, kind: "train" });
+  for (const { title, curves, note, stacked } of x.length ? charts : []) {
+    const names = Object.values(curves);
+    names.forEach((name) => shown.add(name));
+    const series = Object.entries(curves).map(([label, name]) => ({ label, values: steps.columns[name] }));
+    (names.every((name) => name.startsWith("vitals/")) ? why : main).push({ title, about: note, x, series, stacked, marks, kind: "train" });
   }
   const more = Object.keys(steps.columns)
     .filter((name) => !shown.has(name))
     .sort()
     .map((name) => ({ title: name, x, series: [{ label: name, values: steps.columns[name] }], marks, kind: "train" }));
-  return { main, more, marks };
+  return { main, why, more, marks };
 }
 
-function heldOut({ columns }) {
+function heldOut({ name, columns }) {
   const n = columns["eval/n"]?.[0];
   const band = columns["eval/avg_at_n_low"] && [columns["eval/avg_at_n_low"], columns["eval/avg_at_n_high"]];
   const series = [{ label: `avg@${n}`, values: columns["eval/avg_at_n"], band }];
   if (columns["eval/pass_at_n"] && n > 1) series.push({ label: `pass@${n}`, values: columns["eval/pass_at_n"] });
-  return { title: "Held out", about: "Share of held-out episodes that solved their task, with its 95 % interval over tasks.", x: columns.step, series, marks: [], kind: "eval" };
+  return { title: `Held out${name && `, ${name}`}`, set: name, about: "Share of held-out episodes that solved their task, with its 95 % interval over tasks.", x: columns.step, series, marks: [], kind: "eval" };
 }
 
 function subtitle({ row, config }) {
@@ -131,13 +121,8 @@ function subtitle({ row, config }) {
   ].filter(Boolean).join(" · ");
 }
 
-function tiles({ row, evals, steps, ledger, useful }) {
-  const found = [];
-  const at = (name, place) => evals.columns[name]?.at(place);
-  for (const [place, label] of evals.count > 1 ? [[0, "before"], [-1, "after"]] : evals.count ? [[0, ""]] : []) {
-    const interval = `[${number(at("eval/avg_at_n_low", place))}, ${number(at("eval/avg_at_n_high", place))}]`;
-    found.push({ value: number(at("eval/avg_at_n", place)), label: `avg@${at("eval/n", place)} ${label} ${interval}`, about: "Share of the held-out episodes that solved their task, with its 95 % interval over tasks." });
-  }
+function tiles({ row, held_out, steps, ledger, useful }) {
+  const found = held_out.flatMap(measured);
   found.push({ value: row.num_steps ? `${row.steps} / ${number(row.num_steps)}` : number(row.steps), label: "steps", about: "Optimizer steps. Each makes a new version of the policy." });
   if (row.started_s) found.push({ value: duration(row.ended_s - row.started_s), label: "first to last measurement", about: "Training, waiting and evaluations." });
   const overlap = steps.columns["run/overlap"]?.at(-1);
@@ -146,4 +131,14 @@ function tiles({ row, evals, steps, ledger, useful }) {
   const issued = Object.values(ledger).reduce((sum, count) => sum + count, 0);
   if (issued) found.push({ value: number(issued), label: `groups issued, ${number(ledger.trained ?? 0)} trained`, about: "Where each went is in the ledger." });
   return found;
+}
+
+/** Before and after, of one held-out set. */
+function measured({ name, columns, count }) {
+  const at = (metric, place) => columns[`eval/${metric}`]?.at(place);
+  return (count > 1 ? [[0, "before"], [-1, "after"]] : [[0, ""]]).map(([place, when]) => ({
+    value: number(at("avg_at_n", place)),
+    label: `${name && `${name}: `}avg@${at("n", place)} ${when} [${number(at("avg_at_n_low", place))}, ${number(at("avg_at_n_high", place))}]`,
+    about: "Share of the held-out episodes that solved their task, with its 95 % interval over tasks.",
+  }));
 }

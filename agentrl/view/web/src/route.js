@@ -12,6 +12,18 @@ export function link(run, view, parts = [], query = {}) {
   return `#/${[run, view, ...parts].map((part) => encodeURIComponent(part)).join("/")}${text ? `?${text}` : ""}`;
 }
 
+/** The kind of an episode as addresses name it: train, eval, or eval-SET. */
+export function kindOf(columns, row) {
+  const set = columns.eval_set?.[row];
+  return set ? `${columns.kind[row]}-${set}` : columns.kind[row];
+}
+
+/** The filter for the episodes of such a kind and a step. */
+export function asFilter(kind, step) {
+  const [name, set] = kind.split(/-(.*)/s);
+  return `kind=${name}${set ? ` eval_set=${set}` : ""} step=${step}`;
+}
+
 /** Change the address without a new entry in the history. */
 export function replace(hash) {
   history.replaceState(null, "", hash);

@@ -1,20 +1,14 @@
-"""The curves of a run as plotly figures, by the names of metrics. Independent of HTML."""
+"""Which metrics of a run are drawn together, and how to read them. Independent of how they are drawn."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
-
-from agentrl.report.metrics import MetricsLine, held_out_lines
-
-HEIGHT = 250
-FEW_STEPS = 8  # shown one by one: an axis of half steps misleads
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """One figure: its curves, and a sentence on how to read it.
+    """One picture: its curves, and a sentence on how to read it.
 
     Example:
         Chart(title="Entropy", curves={"entropy": "learner/entropy"}, note="Nats per token.")
@@ -74,8 +68,8 @@ CHARTS = (
     ),
     Chart(
         title="Response length",
-        curves={"tokens": "rollout/response_tokens_mean"},
-        note="Sampled tokens of an episode, all turns: mean over the episodes that ended in this step.",
+        curves={"mean": "rollout/response_tokens_mean", "longest": "rollout/response_tokens_max"},
+        note="Sampled tokens of an episode, all turns, over the episodes that ended in this step.",
     ),
     Chart(
         title="Turns and tools",
@@ -115,6 +109,11 @@ CHARTS = (
         title="Gradient norm",
         curves={"before clipping": "learner/grad_norm"},
         note="Norm of the whole batch's gradient.",
+    ),
+    Chart(
+        title="Learning rate",
+        curves={"learning rate": "learner/lr"},
+        note="After the scale by the effective sample size.",
     ),
     Chart(
         title="Importance weights",
@@ -231,6 +230,11 @@ CHARTS = (
         note="Engine: sampled tokens. Learner: tokens of the batch, prompts included.",
     ),
     Chart(
+        title="Busy",
+        curves={"engine": "engine/busy_share", "both": "run/overlap"},
+        note="Share of the time in which the engine generated, and of the learner's working time in which it did.",
+    ),
+    Chart(
         title="Engine against learner",
         curves={"max": "learner/parity_max_abs", "mean": "learner/parity_mean_abs"},
         note="Difference of logprobs on tokens that were sampled with the learner's own weights.",
@@ -238,83 +242,27 @@ CHARTS = (
 )
 
 
-def figures(lines: Sequence[MetricsLine], sets: Sequence[str] = ()) -> list[tuple[dict[str, Any], str]]:
-    """(plotly figure as a plain dict, note) for every chart with at least one measurement.
+def charts_of(metrics: Collection[str]) -> list[Chart]:
+    """The charts of a run that measured these metrics, each with the curves that it has.
 
-    `sets`: the order of the held-out sets.
+    >>> [chart.title for chart in charts_of({"learner/entropy", "rollout/reward_mean"})]
+    ['Reward of finished groups', 'Entropy']
     """
-    steps = [line for line in lines if line.kind == "step"]
-    drawn = [(_figure(chart, steps), chart.note) for chart in (*_rewards_by_name(steps), *CHARTS)]
-    note = "Held-out tasks, played with the code of training; the band is the 95 % interval."
-    held_out = [(_held_out(name, evals), note) for name, evals in held_out_lines(lines, sets).items()]
-    return [*held_out, *((figure, note) for figure, note in drawn if figure["data"])]
+    found = []
+    for chart in (*_rewards_by_name(metrics), *CHARTS):
+        curves = {legend: name for legend, name in chart.curves.items() if name in metrics}
+        if curves:
+            found.append(replace(chart, curves=curves))
+    return found
 
 
-def _rewards_by_name(steps: Sequence[MetricsLine]) -> list[Chart]:
+def _rewards_by_name(metrics: Collection[str]) -> list[Chart]:
     """A chart of the named rewards, if there is more than one."""
     prefix = "rollout/reward_"
-    names = sorted({name for line in steps for name in line.values if name.startswith(prefix)} - {f"{prefix}mean"})
+    names = sorted({name for name in metrics if name.startswith(prefix)} - {f"{prefix}mean"})
     curves = {name.removeprefix(prefix): name for name in names}
     note = (
         "Means over all episodes of the step, before weighting; an episode without one counts as 0. `step` is the sum "
         "of the rewards of single turns."
     )
     return [Chart(title="Rewards by name", curves=curves, note=note)] if len(curves) > 1 else []
-
-
-def _figure(chart: Chart, steps: Sequence[MetricsLine]) -> dict[str, Any]:
-    traces = []
-    for legend, metric in chart.curves.items():
-        points = [(line.step, line.values[metric]) for line in steps if metric in line.values]
-        if not points:
-            continue
-        trace: dict[str, Any] = {
-            "type": "scatter",
-            "mode": "lines+markers" if len(points) < 8 else "lines",
-            "name": legend,
-            "x": [step for step, _ in points],
-            "y": [float(f"{value:.6g}") for _, value in points],
-        }
-        traces.append(trace | ({"stackgroup": "one"} if chart.stacked else {}))
-    if chart.stacked:  # what never happened would only fill the legend
-        traces = [trace for trace in traces if any(trace["y"])] or traces
-    layout = _layout(chart.title, num_steps=steps[-1].step if steps else 0)
-    return {"data": traces, "layout": layout | {"showlegend": len(chart.curves) > 1}}
-
-
-def _held_out(name: str, evals: Sequence[MetricsLine]) -> dict[str, Any]:
-    x = [line.step for line in evals]
-    low = [line.values["eval/avg_at_n_low"] for line in evals]
-    high = [line.values["eval/avg_at_n_high"] for line in evals]
-    n = int(evals[0].values["eval/n"])
-    band = {
-        "type": "scatter",
-        "mode": "lines",
-        "x": [*x, *reversed(x)],
-        "y": [*high, *reversed(low)],
-        "fill": "toself",
-        "line": {"width": 0},
-        "opacity": 0.25,
-        "name": "95 %",
-        "hoverinfo": "skip",
-    }
-    average = _curve(f"avg@{n}", x, [line.values["eval/avg_at_n"] for line in evals])
-    best = _curve(f"pass@{n}", x, [line.values["eval/pass_at_n"] for line in evals])
-    layout = _layout(f"Held-out success{f', {name}' if name else ''}", num_steps=x[-1])
-    layout["yaxis"] = {"range": [0, 1.03]}
-    return {"data": [band, average, best], "layout": layout}
-
-
-def _curve(name: str, x: list[int], y: list[float]) -> dict[str, Any]:
-    return {"type": "scatter", "mode": "lines+markers", "name": name, "x": x, "y": y}
-
-
-def _layout(title: str, *, num_steps: int) -> dict[str, Any]:
-    return {
-        "title": {"text": title, "x": 0.02, "font": {"size": 14}},
-        "height": HEIGHT,
-        "margin": {"l": 44, "r": 12, "t": 36, "b": 34},
-        "legend": {"orientation": "h", "y": -0.18},
-        "xaxis": {"rangemode": "tozero"} | ({"dtick": 1} if num_steps <= FEW_STEPS else {}),
-        "yaxis": {"rangemode": "tozero"},
-    }

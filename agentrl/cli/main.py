@@ -19,6 +19,7 @@ from agentrl.cli.cluster.command import cluster_app
 from agentrl.cli.config import config as config_command
 from agentrl.cli.doctor.command import doctor
 from agentrl.cli.env import env_app
+from agentrl.cli.export import export
 from agentrl.cli.options import (
     NOTHING_LEFT,
     ApiKeyEnv,
@@ -53,6 +54,7 @@ app.add_typer(env_app, name="env")
 app.add_typer(cluster_app, name="cluster")
 app.command(name="status")(status)
 app.command(name="view")(view)
+app.command(name="export")(export)
 app.command(name="orchestrator", cls=ConfigCommand)(orchestrator)
 app.command(name="learner")(learner)
 app.command(name="rollout-worker")(rollout_worker)

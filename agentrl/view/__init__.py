@@ -1,4 +1,4 @@
-"""See a run: reads run folders into rows, and serves them as JSON and as a page.
+"""See a run: reads run folders into rows, and serves them as JSON and as a page, or exports them.
 
 It only reads, so it opens a run that is being written, was killed, or is damaged, and cannot disturb training.
 

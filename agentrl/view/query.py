@@ -6,8 +6,9 @@ value; ~ finds a text, whatever its case. `sort=-COLUMN` begins with the largest
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
@@ -70,24 +71,24 @@ class Query:
     fields: tuple[str, ...] = ()
 
     @classmethod
-    def parse(cls, text: str) -> Query:
-        """Raises ConfigError for a condition that cannot be read."""
+    def parse(cls, text: str, *, option: str = "--json") -> Query:
+        """Raises ConfigError for a condition that cannot be read. `option`: where it was written."""
         table, _, rest = text.partition("?")
         options: dict[str, str] = {}
         conditions: list[Condition] = []
         for part in filter(None, rest.split("&")):
             found = _CONDITION.fullmatch(unquote(part))
             if found is None:
-                raise ConfigError(f"--json: {part!r} is no condition: write COLUMN=VALUE, or != < <= > >= ~ for =")
+                raise ConfigError(f"{option}: {part!r} is no condition: write COLUMN=VALUE, or != < <= > >= ~ for =")
             column, sign, value = found["column"], found["sign"], found["value"]
             if sign == "=" and column in ("sort", "limit", "fields"):
                 options[column] = value
             else:
-                _check_number(column, sign, value)
+                _check_number(column, sign, value, option)
                 conditions.append(Condition(column=column, sign=sign, value=value))
         limit = options.get("limit")
         if limit is not None and not limit.isdecimal():
-            raise ConfigError(f"--json: limit={limit} is no number of rows")
+            raise ConfigError(f"{option}: limit={limit} is no number of rows")
         return cls(
             table=table,
             conditions=tuple(conditions),
@@ -100,10 +101,25 @@ class Query:
         """What the rows must have in a column, where one condition says so."""
         return next((one.value for one in self.conditions if one.column == column and one.sign == "="), None)
 
+    def check_columns(self, known: Collection[str], *, option: str = "--json") -> None:
+        """Raises ConfigError for a column that is in no row; some rows may lack one."""
+        wanted = {one.column for one in self.conditions} | {self.sort.removeprefix("-"), *self.fields} - {""}
+        wanted.discard("")
+        if known and (unknown := sorted(wanted - set(known))):
+            near = suggest(unknown[0], known, "Columns")
+            raise ConfigError(f"{option}: {self.table} has no column {unknown[0]}. {near}")
 
-def _check_number(column: str, sign: str, value: str) -> None:
+
+def suggest(name: str, known: Iterable[str], what: str) -> str:
+    """The names that are near, or all of them."""
+    names = sorted(known)
+    near = difflib.get_close_matches(name, names, n=5)
+    return f"Similar: {', '.join(near)}" if near else f"{what}: {', '.join(names)}"
+
+
+def _check_number(column: str, sign: str, value: str, option: str) -> None:
     if sign in _COMPARE:
         try:
             float(value)
         except ValueError:
-            raise ConfigError(f"--json: {column}{sign}{value}: {value!r} is no number") from None
+            raise ConfigError(f"{option}: {column}{sign}{value}: {value!r} is no number") from None

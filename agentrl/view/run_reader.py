@@ -132,6 +132,13 @@ class RunReader:
         """The names of the held-out sets, in the order of the config; empty where there is one, without a name."""
         return list((self.config().get("eval") or {}).get("sets") or ())
 
+    def envs(self) -> dict[str, str]:
+        """The target of the environment of each held-out set; "": of training, and of the set without a name."""
+        config = self.config()
+        target = (config.get("env") or {}).get("target") or ""
+        sets = (config.get("eval") or {}).get("sets") or {}
+        return {"": target, **{name: one.get("target") or target for name, one in sets.items()}}
+
     def is_live(self) -> bool:
         """Whether the run may still write."""
         status = self.status()

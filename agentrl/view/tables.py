@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, NamedTuple
@@ -10,7 +9,7 @@ from typing import Any, NamedTuple
 from agentrl.errors import ConfigError
 from agentrl.report.metrics import MetricKind
 from agentrl.run_folder import EpisodeKind, EpisodeLine
-from agentrl.view.query import Query
+from agentrl.view.query import Query, suggest
 from agentrl.view.rows import MessageRow, TokenRow, flat
 from agentrl.view.run_reader import RunReader
 from agentrl.view.trajectory_files import episode_of
@@ -32,7 +31,7 @@ def ask(readers: Iterable[RunReader], text: str) -> Iterator[Row]:
     no row has."""
     query = Query.parse(text)
     if query.table not in TABLES:
-        raise ConfigError(f"--json: there is no table {query.table!r}. {_suggest(query.table, TABLES, 'The tables')}")
+        raise ConfigError(f"--json: there is no table {query.table!r}. {suggest(query.table, TABLES, 'The tables')}")
     rows = _checked(query, (row for reader in readers for row in _of_run(reader, query)))
     if query.sort:
         rows = iter(_sorted(list(rows), query.sort))
@@ -48,15 +47,12 @@ def _of_run(reader: RunReader, query: Query) -> Iterator[Row]:
 
 def _checked(query: Query, rows: Iterable[Row]) -> Iterator[Row]:
     """The rows that pass. A column that is in no row at all is a mistake; some rows may lack one."""
-    wanted = {one.column for one in query.conditions} | {query.sort.removeprefix("-"), *query.fields} - {""}
-    wanted.discard("")
     seen: set[str] = set()
     for row in rows:
         seen.update(row)
         if all(condition.holds(row) for condition in query.conditions):
             yield row
-    if seen and (unknown := sorted(wanted - seen)):
-        raise ConfigError(f"--json: {query.table} has no column {unknown[0]}. {_suggest(unknown[0], seen, 'Columns')}")
+    query.check_columns(seen)
 
 
 def _sorted(rows: list[Row], sort: str) -> list[Row]:
@@ -82,9 +78,16 @@ def _measured(kind: MetricKind) -> Callable[[RunReader, Query], Iterator[Row]]:
     return rows
 
 
+def chosen_episodes(reader: RunReader, query: Query) -> Iterator[Row]:
+    """The episodes that pass, in the order of the files. Each names its environment."""
+    return (row for row in _episodes(reader, query) if all(one.holds(row) for one in query.conditions))
+
+
 def _episodes(reader: RunReader, query: Query) -> Iterator[Row]:
     reader.index.refresh()
-    return map(flat, reader.index.episodes(**_where(query)))
+    envs = reader.envs()
+    for row in reader.index.episodes(**_where(query)):
+        yield {**flat(row), "env": envs.get(row.eval_set, "")}
 
 
 def _groups(reader: RunReader, query: Query) -> Iterator[Row]:
@@ -184,12 +187,6 @@ def _where(query: Query) -> dict[str, Any]:
     if (eval_set := query.value_of("eval_set")) is not None:
         found["eval_set"] = eval_set
     return found | ({"step": int(step)} if step is not None and step.isdecimal() else {})
-
-
-def _suggest(name: str, known: Iterable[str], what: str) -> str:
-    names = sorted(known)
-    near = difflib.get_close_matches(name, names, n=5)
-    return f"Similar: {', '.join(near)}" if near else f"{what}: {', '.join(names)}"
 
 
 TABLES: Mapping[str, Callable[[RunReader, Query], Iterator[Row]]] = {

@@ -162,6 +162,9 @@ FOLDERS = [
     says("status of a file", "agentrl status configs/quickstart.yaml", "configs/quickstart.yaml"),
     says("report of an empty folder", "agentrl report empty", "empty", files={"empty/x": ""}),
     says("report of nothing", "agentrl report runs/nope", "runs/nope"),
+    says("an export of nothing", "agentrl export runs/nope --to jsonl", "runs/nope"),
+    says("an export without a format", "agentrl export runs/nope", "--to"),
+    says("an export to another format", "agentrl export runs/nope --to csv", "jsonl"),
 ]
 
 MODELS = [

@@ -28,6 +28,7 @@ SMALL_FILES = {
     "agentrl/config/hostfile.py": "placement and launcher read it",
     "agentrl/config/section.py": "the base of all sections: each imports it",
     "agentrl/engine/hub.py": "the one place that asks the hub: a model's size, its config, a plan",
+    "agentrl/engine/shared.py": "workers are told of engines so: independent of pools and of clients",
     "agentrl/engine/vllm/auth_middleware.py": "loaded by name inside vLLM's server",
     "agentrl/engine/vllm/plugin.py": "the entry point that vLLM loads",
     "agentrl/engine/vllm/serve.py": "the main module of vLLM's processes",

@@ -92,6 +92,7 @@ class EngineState:
     is_serving: bool  # False: it is out, and its requests go elsewhere
     num_refused: int = 0  # weight updates that failed
     num_checks: int = 0  # how often the run's own client has looked at it because another client asked
+    is_spare: bool = False  # it only evaluates (`eval.engines`)
 
 
 class SharedEngines(Protocol):

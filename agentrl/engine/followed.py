@@ -185,11 +185,12 @@ class FollowedEngine:
 
 
 class FollowedEngines:
-    """All of them as one Engine: an episode stays where its prefix is, a new one goes to the least busy.
+    """Those for one purpose as one Engine: an episode stays where its prefix is, a new one goes to the least busy.
 
     Args:
-        states: what the orchestrator says of them; they are known before the first request.
+        states: what the orchestrator says of all engines; they are known before the first request.
         report: asks the orchestrator to look at an engine.
+        is_spare: use the engines that only evaluate, and no others.
         return_timeout_s: how long a request waits for an engine when none serves.
         on_tokens: called whenever tokens of any answer arrive.
 
@@ -204,12 +205,14 @@ class FollowedEngines:
         report: ReportFailure,
         *,
         request_timeout_s: float,
+        is_spare: bool = False,
         return_timeout_s: float = 180.0,
         token: str | None = None,
         on_tokens: Callable[[], None] = lambda: None,
     ) -> None:
         self._states = states
         self._report = report
+        self._is_spare = is_spare
         self._request_timeout_s = request_timeout_s
         self._return_timeout_s = return_timeout_s
         self._token = token
@@ -273,15 +276,17 @@ class FollowedEngines:
     async def _serving(self) -> list[int]:
         """The engines that serve, as soon as one does. Raises EngineError past the deadline."""
 
+        def ours() -> list[int]:
+            return [index for index in range(len(self._states)) if self._states.of(index).is_spare == self._is_spare]
+
         def serving() -> list[int]:
-            return [index for index in range(len(self._states)) if self._states.of(index).is_serving]
+            return [index for index in ours() if self._states.of(index).is_serving]
 
         try:
             async with asyncio.timeout(self._return_timeout_s):
                 await self._states.until(lambda: bool(serving()))
         except TimeoutError:
-            count = len(self._states)
-            raise EngineError(f"none of {count} engines came back within {self._return_timeout_s:g} s") from None
+            raise EngineError(f"none of {len(ours())} engines came back within {self._return_timeout_s:g} s") from None
         return serving()
 
     def _engine(self, index: int) -> FollowedEngine:

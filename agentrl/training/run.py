@@ -18,6 +18,7 @@ from agentrl.config import Config
 from agentrl.data.duplicates import refuse_overlap
 from agentrl.data.source import TaskSource, first_training_tasks
 from agentrl.engine import launch_servers, vllm_command
+from agentrl.engine.shared import WithSpare
 from agentrl.engine.vllm_server import start_timeout_s
 from agentrl.env.canary import Canaries
 from agentrl.errors import DiskError
@@ -200,33 +201,35 @@ class Training:
             monitored_envs = {name: monitored(make, self._wait_graph) for name, make in make_envs.items()}
             players = players_of(self._envs, monitored_envs, TokenRunners(tokenizer))
             play_here = {name: one.play_group for name, one in players.items()}
-            async with self._client(servers, "engine") as engine, self._spare_engines(spare, play_here) as self._spare:
+            spare_client = self._client(spare, SPARE) if spare else nullcontext()
+            async with self._client(servers, "engine") as engine, spare_client as spare_engine:
                 self._engine_urls = [server.address() for server in (*servers, *spare)]
                 if self._config.rollout.has_workers:
-                    return await self._with_workers(engine, model_path, sandbox)
-                return await self._with_learner(engine, play_here)
+                    return await self._with_workers(engine, spare_engine, model_path, sandbox)
+                return await self._with_learner(engine, play_here, spare=self._spare_engines(spare_engine, play_here))
 
     def _client(self, servers: Sequence[EngineServer], name: str) -> VLLMEngine | EnginePool:
         on_tokens = partial(self._wait_graph.beat, name)
         return launch_servers.engine_client(servers, self._config, token=self._secrets.engine, on_tokens=on_tokens)
 
-    @asynccontextmanager
-    async def _spare_engines(
-        self, servers: Sequence[EngineServer], players: Mapping[str, PlayGroup[Engine]]
-    ) -> AsyncIterator[SpareEngines | None]:
-        """Those of eval.engines, with which this process plays, also where rollout workers train."""
-        if not servers:
-            yield None
-            return
-        async with self._client(servers, SPARE) as engine:
-            yield SpareEngines(engine=engine, held_out=self._held_out_sets(players))
+    def _spare_engines(
+        self, engine: TrainableEngine | None, players: Mapping[str, PlayGroup[Engine]]
+    ) -> SpareEngines | None:
+        """Those of eval.engines, and who plays with them."""
+        return None if engine is None else SpareEngines(engine=engine, held_out=self._held_out_sets(players))
 
-    async def _with_workers(self, engine: VLLMEngine | EnginePool, model_path: str, sandbox: SandboxClient) -> Summary:
+    async def _with_workers(
+        self,
+        engine: VLLMEngine | EnginePool,
+        spare: VLLMEngine | EnginePool | None,
+        model_path: str,
+        sandbox: SandboxClient,
+    ) -> Summary:
         info = RunInfo(config=self._config.model_dump(mode="json"), model_path=model_path, sandbox_url=sandbox.url)
         async with (
             workers.rollout_workers(
                 self._config,
-                engine,
+                engine if spare is None else WithSpare(engine, spare),
                 info,
                 secrets=self._secrets,
                 logs=self._run.logs,
@@ -238,11 +241,13 @@ class Training:
         ):
             with self._phase("starting the rollout workers"):
                 await workers.workers_ready(dispatcher, parts, self._wait_graph)
-            players = {TRAINING: dispatcher.play_group} | {
-                name: dispatcher.of_set(name, num_plays=self._envs[name].config.eval.samples_per_task)
-                for name in self._config.eval.sets
-            }
-            return await self._with_learner(engine, players, dispatcher.measure_with)
+            num_plays = {name: self._envs[name].config.eval.samples_per_task for name in self._held_out}
+            beside = {name: dispatcher.of_set(name, num_plays=num, is_spare=True) for name, num in num_plays.items()}
+            players = {name: dispatcher.of_set(name, num_plays=num) for name, num in num_plays.items()}
+            players[TRAINING] = dispatcher.play_group
+            return await self._with_learner(
+                engine, players, spare=self._spare_engines(spare, beside), measure_with=dispatcher.measure_with
+            )
 
     async def _refuse_long_prompts(self, make_envs: Mapping[str, MakeEnv], tokenizer: TurnTokenizer) -> None:
         """Raises ConfigError for a held-out prompt, or one of the first training prompts, that leaves no room."""
@@ -255,6 +260,8 @@ class Training:
         self,
         engine: TrainableEngine,
         players: Mapping[str, PlayGroup[Engine]],
+        *,
+        spare: SpareEngines | None,
         measure_with: Callable[[MeteredEngine], None] = lambda engine: None,
     ) -> Summary:
         async with self._metrics() as metrics:
@@ -265,7 +272,7 @@ class Training:
                     play_group=players[TRAINING],
                     source=self._source,
                     held_out=self._held_out_sets(players),
-                    spare=self._spare,
+                    spare=spare,
                     canaries=self._canaries,
                     measure_with=measure_with,
                 ),

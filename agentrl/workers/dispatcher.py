@@ -125,11 +125,12 @@ class Dispatcher:
         play = Play(kind=kind, group_id=group_id, number=next(self._numbers))
         return await self._played(play, task, num_episodes=self._group_sizes[kind])
 
-    def of_set(self, name: str, *, num_plays: int) -> PlayGroup[Engine]:
-        """Plays the tasks of a held-out set, `num_plays` times each."""
+    def of_set(self, name: str, *, num_plays: int, is_spare: bool = False) -> PlayGroup[Engine]:
+        """Plays the tasks of a held-out set, `num_plays` times each; `is_spare`: on the engines that only evaluate."""
 
         async def play_group(engine: Engine, group_id: int, task: Task, /, *, kind: EpisodeKind) -> TrajectoryGroup:
-            play = Play(kind=kind, group_id=group_id, number=next(self._numbers), set_name=name)
+            number = next(self._numbers)
+            play = Play(kind=kind, group_id=group_id, number=number, set_name=name, is_spare=is_spare)
             return await self._played(play, task, num_episodes=num_plays)
 
         return play_group

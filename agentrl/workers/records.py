@@ -19,8 +19,8 @@ from agentrl.run_folder import EpisodeKind
 from agentrl.types import Task, TrajectoryGroup
 
 T = TypeVar("T")
-GroupKey = tuple[EpisodeKind, str, int]
-"""Kind, name of the held-out set, group id."""
+GroupKey = tuple[EpisodeKind, str, int, bool]
+"""Kind, name of the held-out set, group id, whether it is played on spare engines."""
 
 MEDIA_TYPE = "application/msgpack"
 RUN, JOIN, ORDERS = "/v1/workers/run", "/v1/workers/join", "/v1/workers/orders"
@@ -73,11 +73,12 @@ class Play:
     group_id: int  # unique within its kind and set
     number: int  # of the attempt: no other in the run has it, also none at the same group
     set_name: str = ""  # of `eval.sets`, whose environment is played
+    is_spare: bool = False  # on the engines of `eval.engines`
 
     @property
     def key(self) -> GroupKey:
         """The same for every attempt at the group."""
-        return self.kind, self.set_name, self.group_id
+        return self.kind, self.set_name, self.group_id, self.is_spare
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

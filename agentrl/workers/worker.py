@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -175,21 +176,24 @@ class RolloutWorker:
         self._sandbox_moved = sandbox_moved
         self._states = EngineStates()
         self._engine: FollowedEngines
+        self._spare: FollowedEngines  # those that only evaluate
         self._playing: dict[Play, asyncio.Task[None]] = {}
         self._revision = -1
         self._late_s = 0.0
 
     @asynccontextmanager
     async def engines(self, config: Config, token: str | None) -> AsyncIterator[None]:
-        """The client of the run's engines, while the block runs."""
-        async with FollowedEngines(
+        """The clients of the run's engines, while the block runs."""
+        client = partial(
+            FollowedEngines,
             self._states,
             self._engine_failed,
             request_timeout_s=config.engine.request_timeout_s,
             return_timeout_s=start_timeout_s(config.engine) if config.engine.max_restarts else 0.0,
             token=token,
             on_tokens=lambda: self._wait_graph.beat("engine"),
-        ) as self._engine:
+        )
+        async with client() as self._engine, client(is_spare=True) as self._spare:
             yield
 
     async def run(self) -> None:
@@ -207,7 +211,8 @@ class RolloutWorker:
         if orders.revision != self._revision:
             self._states.apply(orders.engines)
             for state in orders.engines:
-                _check_reachable(state.url, self._link.url, part="engine", key="engine.url")
+                key = "engine.host" if state.is_spare else "engine.url"
+                _check_reachable(state.url, self._link.url, part="engine", key=key)
         self._revision = orders.revision
         if orders.sandbox_url is not None:
             self._sandbox_moved(orders.sandbox_url)
@@ -235,7 +240,7 @@ class RolloutWorker:
     async def _one_group(self, assignment: Assignment) -> None:
         play, result = assignment.play, None
         try:
-            engine = self._engine.named(f"{self._lease[:12]}.{play.number}")
+            engine = (self._spare if play.is_spare else self._engine).named(f"{self._lease[:12]}.{play.number}")
             player = self._players[play.set_name]
             group = await player.play_group(engine, play.group_id, assignment.task, kind=play.kind)
             result = Result(lease=self._lease, play=play, group=group)

@@ -19,13 +19,14 @@ __all__ = ["shared"]
 pytestmark = [pytest.mark.e2e, pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(400)]
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_spare_engine_measures_versions_while_training_goes_on(
-    tmp_path: Path, tiny_model_dir: Path, shared: VLLMServer
+    tmp_path: Path, tiny_model_dir: Path, shared: VLLMServer, num_workers: int
 ) -> None:
     engine = engine_settings(url=shared.url, max_num_seqs=16)
     measuring = {"num_tasks": 2, "samples_per_task": 2, "every": 1, "engines": 1}
     config = write_config(tmp_path, "Even", tiny_model_dir, engine=engine, eval=measuring)
-    done = agentrl("train", config)
+    done = agentrl("train", config, f"rollout.workers={num_workers}")
     assert done.returncode == 0, done.stdout + done.stderr
     run = RunFolder.open(tmp_path / "runs" / "black-box")
     lines = read(run.metrics)

@@ -41,7 +41,7 @@ class Side:
 
 
 @asynccontextmanager
-async def following(tokenizer: TurnTokenizer, *, number: int = 1) -> AsyncIterator[Side]:
+async def following(tokenizer: TurnTokenizer, *, number: int = 1, is_spare: bool = False) -> AsyncIterator[Side]:
     async with AsyncExitStack() as stack:
         scripted = [ScriptedEngine(tokenizer=tokenizer, script=lambda prompt: "yes") for _ in range(number)]
         doubles = [await stack.enter_async_context(vllm_double(one)) for one in scripted]
@@ -56,7 +56,7 @@ async def following(tokenizer: TurnTokenizer, *, number: int = 1) -> AsyncIterat
             side.failures.append((index, num_checks, str(error)))
 
         engine = await stack.enter_async_context(
-            FollowedEngines(states, report, request_timeout_s=5, return_timeout_s=0.5)
+            FollowedEngines(states, report, request_timeout_s=5, return_timeout_s=0.5, is_spare=is_spare)
         )
         side = Side(doubles, states, engine, described)
         yield side
@@ -156,6 +156,20 @@ async def test_without_any_engine_a_request_ends_past_the_deadline(tokenizer: Tu
     async with following(tokenizer) as side:
         side.say(0, is_serving=False)
         with pytest.raises(EngineError, match=r"none of 1 engines came back within 0\.5 s"):
+            await side.ask()
+
+
+@pytest.mark.parametrize("is_spare", [False, True])
+async def test_engines_that_evaluate_and_engines_that_train_never_take_each_other_s_requests(
+    tokenizer: TurnTokenizer, is_spare: bool
+) -> None:
+    async with following(tokenizer, number=2, is_spare=is_spare) as side:
+        side.say(1, is_spare=True)
+        await side.ask()
+        await side.ask("train-1-0-0-0")
+        assert [double.asked["inference/v1/generate"] for double in side.doubles] == ([0, 2] if is_spare else [2, 0])
+        side.say(int(is_spare), is_serving=False)
+        with pytest.raises(EngineError, match="none of 1 engines came back"):
             await side.ask()
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from agentrl.engine.base import EngineState
 from agentrl.engine.metered import MeteredEngine
+from agentrl.engine.shared import WithSpare
 from agentrl.errors import (
     AgentRLError,
     ConfigError,
@@ -141,6 +142,29 @@ async def test_training_and_each_held_out_set_count_their_groups_apart(tokenizer
         side.dispatcher.result(done(lease, plays[2]))
         await side.tasks[2]
         assert not side.tasks[0].done() and not side.tasks[1].done()
+
+
+async def test_one_task_is_measured_on_the_run_s_engines_and_on_spare_ones_at_once(tokenizer: TurnTokenizer) -> None:
+    async with dispatching(tokenizer) as side:
+        lease = side.dispatcher.join(Joining(name="w"))
+        for is_spare in (False, True):
+            play_group = side.dispatcher.of_set("", num_plays=2, is_spare=is_spare)
+            side.begin(play_group(side.engine, 0, TASK, kind="eval"))
+        await asyncio.sleep(0)
+        plays = await side.given(lease)
+        assert [play.is_spare for play in plays] == [False, True]
+        side.dispatcher.result(done(lease, plays[1]))
+        await side.tasks[1]
+        assert not side.tasks[0].done()
+
+
+async def test_spare_engines_come_after_the_others_and_are_looked_at_by_their_own_client() -> None:
+    training, spare = Engines(), Engines()
+    both = WithSpare(training, spare)
+    assert [state.is_spare for state in both.states()] == [False, False, True, True]
+    await both.check(0)
+    await both.check(2)
+    assert (training.checked, spare.checked) == ([0], [0])
 
 
 async def test_a_group_beyond_the_cap_is_played_alone(tokenizer: TurnTokenizer) -> None:

@@ -92,7 +92,9 @@ def _of(config: Config, engine_token: str | None) -> list[Check]:
         Check(name="learner", ask=lambda: config_checks.learner_settings(config.learner)),
         Check(name="memory plan", ask=lambda: _memory_plan(config), deadline_s=PLAN_DEADLINE_S),
         Check(name="engine.url", ask=partial(config_checks.engine_urls, config.engine, token=engine_token)),
-        Check(name="ports", ask=lambda: config_checks.ports(config.engine, config.sandbox)),
+        Check(
+            name="ports", ask=lambda: config_checks.ports(config.engine, config.sandbox, num_spare=config.eval.engines)
+        ),
     ]
 
 

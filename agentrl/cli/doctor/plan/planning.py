@@ -92,6 +92,7 @@ def make_plan(config: Config, learner: LearnerNeeds, cards: Sequence[Card], *, m
         visible=pretended(cards),
         device="cuda",
         num_ranks=ranks_here(config.learner),
+        num_spare=config.eval.engines,
     )
     smallest = min((cards[gpu] for gpu in placement.used), key=lambda card: card.total_bytes, default=cards[0])
     engine = engine_needs(config, learner.shape, smallest, is_shared=placement.is_shared, mean_tokens=mean)
@@ -136,7 +137,7 @@ def _gpu(
 ) -> GpuPlan:
     ranks = [f"rank {rank}" for rank, gpu in enumerate(placement.ranks) if gpu == index]
     engines = [at for at, gpus in enumerate(placement.engines) if index in gpus]
-    roles = (*ranks, *(f"engine {at}" if len(placement.engines) > 1 else "engine" for at in engines))
+    roles = (*ranks, *(_engine_role(placement, at) for at in engines))
     phases = []
     for phase in gradient.phases if ranks else ():
         is_awake = phase.name in ("load", "prove", "start", "publish", "checkpoint")
@@ -145,6 +146,13 @@ def _gpu(
     if engines:
         phases.append(_phase("generate", kept if ranks else {}, len(ranks), engine.num_bytes * len(engines)))
     return GpuPlan(index=index, card=card, roles=roles, phases=tuple(phases))
+
+
+def _engine_role(placement: Placement, index: int) -> str:
+    num_playing = len(placement.engines) - placement.num_spare
+    if index >= num_playing:
+        return "engine for evaluations"
+    return f"engine {index}" if num_playing > 1 else "engine"
 
 
 def _phase(name: str, parts: Mapping[str, int], num_ranks: int, engine: int) -> GpuPhase:

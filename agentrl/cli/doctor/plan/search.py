@@ -100,10 +100,10 @@ def _knobs(config: Config, num_gpus: int) -> Iterator[list[Change]]:
 
 
 def _splits(config: Config, num_gpus: int) -> Iterator[Change]:
-    """Other divisions of the machine's GPUs between ranks and engines."""
-    width = config.engine.tensor_parallel
-    for ranks in range(num_gpus - width, 0, -1):
-        replicas = (num_gpus - ranks) // width
+    """Other divisions of the machine's GPUs between ranks and engines; those of `eval.engines` stay."""
+    width, num_spare = config.engine.tensor_parallel, config.eval.engines
+    for ranks in range(num_gpus - width * (1 + num_spare), 0, -1):
+        replicas = (num_gpus - ranks) // width - num_spare
         if (ranks, replicas) != (config.learner.num_ranks, config.engine.replicas):
             distance = abs(ranks - config.learner.num_ranks)
             values = {"learner.num_ranks": ranks, "engine.replicas": replicas, "engine.gpus": None}

@@ -98,6 +98,8 @@ def test_a_port_in_use_is_named_with_its_key(taken_port: int) -> None:
 def test_each_replica_has_its_port_and_servers_of_others_have_none(taken_port: int) -> None:
     found = config_checks.ports(EngineConfig(port=taken_port - 1, replicas=2), SandboxConfig())
     assert [one.status for one in found][1] is FindingStatus.FAIL
+    found = config_checks.ports(EngineConfig(port=taken_port - 1), SandboxConfig(), num_spare=1)
+    assert [one.status for one in found][1] is FindingStatus.FAIL, "of the engine that only evaluates"
     assert config_checks.ports(EngineConfig(), SandboxConfig()) == []
     assert config_checks.ports(EngineConfig(url="http://x:1", port=taken_port), SandboxConfig(url="http://x:2")) == []
 

@@ -103,6 +103,17 @@ def test_what_fits_on_small_gpus_is_offload_an_adapter_or_nothing() -> None:
     assert report.lines(plan, None)[-1] == report.NOTHING
 
 
+def test_an_engine_that_only_evaluates_has_gpus_of_its_own() -> None:
+    config, plan = plan_of("aime_8gpu", "8x80", "eval.engines=1", "engine.replicas=3", "learner.num_ranks=4")
+    assert [gpu.roles for gpu in plan.gpus[4:]] == [(f"engine {at}",) for at in range(3)] + [
+        ("engine for evaluations",)
+    ]
+    splits = [one.values for one in changes(config, num_gpus=8) if "engine.replicas" in one.values]
+    assert all(int(one["engine.replicas"]) + int(one["learner.num_ranks"]) <= 7 for one in splits)
+    with pytest.raises(ConfigError, match=r"eval\.engines"):
+        plan_of("aime_8gpu", "8x80", "eval.engines=9")
+
+
 def test_changes_begin_with_the_cheapest_and_each_key_exists() -> None:
     config = load(CONFIGS / "aime_8gpu.yaml", ["learner.gradient_checkpointing=false"])
     found = list(changes(config, num_gpus=8))

@@ -9,7 +9,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import pytest
 
 from agentrl.buffer.journal import Journal
 from agentrl.config import Config, parse
+from agentrl.engine.pool import EnginePool
 from agentrl.engine.vllm_engine import VLLMEngine
 from agentrl.env import load_env_class
 from agentrl.run_folder import RunFolder
@@ -25,7 +26,7 @@ from agentrl.supervision.child import Child
 from agentrl.supervision.secrets import Secrets
 from agentrl.supervision.wait_graph import WaitGraph
 from agentrl.tokens.tokenizer import TurnTokenizer
-from agentrl.types import Batch
+from agentrl.types import Batch, Completion
 from agentrl.workers.dispatcher import Dispatcher
 from agentrl.workers.launch import rollout_workers, workers_ready
 from agentrl.workers.records import RunInfo
@@ -100,7 +101,7 @@ async def undisturbed(dispatcher: Dispatcher, parts: list[Child]) -> None:
 
 @asynccontextmanager
 async def playing(
-    config: Config, engine: VLLMEngine, folder: RunFolder
+    config: Config, engine: VLLMEngine | EnginePool, folder: RunFolder
 ) -> AsyncIterator[tuple[Dispatcher, list[Child]]]:
     info = RunInfo(
         config=config.model_dump(mode="json"), model_path=config.model.path, sandbox_url="http://127.0.0.1:9"
@@ -120,19 +121,22 @@ async def whole_run(
     *,
     disturb: Disturb = undisturbed,
     prepare: Callable[[VLLMDouble], None] = lambda double: None,
+    num_others: int = 0,
 ) -> Run:
-    """A run with its learner. `prepare` changes the server before.
+    """A run with its learner. `prepare` changes the server before; `num_others`: servers beside it, left as they are.
 
     The engine's answers take different times, so that groups end in any order.
     """
     env_class = load_env_class(config.env.target)
     run = Run(RunFolder.create(config.out_dir, config.name, config=config))
-    async with (
-        asyncio.timeout(100),
-        vllm_double(worlds.SeededWords(tokenizer, latency_s=0.05)) as double,
-        VLLMEngine(double.url) as engine,
-    ):
-        prepare(double)
+    async with asyncio.timeout(100), AsyncExitStack() as stack:
+        doubles = [
+            await stack.enter_async_context(vllm_double(worlds.SeededWords(tokenizer, latency_s=0.05)))
+            for _ in range(1 + num_others)
+        ]
+        clients = [VLLMEngine(double.url) for double in doubles]
+        engine = await stack.enter_async_context(EnginePool(clients) if num_others else clients[0])
+        prepare(doubles[0])
         if not config.rollout.has_workers:
             await _steps(config, engine, tokenizer, run, env_class=env_class)
             return run
@@ -149,7 +153,9 @@ async def whole_run(
     return run
 
 
-async def _steps(config: Config, engine: VLLMEngine, tokenizer: TurnTokenizer, run: Run, **parts: Any) -> None:
+async def _steps(
+    config: Config, engine: VLLMEngine | EnginePool, tokenizer: TurnTokenizer, run: Run, **parts: Any
+) -> None:
     parts["held_out"] = held_out_sets(config, tokenizer, parts.get("dispatcher"))
     async with orchestrating(config, engine, tokenizer, run=run.folder, **parts) as (orchestrator, url):
         learner = asyncio.create_task(obedient_learner(url, run.batches))
@@ -207,6 +213,46 @@ async def test_with_lag_tokens_carry_the_version_that_made_them_also_when_weight
                 assert [-1.0 - one for one in versions] == [lp for said in found for lp in said.behavior_logprobs]
                 mixed += len(set(versions)) > 1
     assert mixed, "an episode went on under other weights"
+
+
+@pytest.mark.slow
+async def test_nothing_is_trained_that_an_engine_said_with_weights_that_fail_their_proof(
+    tmp_path: Path, tokenizer_dir: Path, tokenizer: TurnTokenizer
+) -> None:
+    """The first request under version 1 ends under version 2, before its proof fails. What is said then has other
+    log-probabilities."""
+    wrong: list[str] = []
+
+    def refused(double: VLLMDouble) -> None:
+        def goes_wrong(path: str) -> bool:
+            if path == "finish_weight_update" and double.label == 2:
+                double.skew = 1.0
+            return False
+
+        generate, held = double.engine.generate, asyncio.Event()
+
+        async def held_back(*asked: Any, **options: Any) -> Completion:
+            if double.label == 1 and not held.is_set():
+                held.set()
+                while not double.skew:
+                    await asyncio.sleep(0.01)
+            return await generate(*asked, **options)
+
+        def mark(chunks: Chunks) -> None:
+            if double.skew:
+                wrong.append(double.url)
+                for token in chunks[-1]["choices"][0]["logprobs"]["content"]:
+                    token["logprob"] = -100.0
+
+        double.engine.generate = held_back  # type: ignore[method-assign]
+        double.refuses, double.spoil = goes_wrong, mark
+
+    config = config_of(tmp_path, tokenizer_dir, max_lag=1)
+    run = await whole_run(config, tokenizer, prepare=refused, num_others=1)
+    assert len(run.batches) == STEPS and run.num_lost == run.num_refused == 0
+    trained = [turn.completion for batch in run.batches for one in batch.trajectories() for turn in one.turns]
+    assert {logprob for said in trained for logprob in said.behavior_logprobs} == {-1.0}
+    assert wrong, "it answered with them"
 
 
 @pytest.mark.slow

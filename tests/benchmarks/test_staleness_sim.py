@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.workers import dispatcher
 from benchmarks import staleness_report, virtual_time
 from benchmarks.staleness_sim import World, main, row, simulate
 from benchmarks.staleness_stores import OurStore, Rule
+from benchmarks.staleness_workers import MAX_LAG, WorkedSimulation
 
 SMALL = World(num_engines=20, groups_per_step=8, group_size=2, steps=12, warm_up=3)
 
@@ -61,6 +63,21 @@ def test_tail_batching_makes_more_steps_without_any_lag_and_trains_every_length(
     assert tail.hours < apart.hours and tail.dropped_s == []
     assert max(tail.lags) == 0
     assert max(tail.trained_s) > 2 * statistics.median(tail.trained_s)
+
+
+def test_workers_change_nothing_until_the_orchestrator_s_core_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatcher, "TICK_S", 10.0)  # no lease ends here
+
+    def worked(load: float) -> tuple[float, float]:
+        simulation = WorkedSimulation(SMALL, num_workers=4, load=load)
+        outcome, seconds = virtual_time.run(simulation.worked())
+        assert len(outcome.lags) == SMALL.steps * SMALL.groups_per_step and max(outcome.lags) <= MAX_LAG
+        return outcome.hours, simulation.core.busy_s / seconds
+
+    alone = simulate(SMALL, max_lag=MAX_LAG, rule="drop").hours
+    (light, idle), (heavy, busy) = worked(1), worked(20_000)
+    assert light == pytest.approx(alone, rel=0.1) and idle < 0.05
+    assert heavy > 2 * alone and busy > 0.9
 
 
 def test_waiting_drops_nothing() -> None:

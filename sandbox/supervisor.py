@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import secrets
 import signal
 import time
@@ -20,6 +21,8 @@ import msgspec
 from sandbox.backends.base import Backend, BackendError, Child, Exit, Stream, Usage
 from sandbox.protocol import ExecResult, ExecStatus, Limits
 from sandbox.worker import OUTPUT_HARD_CAP_BYTES
+
+log = logging.getLogger(__name__)
 
 READY_DEADLINE_S = 15.0
 INTERRUPT_GRACE_S = 0.5
@@ -307,7 +310,7 @@ class Interpreter:
     async def _watch(self, call: _Call) -> None:
         while True:
             await asyncio.sleep(WATCH_INTERVAL_S)
-            if await asyncio.get_running_loop().run_in_executor(_WATCHDOGS, self._child.is_over_limit):
+            if await asyncio.get_running_loop().run_in_executor(_WATCHDOGS, _is_over_limit, self._child):
                 call.is_over_limit = True
                 self._kill()
                 return
@@ -348,6 +351,15 @@ class Interpreter:
             cpu_s=max(after.cpu_s - before.cpu_s, 0.0),
             peak_rss_bytes=after.peak_rss_bytes,
         )
+
+
+def _is_over_limit(child: Child) -> bool:
+    """Whether the session uses too much. One that cannot be measured does."""
+    try:
+        return child.is_over_limit()
+    except OSError:
+        log.exception("a session that could not be measured was ended")
+        return True
 
 
 def _frame(line: bytes) -> Frame | None:

@@ -77,7 +77,7 @@ class Child(Protocol):
     """
 
     exited: asyncio.Future[Exit]
-    is_watched: bool  # no kernel limit bounds the sum of its processes, so `is_over_limit` must be polled during calls
+    is_watched: bool  # the kernel does not bound everything, so `is_over_limit` must be polled during calls
 
     def listen(self, listener: Listener) -> None:
         """From now on pass the child's output to `listener`."""
@@ -98,7 +98,7 @@ class Child(Protocol):
         """
 
     def is_over_limit(self) -> bool:
-        """Whether the session uses more memory or disk than allowed. Slow: call it in a thread."""
+        """Whether the session uses more than allowed of what the kernel does not bound. Slow: call it in a thread."""
 
     async def restrict(self, limits: Limits) -> None:
         """Lower the limits it was started with. Raises OSError."""

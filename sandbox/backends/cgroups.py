@@ -13,6 +13,9 @@ from sandbox.backends import processes
 
 _CONTROLLERS = ("memory", "pids", "cpu")
 _CPU_PERIOD_US = 100_000
+_MEMORY_AND_SWAP = "memory.memsw.limit_in_bytes"
+_OF_SWAP = (_MEMORY_AND_SWAP, "memory.swap.max")
+"""Files that only kernels which account swap have. A session has no swap of its own."""
 _MAX_FREE = 64
 _MAX_RESIDUE_BYTES = (
     1024**2
@@ -36,20 +39,34 @@ class Cgroup:
         self._limits = (memory_bytes, num_processes, cpus)
         quota_us = int(cpus * _CPU_PERIOD_US)
         if self._is_v2:
-            settings = [("memory", "memory.max", str(memory_bytes)), ("cpu", "cpu.max", f"{quota_us} {_CPU_PERIOD_US}")]
+            settings = [
+                ("memory", "memory.max", str(memory_bytes)),
+                ("memory", "memory.swap.max", "0"),
+                ("cpu", "cpu.max", f"{quota_us} {_CPU_PERIOD_US}"),
+            ]
         else:
             settings = [
+                ("memory", _MEMORY_AND_SWAP, "-1"),  # first, because it is never below the limit of memory alone
                 ("memory", "memory.limit_in_bytes", str(memory_bytes)),
+                ("memory", _MEMORY_AND_SWAP, str(memory_bytes)),
                 ("cpu", "cpu.cfs_quota_us", str(quota_us)),
             ]
         for controller, name, value in [*settings, ("pids", "pids.max", str(num_processes))]:
             if controller in self._folders:
-                (self._folders[controller] / name).write_text(value)
+                with contextlib.suppress(*([FileNotFoundError] if name in _OF_SWAP else [])):
+                    (self._folders[controller] / name).write_text(value)
 
-    def attach(self, pid: int) -> None:
-        """Move a process into the group; its later children start inside."""
-        for folder in dict.fromkeys(self._folders.values()):
-            (folder / "cgroup.procs").write_text(str(pid))
+    def open_procs(self) -> list[int]:
+        """Descriptors for joining: a process that writes "0" to each is in the group, and so are its later children."""
+        fds: list[int] = []
+        try:
+            for folder in dict.fromkeys(self._folders.values()):
+                fds.append(os.open(folder / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC))
+        except OSError:
+            for fd in fds:
+                os.close(fd)
+            raise
+        return fds
 
     def processes(self) -> list[int]:
         """Ids of the processes in the group."""

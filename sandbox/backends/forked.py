@@ -12,7 +12,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from sandbox.backends import folders, isolate, processes
+from sandbox.backends import folders, isolate, kernel_memory, processes
 from sandbox.backends.base import BackendError, Exit, Listener, Stream, Usage
 from sandbox.backends.cgroups import Cgroup, CgroupParent
 from sandbox.protocol import Limits
@@ -48,7 +48,7 @@ class ForkedChild:
         self._cgroup: Cgroup | None = None
         self._pidfd = -1
         self._pid = 0  # in this process's pid namespace
-        self._inherited_bytes = 0
+        self._inherited_bytes = self._num_inherited_maps = 0
 
     # -- what it says -------------------------------------------------------------------------------------------
 
@@ -99,7 +99,9 @@ class ForkedChild:
         for line in Path(f"/proc/self/fdinfo/{pidfd}").read_text().splitlines():
             if line.startswith("Pid:"):
                 self._pid = int(line.split()[1])
-        self._inherited_bytes = processes.own_memory_bytes(self._pid)
+        self._inherited_bytes = processes.own_memory_bytes(self._pid, with_shared=self.folder is not None)
+        if self._cgroup is None:
+            self._num_inherited_maps = kernel_memory.num_maps(self._pid)
         if not self.spawned.done():
             self.spawned.set_result(None)
 
@@ -114,12 +116,11 @@ class ForkedChild:
             exited = Exit(exit_code=event.get("exit_code"), is_oom=is_oom, is_failure=is_failure, **usage)
             self.exited.set_result(exited)
 
-    def join_cgroup(self, parent: CgroupParent) -> None:
-        """Put the process into a control group. Blocks for some milliseconds in the kernel. Raises OSError."""
+    def take_cgroup(self, parent: CgroupParent) -> list[int]:
+        """Take a control group for the process. Returns the descriptors with which it joins. Raises OSError."""
         self._cgroups, self._cgroup = parent, parent.take()
         self._limit_cgroup()
-        self._cgroup.attach(self._pid)
-        self.is_watched = False
+        return self._cgroup.open_procs()
 
     def _limit_cgroup(self) -> None:
         if self._cgroup is not None:
@@ -198,13 +199,30 @@ class ForkedChild:
 
     def is_over_limit(self) -> bool:
         """See base.Child."""
-        pids = [self._pid, *processes.descendants(self._pid)]
-        memory_bytes = sum(max(processes.own_memory_bytes(pid) - self._inherited_bytes, 0) for pid in pids)
+        pids = [self._pid, *self._strays()]
+        held = kernel_memory.held(pids)
+        if held.num_records > kernel_memory.MAX_RECORDS:
+            return True
+        if self._cgroup is not None:
+            return False
+        memory_bytes = self._memory_bytes(pids) + held.num_bytes
         if memory_bytes > self._limits.memory_bytes or len(pids) > self._limits.num_processes:
             return True
-        if self.folder is None:  # it has a file system of its own, which limits the size
+        if self.folder is None:  # it has file systems of its own, of limited size
             return False
         return folders.size_bytes(self.folder) + processes.deleted_bytes(pids, self.folder) > self._disk_bytes
+
+    def _memory_bytes(self, pids: list[int]) -> int:
+        """What the processes hold in pages, in file systems of their own, and in descriptions of both."""
+        has_files = self.folder is None  # then all memory that they can share belongs to those files
+        own = sum(
+            max(processes.own_memory_bytes(pid, with_shared=not has_files) - self._inherited_bytes, 0) for pid in pids
+        )
+        own += kernel_memory.maps_bytes(pids, num_inherited=self._num_inherited_maps)
+        if has_files:
+            root = f"{kernel_memory.live_thread(self._pid)}/root"
+            own += kernel_memory.files_bytes(root + folder for folder in isolate.OWN_FOLDERS)
+        return own
 
     async def restrict(self, limits: Limits) -> None:
         """See base.Child."""
@@ -216,5 +234,5 @@ class ForkedChild:
                 value = min(value, resource.prlimit(self._pid, kind)[1])
                 resource.prlimit(self._pid, kind, (value, value))
             except PermissionError:  # a session with another uid, in a container without CAP_SYS_RESOURCE
-                if not self.is_watched:
+                if self._cgroup is not None:
                     raise

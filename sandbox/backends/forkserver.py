@@ -81,6 +81,7 @@ class ForkServer:
             "preload": self._settings.preload,
             "folder": self._folder,
             "first_uid": self._uids.first if self._uids else 0,
+            "is_charged": self._cgroups is not None,
         }
         root = str(Path(__file__).resolve().parents[2])
         self._process = subprocess.Popen(
@@ -148,14 +149,14 @@ class ForkServer:
         self._children[name] = child
         try:
             async with asyncio.timeout(SPAWN_DEADLINE_S):
+                if self._cgroups is not None:
+                    theirs += await _take_cgroup(child, self._cgroups)
                 assert self._socket is not None
                 socket.send_fds(self._socket, [json.dumps(request).encode()], theirs)
                 for fd in theirs:
                     os.close(fd)
                 theirs = []
                 await child.spawned
-                if self._cgroups is not None:
-                    await asyncio.to_thread(child.join_cgroup, self._cgroups)
         except (OSError, TimeoutError, AssertionError) as error:
             await child.close()
             raise BackendError(f"a session could not be started: {type(error).__name__}: {error}") from error
@@ -222,3 +223,15 @@ class ForkServer:
         if self._uids is not None:
             self._uids.close()
             self._uids = None
+
+
+async def _take_cgroup(child: ForkedChild, parent: CgroupParent) -> list[int]:
+    """See ForkedChild.take_cgroup. Cancelled meanwhile, it leaves the group to the child and no descriptor."""
+    taking = asyncio.create_task(asyncio.to_thread(child.take_cgroup, parent), name="control group")
+    try:
+        return await asyncio.shield(taking)
+    except asyncio.CancelledError:
+        with contextlib.suppress(OSError):
+            for fd in await taking:
+                os.close(fd)
+        raise

@@ -19,6 +19,10 @@ from dataclasses import dataclass
 from sandbox.backends import linux, processes, seccomp, uids
 
 WORK_FOLDER = "/home/sandbox"
+OWN_FOLDERS = (WORK_FOLDER, "/tmp", "/dev/shm")
+"""Each a file system of the session's own, in memory."""
+MAX_INODES = 10_000
+"""Files and folders in each of them."""
 _COVERED_FOLDER = "/.python"
 SESSION_UID = 1000
 """A session's uid inside its namespace."""
@@ -37,7 +41,10 @@ ENVIRONMENT = {
 
 _SYSTEM_FOLDERS = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin")
 _ETC_FILES = ("/etc/ld.so.cache", "/etc/localtime")
-_DEVICES = ("null", "zero", "full", "random", "urandom")
+_DEVICES = ("null", "full", "random", "urandom")
+_CHARGED_DEVICES = ("zero",)
+"""Devices for sessions in a control group only: a shared map of zeros is memory that no process shows."""
+_DIES_FIRST = 1000
 _PASSWD = f"root:x:0:0:root:/:/bin/false\nsandbox:x:{SESSION_UID}:{SESSION_UID}:sandbox:{WORK_FOLDER}:/bin/false\n"
 
 
@@ -50,8 +57,11 @@ class SessionLimits:
     disk_bytes: int  # of each of the work folder, /tmp, /dev/shm
 
 
-def build_root() -> None:
-    """Build and enter a read-only root with Python and the system's libraries. Needs CAP_SYS_ADMIN; raises OSError."""
+def build_root(*, is_charged: bool) -> None:
+    """Build and enter a read-only root with Python and the system's libraries. Needs CAP_SYS_ADMIN; raises OSError.
+
+    `is_charged`: sessions run in a control group, see seccomp.program.
+    """
     linux.mount("none", "/", None, linux.MS_REC | linux.MS_PRIVATE)
     sources = library_folders()
     if hidden := [source for source in sources if f"{source}/".startswith(("/dev/", "/proc/"))]:
@@ -67,7 +77,8 @@ def build_root() -> None:
             os.symlink(os.readlink(name), root + name)
     for folder in ("/dev/shm", "/proc", "/tmp", WORK_FOLDER, "/etc"):
         os.makedirs(root + folder, mode=0o755, exist_ok=True)
-    for file in (*(f"/dev/{name}" for name in _DEVICES), *_ETC_FILES):
+    devices = (*_DEVICES, *(_CHARGED_DEVICES if is_charged else ()))
+    for file in (*(f"/dev/{name}" for name in devices), *_ETC_FILES):
         if os.path.exists(file):
             _write(root + file, "")
             linux.mount(os.path.realpath(file), root + file, None, linux.MS_BIND)
@@ -117,7 +128,7 @@ def _write(path: str, text: str) -> None:
         file.write(text)
 
 
-def enter_user_namespace(*, build: bool, first_uid: int) -> None:
+def enter_user_namespace(*, build: bool, first_uid: int, is_charged: bool) -> None:
     """Enter new user, pid, mount, net, ipc and uts namespaces as an unprivileged host uid. The caller forks next.
 
     As root, the root file system must be built already, and a helper maps the range of host uids from `first_uid` on. A
@@ -135,7 +146,7 @@ def enter_user_namespace(*, build: bool, first_uid: int) -> None:
         linux.set_dumpable(True)
         _map_self(0, uid, gid)
     if build:
-        build_root()
+        build_root(is_charged=is_charged)
 
 
 def _unshare_mapped(flags: int, first_uid: int) -> None:
@@ -163,10 +174,15 @@ def _unshare_mapped(flags: int, first_uid: int) -> None:
         raise OSError("the uid map of the sandbox could not be written")
 
 
-def _map_self(inner: int, uid: int, gid: int) -> None:
-    _write("/proc/self/setgroups", "deny")
-    _write("/proc/self/uid_map", f"{inner} {uid} 1")
-    _write("/proc/self/gid_map", f"{inner} {gid} 1")
+def _map_self(inner: int, uid: int, gid: int, *, proc: str = "/proc") -> None:
+    _write(f"{proc}/self/setgroups", "deny")
+    _write(f"{proc}/self/uid_map", f"{inner} {uid} 1")
+    _write(f"{proc}/self/gid_map", f"{inner} {gid} 1")
+
+
+def die_first(*, proc: str = "/proc") -> None:
+    """When the machine runs out of memory, the kernel ends this process and its children before all others."""
+    _write(f"{proc}/self/oom_score_adj", str(_DIES_FIRST))
 
 
 def mount_proc() -> None:
@@ -175,32 +191,49 @@ def mount_proc() -> None:
     linux.mount("proc", "/proc", "proc", flags)
 
 
-def isolate_session(*, uid: int, limits: SessionLimits) -> None:
+def isolate_session(*, uid: int, limits: SessionLimits, is_charged: bool) -> None:
     """Isolate this process, pid 1 of a fresh pid namespace: afterwards it can harm only itself. Raises OSError.
 
     The mounts belong to the zygote's user namespace, so the session's own namespace has no power over them, even if a
     kernel bug gave it every capability inside. `uid` is relative to the zygote's map (0 when only one uid is mapped).
     """
-    linux.unshare(linux.CLONE_NEWNS | linux.CLONE_NEWNET | linux.CLONE_NEWIPC | linux.CLONE_NEWUTS)
-    flags = linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC
-    size = f"size={limits.disk_bytes},nr_inodes=10000,uid={uid},gid={uid}"
-    covered = _covered(library_folders())
-    for folder, mode in ((WORK_FOLDER, 700), ("/tmp", 1777), ("/dev/shm", 1777)):
-        linux.mount("sandbox", folder, "tmpfs", flags, f"{size},mode={mode}")
-    _link(covered)
-    linux.mount("proc", "/proc", "proc", flags, "subset=pid,hidepid=2")  # no /proc/sys, no /proc/sysrq-trigger
+    # the control group that it is in becomes the root of those that it can see
+    groups = linux.CLONE_NEWCGROUP
+    linux.unshare(linux.CLONE_NEWNS | linux.CLONE_NEWNET | linux.CLONE_NEWIPC | linux.CLONE_NEWUTS | groups)
+    zygotes_proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)  # its own can only be read
+    _mount_session(uid, limits)
+    mounts = linux.copy_of_mounts("/")
     socket.sethostname("sandbox")
     if uid:
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
     linux.unshare(linux.CLONE_NEWUSER)
     linux.set_dumpable(True)
-    _map_self(SESSION_UID, uid, uid)
+    proc = f"/proc/self/fd/{zygotes_proc}"
+    _map_self(SESSION_UID, uid, uid, proc=proc)
+    die_first(proc=proc)
+    # into mounts that its namespace does not list: /proc/self/mountinfo would show devices and folders of the host
+    os.fchdir(mounts)
+    os.chroot(".")
+    os.close(mounts)
+    os.close(zygotes_proc)
     os.chdir(WORK_FOLDER)
     set_rlimits(limits)
     linux.drop_capabilities()
     linux.no_new_privileges()
-    seccomp.install()
+    seccomp.install(is_charged=is_charged)
+
+
+def _mount_session(uid: int, limits: SessionLimits) -> None:
+    """Mount what each session has of its own."""
+    flags = linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC
+    size = f"size={limits.disk_bytes},nr_inodes={MAX_INODES},uid={uid},gid={uid}"
+    covered = _covered(library_folders())
+    for folder, mode in zip(OWN_FOLDERS, (700, 1777, 1777), strict=True):
+        linux.mount("sandbox", folder, "tmpfs", flags, f"{size},mode={mode}")
+    _link(covered)
+    # no /proc/sys, no /proc/sysrq-trigger; nothing of itself that it could change
+    linux.mount("proc", "/proc", "proc", flags | linux.MS_RDONLY, "subset=pid,hidepid=2")
 
 
 def confine_session(*, uid: int, folder: str, limits: SessionLimits) -> None:
@@ -209,6 +242,7 @@ def confine_session(*, uid: int, folder: str, limits: SessionLimits) -> None:
     `uid`: the host uid to change to, 0 to keep the current one. Only libraries and `folder` stay accessible. The
     program can still learn which processes exist, and the names and sizes of files.
     """
+    die_first()
     if uid:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
@@ -228,7 +262,7 @@ def confine_session(*, uid: int, folder: str, limits: SessionLimits) -> None:
     rights |= {f"/dev/{name}": write for name in _DEVICES}
     rights[folder] = write | sum(change)
     linux.landlock({path: right for path, right in rights.items() if os.path.exists(path)})
-    seccomp.install(shares_host=True)
+    seccomp.install(shares_host=True, is_charged=False)
 
 
 def set_rlimits(limits: SessionLimits, *, num_other_tasks: int = 0) -> None:

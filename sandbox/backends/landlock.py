@@ -51,8 +51,8 @@ class LandlockBackend:
             "seccomp allow-list without sockets; no capabilities; rlimits; memory and disk watchdog"
         )
         self.degraded = [
-            "no control groups: memory, disk and processes are watched by polling, CPU is not shared out",
-            "kernel memory of pipes and sockets is not bounded",
+            "no control groups: memory, also the kernel's for pipes and sockets, disk and processes are watched by "
+            "polling, CPU is not shared out",
             "sessions see the names and sizes of files, though not what is in them",
         ]
         if not is_root:

@@ -9,6 +9,7 @@ import struct
 from collections.abc import Mapping
 
 CLONE_NEWNS = 0x00020000
+CLONE_NEWCGROUP = 0x02000000
 CLONE_NEWUTS = 0x04000000
 CLONE_NEWIPC = 0x08000000
 CLONE_NEWUSER = 0x10000000
@@ -21,9 +22,10 @@ MNT_DETACH = 2
 
 _SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _SYS_CAPSET = {"x86_64": 126, "aarch64": 91}
-_SYS_MOUNT_SETATTR = 442
+_SYS_OPEN_TREE, _SYS_MOUNT_SETATTR = 428, 442
 _SYS_LANDLOCK_CREATE, _SYS_LANDLOCK_ADD, _SYS_LANDLOCK_RESTRICT = 444, 445, 446  # the same on every machine
 _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
+_OPEN_TREE_CLONE = 1
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_CAPBSET_DROP = 1, 4, 24
 _PR_SET_NO_NEW_PRIVS, _PR_SET_CHILD_SUBREAPER = 38, 36
 
@@ -81,6 +83,14 @@ def pivot_into(path: str) -> None:
     _check(libc().syscall(*_long(_SYS_PIVOT_ROOT[os.uname().machine]), b".", b"."), "pivot_root")
     _check(libc().umount2(b".", MNT_DETACH), "umount of the old root")
     os.chdir("/")
+
+
+def copy_of_mounts(path: str) -> int:
+    """A descriptor of a copy of the mounts at and below `path`, which belongs to no mount namespace."""
+    flags = _OPEN_TREE_CLONE | os.O_CLOEXEC | _AT_RECURSIVE
+    fd = int(libc().syscall(*_long(_SYS_OPEN_TREE, _AT_FDCWD), path.encode(), *_long(flags)))
+    _check(fd, f"open_tree {path}")
+    return fd
 
 
 def die_with_parent(signum: int) -> None:

@@ -41,8 +41,9 @@ class NamespacesBackend:
             self._cgroups = await asyncio.to_thread(cgroups.open_parent, f"sandbox-{os.getpid()}")
         except OSError as error:
             self.degraded.append(
-                f"no control groups ({error}): memory is watched by polling, "
-                "kernel memory of pipes and sockets is not bounded, CPU is not shared out"
+                f"no control groups ({error}): memory, also the kernel's for pipes and sockets, is watched by polling, "
+                "CPU is not shared out; a plain user gets control groups from "
+                "`systemd-run --user --scope -p Delegate=yes COMMAND`"
             )
         else:
             missing = {"memory", "pids", "cpu"} - set(self._cgroups.controllers)

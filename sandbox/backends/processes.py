@@ -135,13 +135,15 @@ def peak_rss_bytes(pid: int) -> int:
     return _kib(_status(pid), "VmHWM:")
 
 
-def own_memory_bytes(pid: int) -> int:
-    """Resident and swapped memory that no file backs; 0 when the process is gone.
+def own_memory_bytes(pid: int, *, with_shared: bool) -> int:
+    """Resident and swapped memory that no file backs, with its page tables; 0 when the process is gone.
+
+    `with_shared`: also resident memory that it may share with others, such as a map of a file in memory.
 
     Includes memory that it still shares with the process it was forked from. Unlike the proportional share (PSS), this
     can be read for processes of other users.
     """
-    return _kib(_status(pid), "RssAnon:", "RssShmem:", "VmSwap:")
+    return _kib(_status(pid), "RssAnon:", "VmSwap:", "VmPTE:", *(("RssShmem:",) if with_shared else ()))
 
 
 def deleted_bytes(pids: Iterable[int], folder: str) -> int:

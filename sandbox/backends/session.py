@@ -44,8 +44,8 @@ def preload(modules: Sequence[str]) -> None:
 
 def _rehearse() -> None:
     """Do what every session does first, so that forks inherit its imports, caches and specialised bytecode."""
-    seccomp.program(os.uname().machine, shares_host=False)
-    seccomp.program(os.uname().machine, shares_host=True)
+    for shares_host, is_charged in ((False, True), (False, False), (True, False)):
+        seccomp.program(os.uname().machine, shares_host=shares_host, is_charged=is_charged)
     isolate.library_folders()
     isolate.address_space_bytes()
     ours, theirs = socket.socketpair()
@@ -57,12 +57,18 @@ def _rehearse() -> None:
         worker.Worker(theirs.fileno(), theirs.fileno()).serve()
 
 
-def become_worker(fds: list[int], confine: Callable[[], None]) -> NoReturn:
-    """In a fresh fork: take `fds` (control, stdout, stderr), `confine()`, and serve. Reports failures on control."""
+def become_worker(fds: list[int], confine: Callable[[], None], *, groups: Sequence[int] = ()) -> NoReturn:
+    """In a fresh fork: take `fds` (control, stdout, stderr), `confine()`, and serve. Reports failures on control.
+
+    `groups`: the cgroup.procs files, open for writing, of the control groups to join first.
+    """
     try:
+        not_joined = _join(groups)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         _arrange_descriptors(fds)
+        if not_joined is not None:
+            raise not_joined
         os.setsid()
         confine()
         # otherwise every session without a seed would draw the same numbers
@@ -73,6 +79,16 @@ def become_worker(fds: list[int], confine: Callable[[], None]) -> NoReturn:
             os.write(_CONTROL_FD, b"\n" + json.dumps({"failed": traceback.format_exc()[-4000:]}).encode() + b"\n")
         os._exit(_SETUP_FAILED)
     os._exit(0)
+
+
+def _join(groups: Sequence[int]) -> OSError | None:
+    """Join control groups. Returns the error, which can be reported only once the descriptors are arranged."""
+    try:
+        for fd in groups:
+            os.write(fd, b"0")  # the writer itself
+    except OSError as error:
+        return error
+    return None
 
 
 def _arrange_descriptors(fds: list[int]) -> None:

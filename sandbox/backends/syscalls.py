@@ -62,7 +62,17 @@ CONDITIONAL = {
 }
 """Calls that are allowed only with some arguments, which the filter checks."""
 
-BY_ARGUMENT = ("socketpair", "setsockopt", "getsockopt", "sendto", "recvfrom", "sendmsg", "recvmsg")
+BY_ARGUMENT = (
+    "socketpair",
+    "setsockopt",
+    "getsockopt",
+    "sendto",
+    "recvfrom",
+    "sendmsg",
+    "recvmsg",
+    "close_range",
+    "mmap",
+)
 """Calls of the tables above that the filter allows only with some arguments."""
 
 
@@ -74,9 +84,14 @@ _REACH_OUT = (
 """Calls with which a program without namespaces could change files or processes of its uid, or reach their sockets."""
 
 
-def allowed(machine: str, *, shares_host: bool) -> list[int]:
+_UNCHARGED = ("sendfile",)
+"""Calls that can put memory into the kernel's name, refused where no control group charges it to the session: sendfile
+pins a whole page of a file that is then cut off for each byte in a pipe."""
+
+
+def allowed(machine: str, *, shares_host: bool, is_charged: bool) -> list[int]:
     """Numbers of the calls that are allowed with any arguments. Raises KeyError for an unknown machine."""
-    refused = {*BY_ARGUMENT, *(_REACH_OUT if shares_host else ())}
+    refused = {*BY_ARGUMENT, *(_REACH_OUT if shares_host else ()), *(() if is_charged else _UNCHARGED)}
     return [number for name, number in _table(machine).items() if name not in refused]
 
 

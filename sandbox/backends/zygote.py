@@ -3,7 +3,8 @@
 It is single-threaded, so that forking is safe. It is pid 1 of a pid namespace around all sessions, so that its death,
 for any reason, ends every one of them; without namespaces a keeper process above it does that. Independent of HTTP,
 executions and clients. Messages are JSON packets on one socket. It receives {id, uid, folder, limits} with the
-descriptors control, stdout, stderr, and sends {event: ready | failed | spawned | exit, ...}.
+descriptors control, stdout, stderr and those of the control groups to join, and sends {event: ready | failed | spawned
+| exit, ...}.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ Isolation = Literal["namespaces", "landlock", "none"]
 """What isolates a session from the host, in addition to its resource limits."""
 
 _MAX_PACKET_BYTES = 65_536
+_NUM_FDS, _MAX_GROUPS = 3, 3
 
 
 def main(config_json: str) -> None:
@@ -32,7 +34,7 @@ def main(config_json: str) -> None:
         linux.die_with_parent(signal.SIGKILL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if config["isolation"] == "namespaces":
-            _enter_namespaces(config["first_uid"])
+            _enter_namespaces(config["first_uid"], is_charged=config["is_charged"])
         else:
             _go_below_a_keeper(config["folder"])
         session.preload(config["preload"])
@@ -67,13 +69,13 @@ def _go_below_a_keeper(folder: str) -> None:
     linux.die_with_parent(signal.SIGKILL)
 
 
-def _enter_namespaces(first_uid: int) -> None:
+def _enter_namespaces(first_uid: int, *, is_charged: bool) -> None:
     """Move into the shared namespaces. The calling process stays outside, waits, and never returns from here."""
     is_root = os.getuid() == 0
     if is_root:
         linux.unshare(linux.CLONE_NEWNS)
-        isolate.build_root()
-    isolate.enter_user_namespace(build=not is_root, first_uid=first_uid)
+        isolate.build_root(is_charged=is_charged)
+    isolate.enter_user_namespace(build=not is_root, first_uid=first_uid, is_charged=is_charged)
     linux.die_with_parent(signal.SIGKILL)
     if pid := os.fork():
         os.closerange(3, 256)
@@ -116,7 +118,7 @@ class Zygote:
                     self._end_orphans()
 
     def _answer(self) -> bool:
-        packet, fds, _, _ = socket.recv_fds(self._control, _MAX_PACKET_BYTES, 3)
+        packet, fds, _, _ = socket.recv_fds(self._control, _MAX_PACKET_BYTES, _NUM_FDS + _MAX_GROUPS)
         if not packet:
             return False
         request = json.loads(packet)
@@ -141,7 +143,8 @@ class Zygote:
             linux.unshare(linux.CLONE_NEWPID)
         pid = os.fork()
         if pid == 0:
-            session.become_worker(fds, lambda: _enter(request, self._isolation))
+            groups = fds[_NUM_FDS:]
+            session.become_worker(fds[:_NUM_FDS], lambda: _enter(request, self._isolation, bool(groups)), groups=groups)
         return pid
 
     def _end_orphans(self) -> None:
@@ -169,17 +172,18 @@ class Zygote:
                 _send(self._control, {"event": "exit", "id": name, **report})
 
 
-def _enter(request: dict[str, Any], isolation: Isolation) -> None:
+def _enter(request: dict[str, Any], isolation: Isolation, is_charged: bool) -> None:
     """In a session's process, before the worker starts: isolate it."""
     limits = isolate.SessionLimits(**request["limits"])
     if isolation == "namespaces":
-        isolate.isolate_session(uid=request["uid"], limits=limits)
+        isolate.isolate_session(uid=request["uid"], limits=limits, is_charged=is_charged)
         return
     os.environ["HOME"] = os.environ["TMPDIR"] = request["folder"]
     linux.adopt_orphans()
     if isolation == "landlock":
         isolate.confine_session(uid=request["uid"], folder=request["folder"], limits=limits)
         return
+    isolate.die_first()
     linux.die_with_parent(signal.SIGKILL)
     os.chdir(request["folder"])
     isolate.set_rlimits(limits, num_other_tasks=processes.num_tasks(os.getuid()))

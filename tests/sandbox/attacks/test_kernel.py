@@ -23,15 +23,34 @@ SYSCALLS = {  # number on x86_64 (None: only elsewhere), number on aarch64, argu
     "clone_time": (56, 220, "0x80 | 17, 0, 0, 0, 0"),
     "clone_parent": (56, 220, "0x8000 | 17, 0, 0, 0, 0"),
     "clone_exit_signal": (56, 220, "18, 0, 0, 0, 0"),
+    "clone_thread_with_descriptors_of_its_own": (56, 220, "0x10900, 0, 0, 0, 0"),
+    "clone_process_with_shared_descriptors": (56, 220, "0x400 | 17, 0, 0, 0, 0"),
+    "close_range_unshare": (436, 436, "250, 255, 2"),
     "timer_create": (222, 107, "0, 0, 0"),
     "setpgid": (109, 154, "0, 0"),
     "fcntl_setsig": (72, 25, "1, 10, 18"),
     "lease_of_a_library": (72, 25, "open(__import__('os').__file__).fileno(), 1024, 0"),
     "fcntl_notify": (72, 25, "__import__('os').open('.', 0), 1026, 0x80000002"),
+    "lease_of_its_own_file": (72, 25, "__import__('os').open('f', 0o102), 1024, 1"),
+    "lease_query": (72, 25, "1, 1025"),
+    "delegation": (72, 25, "__import__('os').open('.', 0), 1040, b'\\0' * 8"),
+    "fcntl_notify_of_libraries": (72, 25, "__import__('os').open('/usr', 0), 1026, 0x80000002"),
+    "fcntl_getown": (72, 25, "1, 9"),
+    "fcntl_getown_ex": (72, 25, "1, 16, b'\\0' * 8"),
+    "fcntl_getsig": (72, 25, "1, 11"),
+    "fcntl_seals": (72, 25, "1, 1033, 1"),
+    "fcntl_write_hint": (72, 25, "1, 1036, b'\\1' + b'\\0' * 7"),
+    "fcntl_ofd_lock_and_wait": (72, 25, "1, 38, b'\\0' * 32"),
+    "fcntl_ofd_query": (72, 25, "1, 36, b'\\0' * 32"),
+    "ioctl_asynchronous": (16, 29, "1, 0x5452, b'\\1\\0\\0\\0'"),
+    "ioctl_owner_of_a_socket": (16, 29, "PAIR, 0x8901, b'\\1\\0\\0\\0'"),
+    "ioctl_group_of_a_socket": (16, 29, "PAIR, 0x8902, b'\\1\\0\\0\\0'"),
     "fcntl_setown": (72, 25, "1, 8, 1"),
     "fcntl_setown_ex": (72, 25, "1, 15, b'\\1\\0\\0\\0\\1\\0\\0\\0'"),
     "fcntl_pipe_size": (72, 25, "1, 1031, 1 << 20"),
     "fcntl_ofd_lock": (72, 25, "1, 37, b'\\0' * 32"),
+    "flock_of_a_device": (73, 32, "__import__('os').open('/dev/null', 2), 6"),
+    "flock_of_a_folder": (73, 32, "__import__('os').open('.', 0), 5"),
     "flock": (73, 32, "open(__import__('os').__file__).fileno(), 2"),
     "socketpair_tipc": (53, 199, "30, 1, 0, b'\\0' * 8"),
     "socketpair_rds": (53, 199, "21, 5, 0, b'\\0' * 8"),
@@ -95,7 +114,9 @@ SYSCALLS = {  # number on x86_64 (None: only elsewhere), number on aarch64, argu
     "mq_open": (240, 180, "b'x', 0o102, 0o600, 0"),
     "quotactl": (179, 60, "0, 0, 0, 0"),
     "fanotify_init": (300, 262, "0, 0"),
-    "inotify_init": (294, 26, "0"),
+    "inotify_init": (253, None, ""),
+    "inotify_init1": (294, 26, "0x80000"),
+    "huge_pages": (9, 222, "0, 2 << 20, 3, 0x40022, -1, 0"),
     "lookup_dcookie": (212, 18, "0, 0, 0"),
     "move_pages": (317, 239, "1, 0, 0, 0, 0, 0"),
     "mbind": (237, 235, "0, 0, 0, 0, 0, 0"),
@@ -137,7 +158,7 @@ async def test_the_kernels_doors_are_shut(isolated: Tier, session: SandboxSessio
 async def test_the_old_system_call_gate_kills(isolated: Tier, session: SandboxSession) -> None:
     """int 0x80 uses other system call numbers than the filter does."""
     code = (
-        "import ctypes, mmap\npage = mmap.mmap(-1, 4096, prot=7)\n"
+        "import ctypes, mmap\npage = mmap.mmap(-1, 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=7)\n"
         "page.write(b'\\xb8\\x14\\x00\\x00\\x00\\xcd\\x80\\xc3')\n"
         "ctypes.CFUNCTYPE(ctypes.c_long)(ctypes.addressof(ctypes.c_char.from_buffer(page)))()"
     )
@@ -173,3 +194,37 @@ async def test_what_python_does_with_descriptors_is_allowed(isolated: Tier, sess
         "asyncio.run(wait())"
     )
     assert (await session.exec(code, timeout_s=10)).result == "1"
+
+
+async def test_what_programs_do_with_memory_and_files_is_allowed(isolated: Tier, session: SandboxSession) -> None:
+    code = (
+        "import mmap, os, shutil, sqlite3, tempfile, threading\nimport numpy as np\n"
+        "private = mmap.mmap(-1, 2**20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS); private[:4] = b'abcd'\n"
+        "array = np.memmap('array', dtype='f8', mode='w+', shape=(1000,)); array[:] = 1; array.flush()\n"
+        "shutil.copyfile('array', 'copy'); assert np.fromfile('copy').sum() == 1000\n"
+        "with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile(dir=folder) as file: file.write(b'x')\n"
+        "database = sqlite3.connect('d'); database.execute('pragma journal_mode=wal')\n"
+        "with database: database.execute('create table t (x)'); database.execute('insert into t values (1)')\n"
+        "assert sqlite3.connect('d').execute('select * from t').fetchall() == [(1,)]\n"
+        "threads = [threading.Thread(target=sum, args=(range(9),)) for _ in range(8)]\n"
+        "[t.start() for t in threads]; [t.join() for t in threads]\n"
+        "read, write = os.pipe()\n"
+        "if os.fork() == 0: array[0] = 5; os.write(write, b'y'); os._exit(0)\n"
+        "os.wait(); os.read(read, 1), array[0] == 5"
+    )
+    assert (await session.exec(code, timeout_s=30)).result == "(b'y', np.True_)"
+
+
+async def test_processes_that_share_memory_are_allowed(isolated: Tier, session: SandboxSession) -> None:
+    if not isolated.has_own_folders:
+        pytest.skip("/dev/shm is closed, where Python keeps semaphores")
+    code = (
+        "import multiprocessing, concurrent.futures\nfork = multiprocessing.get_context('fork')\n"
+        "number, numbers, queue = fork.Value('i'), fork.Array('d', 100_000), fork.Queue()\n"
+        "def work():\n  with number.get_lock(): number.value += 1\n  numbers[7] = 3; queue.put('done')\n"
+        "workers = [fork.Process(target=work) for _ in range(3)]\n[w.start() for w in workers]\n"
+        "words = {queue.get() for w in workers}; [w.join() for w in workers]\n"
+        "with concurrent.futures.ProcessPoolExecutor(2, mp_context=fork) as pool: squares = list(pool.map(abs, [-3, 4]))\n"
+        "number.value, numbers[7], words, squares"
+    )
+    assert (await session.exec(code, timeout_s=30)).result == "(3, 3.0, {'done'}, [3, 4])"

@@ -52,6 +52,7 @@ class TurnSize:
     num_observation_tokens: int
     num_action_tokens: int
     finish_reason: FinishReason
+    times: tuple[float, float] = (0.0, 0.0)  # of its generation, as in Completion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -317,6 +318,7 @@ def _to_line(group: TrajectoryGroup, episode: EpisodeRecord, trajectory: Traject
             num_observation_tokens=len(turn.observation_ids),
             num_action_tokens=len(turn.completion.token_ids),
             finish_reason=turn.completion.finish_reason,
+            times=turn.completion.times,
         )
         for turn in trajectory.turns
     )
@@ -381,6 +383,7 @@ def _to_turns(line: EpisodeLine) -> Iterator[Turn]:
             behavior_logprobs=line.behavior_logprobs[start:end],
             version_spans=_spans(line.policy_versions[start:end]),
             finish_reason=size.finish_reason,
+            times=size.times,
         )
         yield Turn(observation_ids=observation_ids, completion=completion)
 

@@ -146,6 +146,7 @@ class Completion:
     behavior_logprobs: tuple[float, ...]  # [T] natural log, under the distribution that was sampled from
     version_spans: tuple[VersionSpan, ...]
     finish_reason: FinishReason
+    times: tuple[float, float] = field(default=(0.0, 0.0), compare=False)  # Unix s: asked for, answered; 0: unknown
 
     def __post_init__(self) -> None:
         num_tokens = len(self.token_ids)
@@ -175,8 +176,7 @@ class Turn:
 
     `observation_ids` are the new tokens only: the whole first prompt at turn 0, later the rendered tool output with its
     glue. The prompt of turn n is the concatenation of everything before its completion: nothing is rendered again.
-
-        Turn(observation_ids=(1, 2), completion=completion)
+    Example: `Turn(observation_ids=(1, 2), completion=completion)`.
     """
 
     observation_ids: tuple[int, ...]

@@ -17,7 +17,16 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from agentrl.buffer.journal_format import FORMAT, OLD_FORMATS, decode, decode_evaluations, decode_group, encode
+from agentrl.buffer.journal_format import (
+    FORMAT,
+    OLD_FORMATS,
+    StepState,
+    StepTimes,
+    decode,
+    decode_evaluations,
+    decode_group,
+    encode,
+)
 from agentrl.errors import ConfigError, JournalError, boundary
 from agentrl.report.statistics import EvalResult
 from agentrl.types import Task, TrajectoryGroup
@@ -37,14 +46,6 @@ class GroupState(StrEnum):
     """The run ended while it was in flight; it is played again when the run resumes."""
     RESTARTED = "restarted"
     """A step began without it (tail.py); its task is played again, as another group."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepState:
-    """The orchestrator's own state after a step. Example: `StepState(ess_guard=guard.state_dict(), train_s=60.0)`."""
-
-    ess_guard: dict[str, float]  # EssGuard.state_dict
-    train_s: float  # seconds spent training by then
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,6 +291,11 @@ class Journal:
         """Seconds spent training up to `last_step`."""
         rows = self._rows("SELECT state FROM steps ORDER BY step DESC LIMIT 1")
         return decode(rows[0][0], StepState).train_s if rows else 0.0
+
+    def step_times(self) -> dict[int, StepTimes]:
+        """Of each step that has them."""
+        states = ((step, decode(state, StepState)) for step, state in self._rows("SELECT step, state FROM steps"))
+        return {step: state.times for step, state in states if state.times is not None}
 
     def close(self) -> None:
         """Close the database."""

@@ -25,6 +25,25 @@ OLD_FORMATS = (2, 3, 4)
 """
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    """When a step was made, in Unix seconds by the orchestrator's clock. Example: `journal.step_times()[3].held_at`."""
+
+    waited_at: float  # for its batch, from then on
+    taken_at: float  # the batch was complete
+    stepped_at: float  # the learner had made the step
+    held_at: float  # every engine held its weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepState:
+    """The orchestrator's own state after a step. Example: `StepState(ess_guard=guard.state_dict(), train_s=60.0)`."""
+
+    ess_guard: dict[str, float]  # EssGuard.state_dict
+    train_s: float  # seconds spent training by then
+    times: StepTimes | None = None  # None in old files
+
+
 def encode(record: object) -> bytes:
     """The record as bytes. Example: `encode(Task(id="a", prompt="?"))`."""
     return msgspec.msgpack.encode(record)

@@ -9,13 +9,14 @@ import typer
 
 from agentrl.cli.options import Debug, guarded
 
-Format = Literal["jsonl", "parquet", "atif"]
+Format = Literal["jsonl", "parquet", "atif", "trace"]
 Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, or their names.")]
 To = Annotated[
     Format,
     typer.Option(
         help="jsonl, parquet: a row of messages for each segment of an episode, as fine-tuning takes them. atif: a "
-        "folder of Harbor's trajectory documents, with token ids and logprobs.",
+        "folder of Harbor's trajectory documents, with token ids and logprobs. trace: the timeline of one run, for "
+        "ui.perfetto.dev.",
         show_default=False,
     ),
 ]
@@ -29,12 +30,12 @@ Where = Annotated[
 ]
 Out = Annotated[
     Path | None,
-    typer.Option(metavar="PATH", help="Default: RUN.jsonl, RUN.parquet or RUN-atif here.", show_default=False),
+    typer.Option(metavar="PATH", help="Default: RUN.jsonl, RUN.parquet, RUN-atif, RUN-trace.json.", show_default=False),
 ]
 
 
 def export(runs: Runs, to: To, where: Where = "", out: Out = None, debug: Debug = False) -> None:
-    """Write episodes of runs for other programs: rows of messages for fine-tuning, or ATIF. Only reads the runs."""
+    """Write episodes for other programs: rows of messages for fine-tuning, ATIF, or a trace. Only reads the runs."""
 
     def write() -> None:
         from agentrl.run_folder import RunFolder
@@ -46,14 +47,14 @@ def export(runs: Runs, to: To, where: Where = "", out: Out = None, debug: Debug 
         written = export_from(readers, to, target, where=where, version=_version())
         for problem in written.problems:
             typer.echo(f"left out: {problem}", err=True)
-        unit = "documents" if to == "atif" else "rows"
+        unit = {"atif": "documents", "trace": "steps"}.get(to, "rows")
         typer.echo(f"{written.path} ({written.episodes} episodes, {written.rows} {unit})")
 
     guarded(write, debug=debug, interrupted="nothing was written; runs are not touched")
 
 
 def _default_name(run: str, to: Format) -> str:
-    return f"{run}-atif" if to == "atif" else f"{run}.{to}"
+    return {"atif": f"{run}-atif", "trace": f"{run}-trace.json"}.get(to, f"{run}.{to}")
 
 
 def _version() -> str:

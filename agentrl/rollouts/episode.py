@@ -114,12 +114,14 @@ async def play_episode(env: Env, attempt: Attempt, runner: EpisodeRunner, config
     Each segment has the reward of the whole and its share in the gradient. Raises EnvError, SandboxError, EngineError
     when a part failed; ConfigError when the prompt does not fit.
     """
-    started = time.monotonic()
+    started, started_at = time.monotonic(), round(time.time(), 3)
     try:
         await runner.begin(attempt.seed)
         stop_reason = await _play(runner, attempt.task, config.episode_timeout_s)
         played = runner.record()
-        counts = {"segments": len(played.segments), "wall_s": time.monotonic() - started}
+        wall_s = time.monotonic() - started
+        times = {"wall_s": wall_s, "started_at": started_at, "ended_at": round(time.time(), 3)}
+        counts = {"segments": len(played.segments), **times}
         episode = Episode(
             task=attempt.task,
             messages=played.messages,

@@ -18,7 +18,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from agentrl.buffer.ess_guard import EssGuard
-from agentrl.buffer.journal import Journal, Resumption, StepState
+from agentrl.buffer.journal import Journal, Resumption
+from agentrl.buffer.journal_format import StepState
 from agentrl.buffer.replay import Replay
 from agentrl.buffer.staleness import StalenessRule
 from agentrl.buffer.trajectory_buffer import TrajectoryBuffer
@@ -180,7 +181,8 @@ class Orchestrator:
             note = await _run_both(parts.rollouts, loop)
         version, train_s = parts.buffer.version, loop.train_s
         # With the time that the run waited for a step that it did not make: a resumed run goes on from here.
-        state = StepState(ess_guard=parts.ess_guard.state_dict(), train_s=train_s)
+        times = self._journal.step_times().get(version)
+        state = StepState(ess_guard=parts.ess_guard.state_dict(), train_s=train_s, times=times)
         self._journal.step_made(version, state, resumable_from=None)
         await session.finish()
         await self._evaluations.finish(version)
@@ -270,7 +272,7 @@ class Orchestrator:
             self._metrics.log("step", step, rollout_metrics(groups))
             await asyncio.to_thread(self._run.write_trajectories, step, groups)
             if resumed.state is not None:
-                self._journal.step_made(step, resumed.state, resumable_from=None)
+                self._journal.step_made(step, replace(resumed.state, times=None), resumable_from=None)
 
     async def _record(self, report: StepReport, batch: Batch) -> None:
         step = report.step

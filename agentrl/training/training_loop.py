@@ -15,7 +15,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 from agentrl.buffer.ess_guard import EssGuard
-from agentrl.buffer.journal import Journal, StepState
+from agentrl.buffer.journal import Journal
+from agentrl.buffer.journal_format import StepState, StepTimes
 from agentrl.buffer.staleness import StalenessRule
 from agentrl.buffer.trajectory_buffer import TrajectoryBuffer
 from agentrl.config import Config
@@ -67,6 +68,7 @@ class _MadeStep:
     batch: Batch
     output: StepOutput
     began: _Mark
+    times: tuple[float, float, float]  # Unix: waited for the batch, took it, the learner had made the step
 
 
 class TrainingLoop:
@@ -212,10 +214,11 @@ class TrainingLoop:
 
     async def _made(self, step: int) -> _MadeStep | None:
         """Take a batch and have the learner make the step; None where the time was used up before there was one."""
-        parts, began = self._parts, self._mark()
+        parts, began, waited_at = self._parts, self._mark(), time.time()
         batch = await self._taken()
         if batch is None:
             return None
+        taken_at = time.time()
         parts.rollouts.stop(parts.buffer.pop_restarted())
         new_groups = batch.groups[: len(batch.groups) - batch.num_replayed]
         self._lag = max(batch.policy_version - group.policy_version for group in new_groups)
@@ -228,8 +231,9 @@ class TrainingLoop:
             within_s += publication_timeout_s(self._config.engine)  # the learner reports the step after it
         with self._wait_graph.waiting("training loop", on="learner", what="a step", within_s=within_s):
             output = await parts.session.train(batch, within_s=within_s)
+        times = (waited_at, taken_at, time.time())
         await parts.buffer.stepped(output.policy_version)
-        return _MadeStep(step=step, batch=batch, output=output, began=began)
+        return _MadeStep(step=step, batch=batch, output=output, began=began, times=times)
 
     async def _published(self, made: _MadeStep) -> None:
         """Wait until every engine holds the step's weights, then record it."""
@@ -237,6 +241,8 @@ class TrainingLoop:
         within_s = max(self._config.learner.step_timeout_s, publication_timeout_s(self._config.engine))
         with self._wait_graph.waiting("training loop", on="learner", what="new weights", within_s=within_s):
             ref = await parts.session.weights(within_s=within_s)
+        waited_at, taken_at, stepped_at = made.times
+        times = StepTimes(waited_at=waited_at, taken_at=taken_at, stepped_at=stepped_at, held_at=time.time())
         await self._act_on_ess(made.output)
         parts.tasks.committed(ref.policy_version)
         await parts.buffer.commit(ref.policy_version)
@@ -258,7 +264,7 @@ class TrainingLoop:
         )
         await self._record(report, made.batch)
         # Last: a step that a crash leaves without this mark is recorded again.
-        state = StepState(ess_guard=parts.ess_guard.state_dict(), train_s=self.train_s)
+        state = StepState(ess_guard=parts.ess_guard.state_dict(), train_s=self.train_s, times=times)
         parts.journal.step_made(made.step, state, resumable_from=made.output.resumable_from)
         self._held = ref
         if self._config.eval.engines and self._is_measured(made.step):

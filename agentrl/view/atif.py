@@ -6,6 +6,7 @@ The format: https://github.com/harbor-framework/harbor/blob/main/rfcs/0001-traje
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 from agentrl.run_folder import EpisodeLine
@@ -23,7 +24,7 @@ def trajectory_of(
     segment after this one, where the episode's context was cut.
 
     Each message of the model is a step with the ids and logprobs of the tokens that it sampled (natural log, when they
-    were sampled) and the ids of its whole prompt; the answers of its tools are its observation.
+    were sampled), the ids of its whole prompt and when it was answered; the answers of its tools are its observation.
     """
     steps = list(_steps(line))
     found: dict[str, Any] = {
@@ -45,7 +46,7 @@ def trajectory_of(
 
 def _steps(line: EpisodeLine) -> Iterator[dict[str, Any]]:
     """Messages in their order; the answers of tools go to the step that called them."""
-    metrics = _metrics_by_message(line)
+    calls = _calls_by_message(line)
     step: dict[str, Any] = {}
     for place, message in enumerate(line.messages):
         if message.role == "tool":
@@ -55,12 +56,12 @@ def _steps(line: EpisodeLine) -> Iterator[dict[str, Any]]:
             continue
         if step:
             yield step
-        step = _step(message, metrics.get(place))
+        step = _step(message, calls.get(place, {}))
     if step:
         yield step
 
 
-def _step(message: Message, metrics: Mapping[str, Any] | None) -> dict[str, Any]:
+def _step(message: Message, call: Mapping[str, Any]) -> dict[str, Any]:
     source = {"assistant": "agent"}.get(message.role, message.role)
     step: dict[str, Any] = {"source": source, "message": message.content}
     if message.tool_calls:
@@ -68,7 +69,7 @@ def _step(message: Message, metrics: Mapping[str, Any] | None) -> dict[str, Any]
             {"tool_call_id": call.id, "function_name": call.name, "arguments": call.arguments}
             for call in message.tool_calls
         ]
-    return step | ({"metrics": metrics, "llm_call_count": 1} if metrics is not None else {})
+    return {**step, **call}
 
 
 def _observe(step: dict[str, Any], message: Message) -> None:
@@ -79,22 +80,22 @@ def _observe(step: dict[str, Any], message: Message) -> None:
     step.setdefault("observation", {"results": []})["results"].append(result)
 
 
-def _metrics_by_message(line: EpisodeLine) -> dict[int, dict[str, Any]]:
+def _calls_by_message(line: EpisodeLine) -> dict[int, dict[str, Any]]:
     """By the place of the model's message. Messages of the model before its first turn are part of the prompt."""
     places = [place for place, message in enumerate(line.messages) if message.role == "assistant"]
     if len(places) < len(line.turns):
         return {}
-    return dict(zip(places[len(places) - len(line.turns) :], _metrics(line), strict=True))
+    return dict(zip(places[len(places) - len(line.turns) :], _calls(line), strict=True))
 
 
-def _metrics(line: EpisodeLine) -> Iterator[dict[str, Any]]:
-    """Of each turn."""
+def _calls(line: EpisodeLine) -> Iterator[dict[str, Any]]:
+    """What a turn adds to the step of its message."""
     end = 0
     for turn in line.turns:
         start = end + turn.num_observation_tokens
         end = start + turn.num_action_tokens
         versions: Sequence[int] = line.policy_versions[start:end]
-        yield {
+        metrics = {
             "prompt_tokens": start,
             "completion_tokens": turn.num_action_tokens,
             "prompt_token_ids": line.token_ids[:start],
@@ -102,3 +103,6 @@ def _metrics(line: EpisodeLine) -> Iterator[dict[str, Any]]:
             "logprobs": line.behavior_logprobs[start:end],
             "extra": {"finish_reason": str(turn.finish_reason), "policy_versions": versions},
         }
+        _, answered_at = turn.times
+        timestamp = datetime.fromtimestamp(answered_at, UTC).isoformat() if answered_at else None
+        yield {"metrics": metrics, "llm_call_count": 1} | ({"timestamp": timestamp} if timestamp else {})

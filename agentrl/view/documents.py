@@ -1,4 +1,5 @@
-"""The JSON documents that the page asks for: runs, RUN/summary, RUN/episodes, RUN/ledger, RUN/group/KIND/STEP/ID.
+"""The JSON documents that the page asks for: runs, RUN/summary, RUN/episodes, RUN/ledger, RUN/timeline,
+RUN/group/KIND/STEP/ID; of a server also RUN/trace.
 
 A server makes each when it is asked for; a bundle writes them to files. The page is the same.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any, cast
 
 import msgspec
@@ -17,9 +19,13 @@ from agentrl.report.metrics import MetricsLine, held_out_lines
 from agentrl.run_folder import EpisodeKind, EpisodeLine, label
 from agentrl.view.rows import flat
 from agentrl.view.run_reader import RunReader
+from agentrl.view.timeline import Lane, timeline_of
+from agentrl.view.trace import trace_of
 from agentrl.view.trajectory_files import KINDS, episode_of
 
 Columns = dict[str, list[Any]]
+MAX_LANES = 5_000
+"""Of a timeline on the page, the newest: 2 MB, 1.1 MB packed, where episodes have twenty turns."""
 
 
 class Documents:
@@ -54,6 +60,10 @@ class Documents:
                 return _json(episodes(reader))
             case ["ledger"]:
                 return _json(_table(reader.ledger()))
+            case ["timeline"]:
+                return _json(timeline(reader))
+            case ["trace"]:
+                return _json(trace_of(timeline_of(reader)))
             case ["group", kind, step, group_id] if step.isdecimal() and group_id.isdecimal():
                 return _json(group(reader, kind, int(step), int(group_id)))
         raise KeyError(f"there is no document {name!r}")
@@ -62,7 +72,7 @@ class Documents:
         """Every document that there is now."""
         yield "runs"
         for key, reader in self.readers.items():
-            yield from (f"{key}/summary", f"{key}/episodes", f"{key}/ledger")
+            yield from (f"{key}/{name}" for name in ("summary", "episodes", "ledger", "timeline"))
             reader.index.refresh()
             for row in reader.index.groups():
                 yield f"{key}/group/{label(row.kind, row.eval_set)}/{row.step}/{row.group_id}"
@@ -97,6 +107,15 @@ def episodes(reader: RunReader) -> dict[str, Any]:
     """All episodes of a run, by column."""
     reader.index.refresh()
     return {**_table([flat(row) for row in reader.index.episodes()]), "sampled": reader.index.is_sample}
+
+
+def timeline(reader: RunReader) -> dict[str, Any]:
+    """When everything happened; the newest episodes by column."""
+    found = timeline_of(reader)
+    lanes = found.lanes[-MAX_LANES:]
+    columns = {one.name: [getattr(lane, one.name) for lane in lanes] for one in fields(Lane)}
+    about = {one.name: getattr(found, one.name) for one in fields(found) if one.name != "lanes"}
+    return {**about, "num_older": len(found.lanes) - len(lanes), "lanes": {"count": len(lanes), "columns": columns}}
 
 
 def group(reader: RunReader, kind: str, step: int, group_id: int) -> dict[str, Any]:

@@ -129,6 +129,7 @@ def _episode_row(file: TrajectoryFile, segments: Sequence[IndexedSegment], *, me
         final=excerpt(_final_text(segments[-1])),
         rewards=first.rewards,
         info=info,
+        generated_at=tuple(turn.times for turn in turns if turn.times[0]),
     )
 
 

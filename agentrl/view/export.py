@@ -1,4 +1,4 @@
-"""Writes chosen episodes of runs for other programs: rows of messages (JSONL, Parquet), or ATIF documents.
+"""Writes chosen episodes of runs for other programs: rows of messages (JSONL, Parquet), ATIF documents, a trace.
 
 Which episodes is asked in the language of `agentrl view --json`. Nothing is written where nothing passes.
 """
@@ -25,9 +25,11 @@ from agentrl.view.documents import Documents
 from agentrl.view.query import Query
 from agentrl.view.run_reader import RunReader
 from agentrl.view.tables import Row, chosen_episodes
+from agentrl.view.timeline import timeline_of
+from agentrl.view.trace import trace_of
 from agentrl.view.trajectory_files import episode_of
 
-Format = Literal["jsonl", "parquet", "atif"]
+Format = Literal["jsonl", "parquet", "atif", "trace"]
 ROWS_AT_ONCE = 500
 _OPTION = "--where"
 _PLACE = itemgetter("kind", "eval_set", "step", "group_id")
@@ -40,7 +42,7 @@ class Exported:
 
     path: Path
     episodes: int
-    rows: int  # or documents: one for each segment of an episode
+    rows: int  # or documents: one for each segment of an episode; of a trace, steps
     problems: tuple[str, ...]  # what could not be read
 
 
@@ -53,6 +55,8 @@ def export(readers: Sequence[RunReader], to: Format, target: Path, *, where: str
     """
     if target.exists():
         raise ConfigError(f"--out: {target} is there already: name another, or remove it")
+    if to == "trace":
+        return _export_trace(readers, target, where)
     if to == "parquet":
         _pyarrow()
     query = Query.parse(f"episodes?{where}", option=_OPTION)
@@ -69,6 +73,21 @@ def export(readers: Sequence[RunReader], to: Format, target: Path, *, where: str
     write = {"jsonl": _write_jsonl, "parquet": _write_parquet, "atif": _atif_writer(version)}[to]
     rows = _written(target, lambda partial: write(segments, partial))
     return Exported(path=target, episodes=len(chosen) - len(unread), rows=rows, problems=(*problems, *unread))
+
+
+def _export_trace(readers: Sequence[RunReader], target: Path, where: str) -> Exported:
+    if len(readers) != 1 or where:
+        raise ConfigError("--to trace: a trace has all episodes of one run: give one RUN, and no --where")
+    timeline = timeline_of(readers[0])
+    if not timeline.lanes:
+        raise ConfigError(
+            f"--to trace: no episode of {readers[0].run.path} says when it was played: there is none yet, or an older "
+            "agentrl made the run"
+        )
+    content = msgspec.json.encode(trace_of(timeline))
+    _written(target, lambda partial: partial.write_bytes(content))
+    problems = tuple(readers[0].index.problems())
+    return Exported(path=target, episodes=len(timeline.lanes), rows=len(timeline.steps), problems=problems)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

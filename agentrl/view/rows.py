@@ -69,6 +69,7 @@ class EpisodeRow:
     final: str  # beginning of the last text that the model wrote
     rewards: Mapping[str, float] = field(default_factory=dict)
     info: Mapping[str, float] = field(default_factory=dict)
+    generated_at: tuple[tuple[float, float], ...] = ()  # of each turn, as Completion.times; no column
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +145,7 @@ def flat(row: Any) -> dict[str, Any]:
         value = getattr(row, one.name)
         if one.name in ("rewards", "info"):
             values |= {f"{one.name}/{name}": number for name, number in value.items()}
-        else:
+        elif one.name != "generated_at":
             values[one.name] = value
     return values
 

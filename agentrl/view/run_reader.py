@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from agentrl.buffer.journal import Journal
+from agentrl.buffer.journal_format import StepTimes
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.report.metrics import MetricKind, MetricsLine, held_out_lines
 from agentrl.run_folder import EpisodeKind, EpisodeLine, RunFolder
@@ -85,6 +86,14 @@ class RunReader:
         except (AgentRLError, msgspec.MsgspecError) as error:
             self._problems["journal"] = [f"the ledger is not shown: {error}"]
             return []
+
+    def step_times(self) -> dict[int, StepTimes]:
+        """When each step was made, from the journal; empty where it cannot be read, or has no times."""
+        try:
+            with closing(Journal(self.run.journal, read_only=True)) as journal:
+                return journal.step_times()
+        except (AgentRLError, msgspec.MsgspecError):
+            return {}  # `ledger` says why
 
     def group(self, kind: EpisodeKind, step: int, group_id: int, *, eval_set: str = "") -> list[EpisodeLine]:
         """The segments of a group with messages and tokens; empty where they are not kept."""

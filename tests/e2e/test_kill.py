@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.buffer.journal import GroupState, Journal, StepState
+from agentrl.buffer.journal import GroupState, Journal
+from agentrl.buffer.journal_format import StepState
 from agentrl.config import Config, parse
 from agentrl.report.metrics import MetricsLog
 from agentrl.run_folder import RunFolder

@@ -30,7 +30,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from agentrl.buffer.journal import GroupState, StepState
+from agentrl.buffer.journal import GroupState
+from agentrl.buffer.journal_format import StepState
 from agentrl.buffer.staleness import StalenessRule
 from agentrl.buffer.trajectory_buffer import TrajectoryBuffer
 from agentrl.config.rollout import OnStale

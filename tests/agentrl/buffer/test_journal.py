@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from agentrl.buffer.journal import Journal, StepState
-from agentrl.buffer.journal_format import FORMAT
+from agentrl.buffer.journal import Journal
+from agentrl.buffer.journal_format import FORMAT, StepState, StepTimes
 from agentrl.errors import ConfigError, JournalError
 from agentrl.testing import one_token_group
 
@@ -46,6 +46,17 @@ def test_steps_that_only_the_learner_survived_are_named(tmp_path: Path) -> None:
         assert journal.resume_at(3).unrecorded == {2: (groups[1],), 3: (groups[2],)}
         assert journal.resume_at(2).unrecorded == {2: (groups[1],)}
         assert journal.resume_at(1).unrecorded == {}
+
+
+def test_steps_say_when_they_were_made_but_for_those_of_an_older_agentrl(tmp_path: Path) -> None:
+    times = StepTimes(waited_at=1.0, taken_at=2.0, stepped_at=3.0, held_at=4.0)
+    with closing(Journal(tmp_path / "journal.sqlite")) as journal:
+        journal.step_made(1, StepState(ess_guard={}, train_s=1.0), resumable_from=None)
+        old = msgspec.msgpack.encode({"ess_guard": {}, "train_s": 7.0})
+        journal._db.execute("UPDATE steps SET state = ?", (old,))
+        assert journal.train_s() == 7.0
+        journal.step_made(2, StepState(ess_guard={}, train_s=8.0, times=times), resumable_from=None)
+        assert journal.step_times() == {2: times}
 
 
 def test_a_journal_whose_groups_have_no_episodes_is_still_read(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.buffer.journal import Journal, StepState
+from agentrl.buffer.journal import Journal
+from agentrl.buffer.journal_format import StepState
 from agentrl.buffer.replay import Replay
 from agentrl.buffer.staleness import StalenessRule
 from agentrl.buffer.trajectory_buffer import TrajectoryBuffer

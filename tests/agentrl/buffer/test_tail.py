@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.buffer.journal import GroupState, Journal, StepState
+from agentrl.buffer.journal import GroupState, Journal
+from agentrl.buffer.journal_format import StepState
 from agentrl.buffer.staleness import StalenessRule
 from agentrl.buffer.trajectory_buffer import TrajectoryBuffer
 from agentrl.config.rollout import OnStale

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -35,7 +36,7 @@ EVIL = (
     "<script>window.hit = 1</script><img src=x onerror='window.hit = 1'><b>bold</b>"
     " \u202ereversed\u202c zero\u200bwidth \x1b[31mred\x1b[0m \x1b]8;;http://evil.example\x07link\x00 &lt;"
 )
-VIEWS = ("overview", "episodes", "ledger", "settings")
+VIEWS = ("overview", "episodes", "timeline", "ledger", "settings")
 
 
 @pytest.fixture(scope="module")
@@ -253,6 +254,29 @@ def test_the_ledger_balances_and_leads_to_its_groups(page: Any, url: str) -> Non
     expect(page.locator("tbody tr")).to_have_count(8)
     page.locator("tbody a").first.click()
     expect(page.locator("main h1")).to_contain_text("Group")
+
+
+def test_the_timeline_has_a_lane_for_each_episode(page: Any, url: str, run: RunFolder) -> None:
+    open_at(page, url, "timeline")
+    expect(page.locator(".bar [role=status]")).to_contain_text("44 episodes")
+    expect(page.locator(".tile").first).to_contain_text("the learner waited for a batch")
+    page.get_by_text("the same as a table").click()
+    expect(page.locator("tbody tr")).to_have_count(44)
+    lanes = page.locator(".lanes")
+    lanes.focus()
+    page.keyboard.press("ArrowDown")
+    expect(page.locator(".timeline-facts a")).to_have_count(1)
+    chosen = page.locator(".timeline-facts a").inner_text()
+    page.keyboard.press("+")
+    page.wait_for_url("**from=**")
+    page.get_by_role("button", name="all", exact=True).click()
+    expect(page.locator(".bar [role=status]")).to_contain_text("44 episodes")
+    with page.expect_download() as download:
+        page.get_by_role("link", name="trace for Perfetto").click()
+    assert json.loads(Path(download.value.path()).read_text())["traceEvents"]
+    lanes.focus()
+    page.keyboard.press("Enter")
+    expect(page.locator("main h1")).to_have_text(chosen)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

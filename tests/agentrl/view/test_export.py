@@ -6,6 +6,7 @@ import gzip
 import json
 import sys
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,7 @@ def test_atif_has_the_ids_and_logprobs_of_every_turn(trained: RunFolder, tmp_pat
         assert tuple(metrics["completion_token_ids"]) == turn.completion.token_ids
         assert tuple(metrics["logprobs"]) == turn.completion.behavior_logprobs
         assert len(metrics["extra"]["policy_versions"]) == metrics["completion_tokens"] == len(metrics["logprobs"])
+        assert datetime.fromisoformat(answer["timestamp"]).timestamp() == turn.completion.times[1]
         assert document["final_metrics"]["extra"]["reward"] == trajectory.reward
 
 

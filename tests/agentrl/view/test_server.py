@@ -113,7 +113,7 @@ async def test_a_bundle_has_every_document(run: RunFolder, tmp_path: Path) -> No
     documents = Documents([RunReader(run)])
     write_bundle(documents, tmp_path / "site")
     names = list(documents.names())
-    assert len(names) == 1 + 3 + 4 * 2 + 3 * 2
+    assert len(names) == 1 + 4 + 4 * 2 + 3 * 2
     for name in names:
         text = (tmp_path / "site/data" / file_name(name)).read_text()
         said, data = json.loads(f"[{text.removeprefix('agentrlData(').rstrip().removesuffix(')')}]")

@@ -10,10 +10,11 @@ import { Group } from "./group.js";
 import { Episode } from "./episode.js";
 import { Ledger } from "./ledger.js";
 import { Runs } from "./runs.js";
+import { Timeline } from "./timeline.js";
 import { Settings } from "./settings.js";
 import { Problems } from "./widgets.js";
 
-const VIEWS = { overview: Overview, episodes: Episodes, ledger: Ledger, settings: Settings };
+const VIEWS = { overview: Overview, episodes: Episodes, timeline: Timeline, ledger: Ledger, settings: Settings };
 const DETAILS = { group: Group, episode: Episode };
 const THEMES = ["auto", "light", "dark"];
 

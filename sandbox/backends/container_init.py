@@ -19,7 +19,7 @@ import sys
 import time
 from typing import Any
 
-from sandbox.backends import cgroups, isolate, linux, muxing, processes, seccomp, session
+from sandbox.backends import cgroups, isolate, kernel_memory, linux, muxing, processes, seccomp, session
 
 _READ_BYTES = 65_536
 _MAX_READS = 64
@@ -48,6 +48,8 @@ class Init:
         control, theirs = socket.socketpair()
         pipes = {channel: os.pipe() for channel in (muxing.STDOUT, muxing.STDERR)}
         self._past_oom_kills = _oom_kills()
+        self._is_running_a_call = self._is_over_limit = False
+        self._next_watch = 0.0
         self._pid = os.fork()
         if self._pid == 0:
             fds = [theirs.detach(), *(pipe[1] for pipe in pipes.values())]
@@ -79,7 +81,9 @@ class Init:
             self._selector.register(fd, selectors.EVENT_READ, lambda channel=channel: self._pass_output(channel))
         with contextlib.suppress(BrokenPipeError):
             while self._is_running():
-                for key, mask in self._selector.select():
+                ready = self._selector.select(kernel_memory.WATCH_INTERVAL_S if self._is_running_a_call else None)
+                self._watch()
+                for key, mask in ready:
                     if key.fileobj is self._control and mask & selectors.EVENT_WRITE:
                         self._flush_pending()
                     elif mask & selectors.EVENT_READ and not key.data():
@@ -101,10 +105,19 @@ class Init:
                         exit_code=os.waitstatus_to_exitcode(status),
                         cpu_s=usage.ru_utime + usage.ru_stime,
                         peak_rss_bytes=usage.ru_maxrss * 1024,
-                        is_oom=_oom_kills() > self._past_oom_kills,
+                        is_oom=self._is_over_limit or _oom_kills() > self._past_oom_kills,
                     )
                     return False
         return True
+
+    def _watch(self) -> None:
+        """End the worker once the session holds too much of what the engine does not limit."""
+        if self._is_running_a_call and time.monotonic() >= self._next_watch:
+            held = kernel_memory.held([pid for pid in _pids() if pid != 1])
+            if held.num_records > kernel_memory.MAX_RECORDS:
+                self._is_over_limit = True
+                os.kill(self._pid, signal.SIGKILL)
+            self._next_watch = time.monotonic() + kernel_memory.WATCH_INTERVAL_S
 
     # -- from the worker ----------------------------------------------------------------------------------------
 
@@ -164,6 +177,8 @@ class Init:
     def _order(self, order: dict[str, Any]) -> None:
         match order["op"]:
             case "signal":
+                if order["signum"] == signal.SIGCONT:
+                    self._is_running_a_call, self._next_watch = True, time.monotonic() + kernel_memory.WATCH_INTERVAL_S
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self._pid, order["signum"])
             case "settle":
@@ -178,6 +193,7 @@ class Init:
                     resource.prlimit(self._pid, kind, (value, value))
 
     def _settle(self) -> None:
+        self._is_running_a_call = False
         os.kill(self._pid, signal.SIGSTOP)
         kills, is_clean = processes.Kills(), True
         while strays := self._strays():
@@ -205,8 +221,7 @@ class Init:
 
 def _confine(limits: isolate.SessionLimits) -> None:
     linux.set_dumpable(True)
-    with open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")  # the kernel kills this process first, and never pid 1
+    isolate.die_first()  # and never pid 1
     os.chdir(isolate.WORK_FOLDER)
     _set_rlimits(limits)
     linux.drop_capabilities()
@@ -222,6 +237,11 @@ def _set_rlimits(limits: isolate.SessionLimits) -> None:
         has_rest = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1] == 0
         if not has_rest or resource.getrlimit(resource.RLIMIT_FSIZE)[1] != limits.disk_bytes:
             raise
+
+
+def _pids() -> list[int]:
+    """Every process of the container."""
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
 def _oom_kills() -> int:

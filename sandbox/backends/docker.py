@@ -172,6 +172,7 @@ class DockerBackend:
             "runtime": self._runtime,
             "network_mode": "none",
             "ipc_mode": "private",
+            "cgroupns": "private",
             "read_only": True,
             "tmpfs": dict.fromkeys([isolate.WORK_FOLDER, "/tmp", "/dev/shm"], tmpfs),
             "cap_drop": ["ALL"],

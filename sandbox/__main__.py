@@ -9,13 +9,13 @@ import ipaddress
 import json
 import logging
 import os
-import resource
 import signal
 import socket
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from sandbox import open_files
 from sandbox.backends.base import BackendError, BackendSettings
 from sandbox.backends.probe import start_backend
 from sandbox.pool import Pool, PoolSettings
@@ -46,6 +46,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _refuse(
             f"{options.host} can be reached by others: give a token with {variable}, or with --token-env NAME"
         )
+    warm = options.slots if options.warm is None else options.warm
+    limit = open_files.raise_limit()
+    try:
+        capacity = open_files.capacity(limit, slots=options.slots, warm=warm, max_sessions=options.max_sessions)
+    except ValueError as error:
+        return _refuse(str(error))
+    if capacity.sessions < options.max_sessions:
+        log.warning("%d sessions at most: this process may open %d files (ulimit -n)", capacity.sessions, limit)
     try:
         listener = _listen(options.host, options.port)
     except OSError as error:
@@ -55,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     with listener:
         try:
-            asyncio.run(_serve(options, listener, tokens))
+            asyncio.run(_serve(options, listener, tokens, capacity, warm=warm))
         except BackendError as error:
             return _refuse(f"no sandbox can run here: {error}")
     return 0
@@ -135,9 +143,17 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-async def _serve(options: argparse.Namespace, listener: socket.socket, tokens: Sequence[str]) -> None:
+async def _serve(
+    options: argparse.Namespace,
+    listener: socket.socket,
+    tokens: Sequence[str],
+    capacity: open_files.Capacity,
+    *,
+    warm: int,
+) -> None:
     import uvicorn  # here, so that --help and the refusals above stay fast
 
+    from sandbox.connections import ConnectionLimits, bounded
     from sandbox.server import create_app
 
     class Server(uvicorn.Server):
@@ -147,7 +163,6 @@ async def _serve(options: argparse.Namespace, listener: socket.socket, tokens: S
         def capture_signals(self) -> Iterator[None]:
             yield
 
-    _raise_descriptor_limit()
     limits = Limits(memory_bytes=options.memory_bytes, num_processes=options.num_processes)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -164,12 +179,13 @@ async def _serve(options: argparse.Namespace, listener: socket.socket, tokens: S
     backend = await start_backend(
         options.backend, backend_settings, allow_unsafe=options.allow_unsafe, strict=options.strict
     )
-    warm = options.slots if options.warm is None else options.warm
-    settings = PoolSettings(slots=options.slots, warm=warm, max_sessions=options.max_sessions, limits=limits)
+    settings = PoolSettings(slots=options.slots, warm=warm, max_sessions=capacity.sessions, limits=limits)
     try:
         async with Pool(backend, settings) as pool:
             config = uvicorn.Config(
                 create_app(pool, tokens=tokens),
+                http=bounded(ConnectionLimits(max_connections=capacity.connections)),
+                ws="none",
                 lifespan="off",
                 log_level="warning",
                 access_log=False,
@@ -195,13 +211,6 @@ def _announce(ready_fd: int | None, port: int, name: str) -> None:
     if ready_fd is not None:
         os.write(ready_fd, json.dumps({"port": port, "backend": name}).encode() + b"\n")
         os.close(ready_fd)
-
-
-def _raise_descriptor_limit() -> None:
-    """Raise the limit of open files to the maximum, because a session holds seven descriptors."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 if __name__ == "__main__":

@@ -51,6 +51,7 @@ SMALL_FILES = {
     "sandbox/backends/folders.py": "shared by the backends with folders",
     "sandbox/backends/janitor.py": "runs in a process of its own",
     "sandbox/backends/unsafe.py": "one backend, one file",
+    "sandbox/open_files.py": "what fits into a limit, independent of the command line",
     "trainer/gradient/handoff.py": "the only code that feeds DeepSpeed's backward",
     "trainer/gradient/tiles.py": "one idea, which recorded passes and the model both need",
     "trainer/gradient/divided_recorder.py": "the only part of recording that ranks exchange tokens for",

@@ -235,3 +235,30 @@ def test_a_service_that_was_meant_to_have_a_token_does_not_start_open(
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30, env={**os.environ, **env})
     assert done.returncode == 2
     assert message in done.stderr and done.stderr.count("\n") == 1
+
+
+_WITH_LIMIT = """
+import resource, runpy
+resource.setrlimit(resource.RLIMIT_NOFILE, ({0}, {0}))
+runpy.run_module("sandbox", run_name="__main__")
+"""
+
+
+def test_too_few_descriptors_are_refused_in_one_line() -> None:
+    command = [sys.executable, "-c", _WITH_LIMIT.format(64), "--port", "0", "--backend", "unsafe", "--allow-unsafe"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    assert done.returncode == 2
+    assert "may open 64 files" in done.stderr and done.stderr.count("\n") == 1
+
+
+async def test_few_descriptors_mean_few_sessions_and_each_of_them_works() -> None:
+    flags = ("--backend", "unsafe", "--allow-unsafe", "--preload", "", "--slots", "2", "--token-env", "TEST_TOKENS")
+    service = start_service(*flags, program=("-c", _WITH_LIMIT.format(256)))
+    try:
+        async with SandboxClient(service.url, TOKEN) as client:
+            sessions = [await client.open_session() for _ in range(8)]
+            assert [(await session.exec("6 * 7")).result for session in sessions] == ["42"] * 8
+        refused = httpx.post(f"{service.url}/v1/sessions", json={}, headers={"Authorization": f"Bearer {TOKEN}"})
+        assert refused.status_code == 429 and "8 sessions are open" in refused.text
+    finally:
+        stop_service(service)

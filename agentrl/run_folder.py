@@ -53,6 +53,7 @@ class TurnSize:
     num_action_tokens: int
     finish_reason: FinishReason
     times: tuple[float, float] = (0.0, 0.0)  # of its generation, as in Completion
+    reward: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -319,6 +320,7 @@ def _to_line(group: TrajectoryGroup, episode: EpisodeRecord, trajectory: Traject
             num_action_tokens=len(turn.completion.token_ids),
             finish_reason=turn.completion.finish_reason,
             times=turn.completion.times,
+            reward=turn.reward,
         )
         for turn in trajectory.turns
     )
@@ -385,7 +387,7 @@ def _to_turns(line: EpisodeLine) -> Iterator[Turn]:
             finish_reason=size.finish_reason,
             times=size.times,
         )
-        yield Turn(observation_ids=observation_ids, completion=completion)
+        yield Turn(observation_ids=observation_ids, completion=completion, reward=size.reward)
 
 
 def _spans(versions: Sequence[int]) -> tuple[VersionSpan, ...]:

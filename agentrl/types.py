@@ -181,6 +181,7 @@ class Turn:
 
     observation_ids: tuple[int, ...]
     completion: Completion
+    reward: float = 0.0  # what `step` returned for it, times its weight; a part of the trajectory's reward
 
 
 class StopReason(StrEnum):
@@ -256,8 +257,7 @@ class Trajectory:
 class EpisodeRecord:
     """One play of a task: the trajectories (segments) that it produced, oldest first.
 
-    Most episodes are one segment. An episode whose context was compacted, or an agent that branched its conversation,
-    has several; each carries the reward of the whole episode. Raises ValueError without a segment.
+    Most are one; compaction, or an agent that branches, makes several, each with its reward. ValueError: none.
 
         EpisodeRecord(id="train-7-0", segments=(trajectory,)).reward
     """

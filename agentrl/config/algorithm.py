@@ -58,6 +58,15 @@ BaselineNorms = Annotated[
     Literal["exact", "proxy"],
     Choices({"exact": "each trajectory's own gradient norm", "proxy": "a cheap stand-in, for large models"}),
 ]
+Credit = Annotated[
+    Literal["episode", "turn"],
+    Choices(
+        {
+            "episode": "the reward of its episode, as in every preset",
+            "turn": "the rewards of its turn and of those after it (docs/turn-credit.md)",
+        }
+    ),
+]
 KlKind = Annotated[
     Literal["k3", "k2", "reward"],
     Choices(
@@ -140,6 +149,8 @@ class AlgorithmConfig(Section):
     """adaptive_clip: distance by which the lower and the upper bound move at a time."""
     positive_share: Annotated[float, Field(gt=0, lt=1)] = 0.5
     """adaptive_clip: share of the loss that tokens of positive advantage should have."""
+    credit: Credit = "episode"
+    """Which rewards a token is trained on."""
     baseline: Baseline = "opob_safe"
     """What is subtracted from each reward."""
     baseline_weights: BaselineWeights = "treated"
@@ -220,7 +231,7 @@ class AlgorithmConfig(Section):
             low, high = getattr(self, name)
             if low > high:
                 raise ValueError(f"{name} must rise, got [{low:g}, {high:g}]")
-        if reason := self._objective_refusal() or self._penalty_refusal():
+        if reason := self._objective_refusal() or self._penalty_refusal() or self._credit_refusal():
             raise ValueError(reason)
         if self.refuse_below is not None and self.ess_floor is not None and self.refuse_below >= self.ess_floor:
             raise ValueError("refuse_below must be below ess_floor: a step is refused only where shrinking is too slow")
@@ -281,6 +292,30 @@ class AlgorithmConfig(Section):
             return "variance_every compares baselines of rewards alone; leave it out under kl_beta"
         return None
 
+    def _credit_refusal(self) -> str | None:
+        """Why a setting makes no sense under `credit: turn`, and how to fix it; None where all do."""
+        if self.credit == "episode":
+            return None
+        if self.objective != "policy_gradient":
+            return f"credit=turn does nothing under objective={self.objective}; leave it out"
+        for name, *known in (
+            ("baseline", "none", "leave_one_out"),
+            ("ratio", "none", "sequence"),
+            ("treatment", "none", "truncate"),
+            ("normalize_by_std", False),
+            ("spurious", None),
+            ("variance_every", 0),
+        ):
+            if (given := getattr(self, name)) not in known:
+                fix = " or ".join("null" if one is None else str(one).lower() for one in known)
+                return (
+                    f"{name}={given} is made for one advantage an episode, and credit=turn has one for each turn; set "
+                    f"{name}: {fix}. preset: rloo with ratio: sequence and treatment: truncate is a beginning"
+                )
+        if self.has_penalty and self.kl == "reward":
+            return "kl=reward changes the reward of a whole episode, and credit=turn divides it; set kl: k2 or k3"
+        return None
+
     @property
     def needs_reference(self) -> bool | None:
         """Whether the objective needs `model.reference`; None for a class of the user's, which says so itself."""
@@ -317,8 +352,8 @@ class AlgorithmConfig(Section):
 
     @property
     def needs_spread(self) -> bool:
-        """Whether a group of equal rewards has no gradient."""
-        return self.compares_members and not self.has_penalty
+        """Whether a group of equal rewards has no gradient. With credit by turn, its turns may differ."""
+        return self.compares_members and not self.has_penalty and self.credit == "episode"
 
     @property
     def drops_equal_rewards(self) -> bool:

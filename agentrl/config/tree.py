@@ -151,6 +151,11 @@ class Config(Section):
         if reason and self.algorithm.objective == "policy_gradient":  # a class of one's own says itself what it needs
             raise ValueError(reason)
         self._check_reference()
+        if self.algorithm.credit == "turn" and self.rollout.partial == "mask":
+            raise ValueError(
+                "algorithm.credit=turn with rollout.partial=mask: the reward of a turn that is left out has no place. "
+                "Set rollout.partial=keep"
+            )
         if self.learner.warmup_steps >= self.train.steps:
             raise ValueError(
                 f"learner.warmup_steps={self.learner.warmup_steps} must be below train.steps={self.train.steps}: the "

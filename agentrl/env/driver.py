@@ -61,7 +61,8 @@ class Dialogue:
     task: Task
     messages: list[Message] = field(default_factory=list)
     num_turns: int = 0
-    step_reward: float = 0.0
+    step_rewards: list[float] = field(default_factory=list)
+    """What `step` returned for each turn; 0 for a turn that it did not see."""
     counts: dict[str, float] = field(default_factory=dict)
     """Sums of the numbers in the steps' infos."""
 
@@ -76,12 +77,13 @@ class Dialogue:
             if action is None:
                 return StopReason.MAX_CONTEXT
             self.num_turns += 1
+            self.step_rewards.append(0.0)
             self.messages.append(action.message)
             if action.finish_reason is FinishReason.LENGTH:
                 return action.cut_by
             result = await advance(self.env, action)
             add_counts(self.counts, result.info)
-            self.step_reward += result.reward
+            self.step_rewards[-1] = result.reward
             self.messages.extend(speaker.observe(result))
             if result.terminated or result.truncated:
                 return StopReason.COMPLETED if result.terminated else StopReason.TRUNCATED
@@ -93,7 +95,7 @@ class Dialogue:
             task=self.task,
             messages=tuple(self.messages),
             stop_reason=stop_reason,
-            step_reward=self.step_reward,
+            step_reward=sum(self.step_rewards),
             info=self.counts,
         )
 

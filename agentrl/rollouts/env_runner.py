@@ -82,5 +82,5 @@ class EnvRunner:
             messages=messages,
             segments=segments,
             counts={**dialogue.counts, **self._speaker.counts, "turns": num_turns},
-            step_reward=dialogue.step_reward,
+            step_rewards=tuple(dialogue.step_rewards),
         )

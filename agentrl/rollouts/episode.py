@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from agentrl.config import RolloutConfig
-from agentrl.env import Env, Episode, close, scored
+from agentrl.env import STEP_REWARD, Env, Episode, close, scored
 from agentrl.errors import EngineError, EnvError
 from agentrl.rollouts.outcome import judged
 from agentrl.rollouts.settings import Attempt
@@ -42,7 +42,7 @@ class PlayedEpisode:
     messages: tuple[Message, ...]  # of the whole episode
     segments: tuple[SegmentRecord, ...]  # oldest first
     counts: Mapping[str, float]
-    step_reward: float = 0.0
+    step_rewards: tuple[float, ...] = ()  # what `step` returned for each turn of the dialogue; empty: none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,12 +126,14 @@ async def play_episode(env: Env, attempt: Attempt, runner: EpisodeRunner, config
             task=attempt.task,
             messages=played.messages,
             stop_reason=stop_reason,
-            step_reward=played.step_reward,
+            step_reward=sum(played.step_rewards),
             info={**played.counts, **counts},
         )
         episode = await scored(env, episode, timeout_s=config.episode_timeout_s)
+        weight = env.reward_weights.get(STEP_REWARD, 1.0)
     finally:
         await close(env)
+    played = with_turn_rewards(played, weight, has_notes=config.compaction == "summarize")
     segments = _trajectories(attempt.episode_id, played, episode, config)
     record = EpisodeRecord(id=attempt.episode_id, segments=segments)
     return FinishedEpisode(episode=episode, record=record, scores_groups=env.scores_groups)
@@ -147,6 +149,23 @@ async def _play(runner: EpisodeRunner, task: Task, timeout_s: float) -> StopReas
             return StopReason.TIMEOUT
     late = f"task {task.id}: no turn was generated within {timeout_s:g} s"
     raise EngineError(late) if runner.is_generating else EnvError(f"{late}: the agent asked for none")
+
+
+def with_turn_rewards(played: PlayedEpisode, weight: float, *, has_notes: bool) -> PlayedEpisode:
+    """The record with the rewards of `step`, times `weight`, in the turns that earned them.
+
+    `has_notes`: each segment but the last ends with a turn that the environment never saw, the model's own summary. A
+    turn that was recorded when the deadline passed has no reward.
+    """
+    if not any(played.step_rewards):
+        return played
+    left = iter(played.step_rewards)
+    segments = []
+    for segment in played.segments:
+        num_seen = len(segment.turns) - (has_notes and segment is not played.segments[-1])
+        seen = (replace(turn, reward=weight * next(left, 0.0)) for turn in segment.turns[:num_seen])
+        segments.append(replace(segment, turns=(*seen, *segment.turns[num_seen:])))
+    return replace(played, segments=tuple(segments))
 
 
 def _trajectories(

@@ -17,7 +17,7 @@ from agentrl.errors import ConfigError
 from agentrl.report.statistics import has_spread
 from agentrl.types import Trajectory
 from trainer.objective import ratios
-from trainer.objective.interface import Member, MemberWeights, Objective
+from trainer.objective.interface import Member, MemberWeights, Objective, Turns
 from trainer.packing import ActionTensors
 from trainer.step_stats import PARITY_BLOCK, GroupStats, TrajectoryStats
 
@@ -40,6 +40,7 @@ class ScoredTrajectory:
     step: int  # optimizer steps made before this one
     score_scale: float  # 1/s
     length: float  # L / c, by which its summed score is divided
+    turns: Turns | None = None  # if the objective needs them
     advantage: float | None = None  # about the reference baseline; None: its group has no gradient
     advantage_N: Tensor | None = None  # float64, where the objective gives one a token; `advantage` is their mean
     log_ratio_N: Tensor = field(default_factory=lambda: _NOTHING)  # float64, log pi - log mu, on the CPU
@@ -97,6 +98,7 @@ class ScoredTrajectory:
             entropy_N=self.entropy_N,
             logit_norm2_N=self.logit_norm2_N,
             reference_logprob_N=self.reference_logprob_N,
+            turns=self.turns,
             step=self.step,
         )
 

@@ -24,6 +24,7 @@ from trainer.gradient.scored import ScoredGroup, ScoredTrajectory, give_advantag
 from trainer.objective import calls
 from trainer.objective.interface import Group, Member, MemberWeights
 from trainer.objective.registry import make_objective
+from trainer.objective.turn_credit import turns_of
 from trainer.packing import ActionTensors, action_tensors
 from trainer.ranks import is_divided
 from trainer.step_stats import GroupStats
@@ -212,6 +213,7 @@ class StepMembers:
             share_G=torch.tensor([one.weight for _, one in trajectories], dtype=torch.float64),
             num_episodes=len(episodes),
         )
+        turns = [one for segments in episodes for one in turns_of(segments)] if self.objective.needs_turns else None
         members: list[list[ScoredTrajectory]] = [[] for _ in episodes]
         for index, (episode, trajectory) in enumerate(trajectories):
             member = ScoredTrajectory(
@@ -224,6 +226,7 @@ class StepMembers:
                 step=policy_version,
                 score_scale=scale,
                 length=float(length_G[index]),
+                turns=turns[index] if turns else None,
                 weights=None if trajectory.num_action_tokens else _WITHOUT_ACTIONS,
             )
             members[episode].append(member)

@@ -36,6 +36,18 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Turns:
+    """The turns of one trajectory. Shape: _K turns.
+
+    >>> Turns(num_actions_K=torch.tensor([5, 2]), reward_K=torch.tensor([0.25, 1.0])).num_actions_K.tolist()
+    [5, 2]
+    """
+
+    num_actions_K: Tensor  # int64, action tokens
+    reward_K: Tensor  # float64; the last turn has all that is still to come, in later segments too
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
     """One trajectory once it is scored: what `Objective.weights` is given.
 
@@ -54,6 +66,7 @@ class Member:
     entropy_N: Tensor | None = None  # in nats, of the distribution each token was sampled from
     logit_norm2_N: Tensor | None = None  # see baselines.logit_norm2; only where `needs_logits`
     reference_logprob_N: Tensor | None = None  # under the frozen model; only where `needs_reference`
+    turns: Turns | None = None  # only where `needs_turns`
     step: int = 0  # optimizer steps made before this one
 
     @property
@@ -141,6 +154,8 @@ class Objective(ABC):
     """`batch_weights` is called with every trajectory of the step, once all are scored, in place of `weights`."""
     needs_logits: bool = False
     """`Member.logit_norm2_N` is given."""
+    needs_turns: bool = False
+    """`Member.turns` is given."""
     needs_reference: bool = False
     """`Member.reference_logprob_N` is given, from the frozen model of `model.reference`."""
 

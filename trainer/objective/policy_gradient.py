@@ -48,7 +48,7 @@ class PolicyGradient(Objective):
         self._penalizes_rewards = algorithm.has_penalty and algorithm.kl == "reward"
         self.needs_batch = type(self).needs_batch or algorithm.looks_at_batch
 
-    def advantages(self, group: Group) -> Tensor | None:
+    def advantages(self, group: Group) -> Tensor | list[Tensor] | None:
         """(R - b_0) / s, with b_0 the reference baseline. [E] None: the group has no gradient.
 
         b_0 is the baseline itself where rewards and lengths determine it, and the mean where norms are needed (the

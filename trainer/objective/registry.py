@@ -11,6 +11,7 @@ from trainer.objective import trial
 from trainer.objective.imitation import Distillation, Imitation
 from trainer.objective.interface import Objective
 from trainer.objective.policy_gradient import PolicyGradient
+from trainer.objective.turn_credit import TurnCredit
 
 OBJECTIVES: Mapping[str, type[Objective]] = {
     "policy_gradient": PolicyGradient,
@@ -26,7 +27,7 @@ def make_objective(algorithm: AlgorithmConfig) -> Objective:
     >>> type(make_objective(AlgorithmConfig(preset="grpo"))).__name__
     'PolicyGradient'
     """
-    kind = _load(algorithm.objective)
+    kind = TurnCredit if algorithm.credit == "turn" else _load(algorithm.objective)
     try:
         objective = kind(algorithm, **algorithm.objective_kwargs)
     except TypeError as error:

@@ -1,16 +1,18 @@
 """Rewards of single turns on their way: environment, rollout, batch, metrics, report."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from agentrl.config import RolloutConfig
 from agentrl.env import Action, Env, Episode, StepResult
 from agentrl.report.metrics import MetricsLog, rollout_metrics
+from agentrl.rollouts.episode import PlayedEpisode, SegmentRecord, with_turn_rewards
 from agentrl.run_folder import RunFolder
-from agentrl.testing import ScriptedEngine
+from agentrl.testing import ScriptedEngine, completion
 from agentrl.tokens.tokenizer import TurnTokenizer
 from agentrl.training import learner_api as api
-from agentrl.types import Batch, Message, Task, TrajectoryGroup, user
+from agentrl.types import Batch, Message, Task, TrajectoryGroup, Turn, user
 from agentrl.view.documents import summary
 from agentrl.view.run_reader import RunReader
 from tests.agentrl.report.synthetic_run import make_config
@@ -46,7 +48,23 @@ async def test_they_are_weighted_into_what_the_learner_is_sent(tokenizer: TurnTo
     received = api.decode(api.encode(batch), Batch)
     for trajectory in received.trajectories():
         assert trajectory.rewards == {"correct": 1.0, "step": 0.75}
+        assert [turn.reward for turn in trajectory.turns] == [0.5, 0.5, 0.5], "weighted, as in the episode's reward"
         assert trajectory.reward == 1.0 + 2.0 * 0.75
+
+
+def test_each_turn_gets_its_own_and_the_model_s_own_notes_get_none() -> None:
+    turn = Turn(observation_ids=(1,), completion=completion((3,), (-0.5,), 0))
+    segments = tuple(SegmentRecord(turns=(turn,) * number, messages=()) for number in (3, 2))
+    played = PlayedEpisode(messages=(), segments=segments, counts={}, step_rewards=(1.0, 0.0, 3.0))
+
+    def rewards(has_notes: bool) -> list[list[float]]:
+        found = with_turn_rewards(played, 0.5, has_notes=has_notes)
+        return [[one.reward for one in segment.turns] for segment in found.segments]
+
+    assert rewards(has_notes=True) == [[0.5, 0.0, 0.0], [1.5, 0.0]]  # the deadline cut the last turn off
+    assert rewards(has_notes=False) == [[0.5, 0.0, 1.5], [0.0, 0.0]]
+    plain = replace(played, step_rewards=(0.0, 0.0))
+    assert with_turn_rewards(plain, 0.5, has_notes=True) is plain
 
 
 async def test_they_have_a_curve_and_stand_beside_their_episode(tokenizer: TurnTokenizer, tmp_path: Path) -> None:
@@ -55,6 +73,7 @@ async def test_they_have_a_curve_and_stand_beside_their_episode(tokenizer: TurnT
     with MetricsLog(folder) as metrics:
         metrics.log("step", 1, rollout_metrics([group]))
     folder.write_trajectories(1, [group])
+    assert folder.read_trajectories(1) == [group], "with the rewards of its turns"
     reader = RunReader(folder)
     assert rollout_metrics([group])["rollout/reward_step"] == 0.75
     assert summary(reader)["charts"][0].title == "Rewards by name"

@@ -21,6 +21,7 @@ from agentrl.config import Config, LearnerConfig
 from agentrl.config.engine import Transfer
 from agentrl.engine.vllm_server import publication_timeout_s
 from agentrl.errors import LearnerError, WeightsWanted
+from agentrl.report import learner_notes
 from agentrl.run_folder import RunFolder
 from agentrl.training.model_folder import Origin
 from agentrl.types import Batch, Probe
@@ -148,6 +149,7 @@ class _LearnerLoop:
                 self._proven(published)
                 return self._finish()
             output = self._learner.step(batch)
+            self._annotate(is_refused=output.skipped)
             self._probe_ids = batch.trajectories()[0].token_ids()[:PROBE_TOKENS]
             # The publication before this step: a step is reported before its own weights are published.
             published = self._proven(published)
@@ -157,6 +159,17 @@ class _LearnerLoop:
                 self._orchestrator.report(
                     replace(output, metrics=metrics, resumable_from=oldest, wait_batch_s=wait_batch_s)
                 )
+
+    def _annotate(self, *, is_refused: bool) -> None:
+        """Write for viewers what the step made of its episodes. A disk that does not take it does not end the run."""
+        learner = self._learner
+        if not learner.config.metrics.annotate or not ranks.is_first():
+            return
+        found = [one for group in learner.stats for one in group.annotations(is_refused=is_refused)]
+        try:
+            learner_notes.write(self._run, learner.policy_version, found)
+        except OSError as error:
+            log.warning("the learner's numbers of step %d are not written: %s", learner.policy_version, error)
 
     def _publish(self) -> _Publication:
         """Publish the present version, and again for an engine that was restarted meanwhile.

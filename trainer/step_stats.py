@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+
+from agentrl.report.learner_notes import Annotation, TokenNotes
 
 PARITY_BLOCK = 256
 """Tokens in a row whose log-ratios are summed: whole blocks only."""
@@ -38,6 +41,8 @@ class TrajectoryStats:
     parity_square_sum: float  # (learner - behaviour)^2 over those
     parity_blocks: tuple[float, ...]  # sums of learner - behaviour over PARITY_BLOCK of those in a row
     num_silenced: int = 0  # action tokens left out because they are spurious
+    baseline_share: float | None = None  # of its episode in the optimal baseline: w^2 n^2 / sum; None without one
+    tokens: TokenNotes | None = None  # where metrics.annotate asks for them
     broken_parts: tuple[str, ...] = ()  # what the objective gave that is NaN or infinite, from finite rewards
 
     def non_finite(self) -> list[str]:
@@ -60,6 +65,22 @@ class GroupStats:
     has_spread: bool
     has_gradient: bool
     baseline_minus_mean: float
+
+    def annotations(self, *, is_refused: bool) -> Iterator[Annotation]:
+        """What viewers are told of each trajectory. `is_refused`: the step was."""
+        for one in self.trajectories:
+            yield Annotation(
+                id=one.id,
+                log_weight=one.log_weight,
+                weight=one.weight,
+                num_clipped=one.num_clipped,
+                advantage=one.advantage if self.has_gradient else None,
+                score_norm=one.score_norm or None,
+                baseline_share=one.baseline_share,
+                baseline_minus_mean=self.baseline_minus_mean if self.has_gradient else None,
+                is_refused=is_refused,
+                tokens=one.tokens,
+            )
 
     def episodes(self) -> list[list[TrajectoryStats]]:
         """The trajectories of each episode."""

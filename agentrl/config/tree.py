@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
@@ -77,15 +78,24 @@ class TrainConfig(Section):
 
 
 class MetricsConfig(Section):
-    """Where the metrics go beside `metrics.jsonl`, which always has them (docs/metrics.md).
+    """Where the metrics go beside `metrics.jsonl`, which always has them (docs/metrics.md), and those of tokens.
 
     Example:
         >>> MetricsConfig(sinks=("tensorboard", "wandb")).sinks
         ('tensorboard', 'wandb')
+        >>> [step for step in range(1, 11) if MetricsConfig(annotate=0.25).annotates_tokens(step)]
+        [4, 8]
     """
 
     sinks: tuple[SinkName, ...] = ("tensorboard",)
     """Each gets every line; one that fails never stops the run. All but tensorboard need the extra of their name."""
+    annotate: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Share of the steps of which the learner's numbers of every token are written for viewers, spread evenly. Those of
+    each episode are written in every step. 0: neither."""
+
+    def annotates_tokens(self, step: int) -> bool:
+        """Whether the numbers of the tokens of this step are written."""
+        return math.floor(step * self.annotate) > math.floor((step - 1) * self.annotate)
 
     @model_validator(mode="after")
     def _names_each_once(self) -> MetricsConfig:

@@ -15,6 +15,7 @@ import msgspec
 
 from agentrl.report import findings
 from agentrl.report.charts import charts_of
+from agentrl.report.learner_notes import Annotation
 from agentrl.report.metrics import MetricsLine, held_out_lines
 from agentrl.run_folder import EpisodeKind, EpisodeLine, label
 from agentrl.view.rows import flat
@@ -133,10 +134,11 @@ def group(reader: RunReader, kind: str, step: int, group_id: int) -> dict[str, A
         segments.setdefault(episode_of(line), []).append(line)
     ids = sorted({token_id for line in lines for token_id in line.token_ids})
     pieces = reader.pieces()
+    notes = reader.annotations(step) if name == "train" else {}
     return {
         "task": lines[0].task,
         "episodes": [
-            {"row": flat(rows[name]), "segments": [_segment(line) for line in found]}
+            {"row": flat(rows[name]), "segments": [_segment(line, notes.get(line.id)) for line in found]}
             for name, found in segments.items()
             if name in rows
         ],
@@ -145,11 +147,12 @@ def group(reader: RunReader, kind: str, step: int, group_id: int) -> dict[str, A
     }
 
 
-def _segment(line: EpisodeLine) -> dict[str, Any]:
+def _segment(line: EpisodeLine, note: Annotation | None) -> dict[str, Any]:
     return {
         "id": line.id,
         "messages": line.messages,
         "turns": line.turns,
+        "learner": note,
         "tokens": {
             "token_ids": line.token_ids,
             "action_mask": line.action_mask,

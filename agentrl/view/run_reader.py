@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ import msgspec
 from agentrl.buffer.journal import Journal
 from agentrl.buffer.journal_format import StepTimes
 from agentrl.errors import AgentRLError, ConfigError
+from agentrl.report import learner_notes
+from agentrl.report.learner_notes import Annotation
 from agentrl.report.metrics import MetricKind, MetricsLine, held_out_lines
 from agentrl.run_folder import EpisodeKind, EpisodeLine, RunFolder
 from agentrl.supervision.status import Assessment, RunState, assess, read_status
@@ -94,6 +97,15 @@ class RunReader:
                 return journal.step_times()
         except (AgentRLError, msgspec.MsgspecError):
             return {}  # `ledger` says why
+
+    def annotations(self, step: int) -> Mapping[str, Annotation]:
+        """What the learner made of a step's trajectories, by id; empty where it is not written."""
+        self._problems["annotations"] = []
+        try:
+            return learner_notes.read(self.run, step)
+        except (OSError, EOFError, zlib.error, msgspec.MsgspecError) as error:
+            self._problems["annotations"] = [f"the learner's numbers of step {step} cannot be read ({error})"]
+            return {}
 
     def group(self, kind: EpisodeKind, step: int, group_id: int, *, eval_set: str = "") -> list[EpisodeLine]:
         """The segments of a group with messages and tokens; empty where they are not kept."""

@@ -13,6 +13,8 @@ import torch
 
 from agentrl.config import parse
 from agentrl.errors import ConfigError, LearnerError, StaleTrajectoryError
+from agentrl.report import learner_notes
+from agentrl.run_folder import RunFolder
 from agentrl.testing import group, with_members
 from agentrl.types import Trajectory, TrajectoryGroup, VersionSpan
 from tests.trainer.trainer_builders import batch, config, divide_small_weights, episode, mixed_groups, whole_weights
@@ -383,3 +385,25 @@ def test_a_refused_step_measures_no_variance(tiny_model_dir: Path, tiny_model: A
     assert metrics["learner/skipped_steps"] == 1.0
     assert not any("split_variance" in name for name in metrics)
     assert all(map(math.isfinite, metrics.values()))
+
+
+def test_viewers_are_told_why_each_episode_was_pushed(tiny_model_dir: Path, tiny_model: Any, tmp_path: Path) -> None:
+    """b* is the mean of the rewards by the shares that are written; tokens' log-ratios sum up to the weight's."""
+    learner = Learner(config(tiny_model_dir, algorithm={"preset": "vcpo"}, metrics={"annotate": 1.0}))
+    groups = mixed_groups(tiny_model)
+    learner.step(batch(groups))
+    run = RunFolder(path=tmp_path)
+    found = [one for stats in learner.stats for one in stats.annotations(is_refused=False)]
+    learner_notes.write(run, 1, found)
+    notes = learner_notes.read(run, 1)
+    for group_ in groups[:2]:
+        mine = [notes[one.id] for one in group_.trajectories]
+        assert sum(one.baseline_share for one in mine) == pytest.approx(1.0)
+        optimum = sum(one.baseline_share * reward for one, reward in zip(mine, group_.rewards_G, strict=True))
+        mean = sum(group_.rewards_G) / len(mine)
+        assert mine[0].baseline_minus_mean == pytest.approx(optimum - mean, abs=1e-9)
+        for one, trajectory in zip(mine, group_.trajectories, strict=True):
+            assert one.advantage == pytest.approx(trajectory.reward - optimum) and one.score_norm > 0
+            assert len(one.tokens.log_ratio_N) == len(one.tokens.entropy_N) == trajectory.num_action_tokens
+            assert sum(one.tokens.log_ratio_N) == pytest.approx(one.log_weight, abs=1e-3)
+    assert {one.baseline_share for one in (notes[t.id] for t in groups[2].trajectories)} == {None}

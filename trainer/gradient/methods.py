@@ -38,6 +38,7 @@ def step_members(model: Any, config: Config, reference: ReferenceLogprobs | None
         config.algorithm,
         pack_tokens=config.learner.pack_tokens,
         gather=ranks.gather_data,
+        annotates=config.metrics.annotates_tokens,
         reference=reference,
     )
 
@@ -114,6 +115,7 @@ class OnePass:
             config.algorithm,
             pack_tokens=config.learner.pack_tokens,
             gather=ranks.gather_data,
+            annotates=config.metrics.annotates_tokens,
             reference=reference,
         )
         self._loads: list[int] = []  # tokens that each rank was given of this batch

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from agentrl.errors import ConfigError
+from agentrl.report.learner_notes import TokenNotes
 from agentrl.report.statistics import has_spread
 from agentrl.types import Trajectory
 from trainer.objective import ratios
@@ -49,6 +50,7 @@ class ScoredTrajectory:
     reference_logprob_N: Tensor | None = None  # float64, on the CPU, under the frozen model if the objective needs it
     weights: MemberWeights | None = None
     score_norm: float = 0.0  # of its score / length
+    baseline_share: float | None = None  # of its episode in b*, where there is one
 
     @property
     def used(self) -> MemberWeights:
@@ -128,10 +130,20 @@ class ScoredTrajectory:
             return None
         return float((self.log_ratio_N + self.tensors.behavior_logprob_N - self.reference_logprob_N).sum())
 
-    def stats(self, policy_version: int, *, is_sound: bool) -> TrajectoryStats:
+    def _token_notes(self) -> TokenNotes:
+        advantage_N = _NOTHING if self.advantage_N is None else self.advantage_N
+        return TokenNotes(
+            log_ratio_N=_short(self.log_ratio_N),
+            weight_N=_short(self.used.weight_N),
+            advantage_N=_short(advantage_N),
+            entropy_N=_short(self.entropy_N),
+        )
+
+    def stats(self, policy_version: int, *, is_sound: bool, has_tokens: bool) -> TrajectoryStats:
         """Its numbers for diagnostics, once the learner's passes at `policy_version` are done.
 
-        `is_sound`: all rewards of its group are finite, so that the objective answers for what is not.
+        `is_sound`: all rewards of its group are finite, so that the objective answers for what is not. `has_tokens`:
+        with the numbers of its tokens.
         """
         trajectory, tensors = self.trajectory, self.tensors
         same_N = self.log_ratio_N[tensors.policy_version_N == policy_version]
@@ -159,6 +171,8 @@ class ScoredTrajectory:
             parity_square_sum=float(same_N.square().sum()),
             parity_blocks=_block_sums(same_N),
             num_silenced=self.used.num_silenced,
+            baseline_share=self.baseline_share,
+            tokens=self._token_notes() if has_tokens else None,
             broken_parts=self._broken_parts() if is_sound else (),
         )
 
@@ -200,6 +214,10 @@ class ScoredGroup:
         sizes = [_episode_size(episode, objective) for episode in self.episodes]
         log_weight_E, norm_E = torch.tensor(sizes, dtype=torch.float64).unbind(dim=1)
         optimum = objective.baseline(log_weight_E, norm_E, self.reward_E)
+        if optimum is not None:
+            share_E = torch.softmax(2 * (log_weight_E + norm_E.log()), dim=0)
+            for member in self.members:
+                member.baseline_share = float(share_E[member.episode])
         mean = self.reward_E.mean()
         shift_E = ((mean if optimum is None else optimum) - mean).expand_as(self.reward_E)
         for member in self.members:
@@ -210,8 +228,8 @@ class ScoredGroup:
                 member.advantage_N = member.advantage_N - shift
         return shift_E
 
-    def stats(self, policy_version: int, objective: Objective) -> GroupStats:
-        """Its numbers for diagnostics, once its baseline is final."""
+    def stats(self, policy_version: int, objective: Objective, *, has_tokens: bool = False) -> GroupStats:
+        """Its numbers for diagnostics, once its baseline is final. `has_tokens`: also of each token."""
         has_gradient = bool(self.trained)
         if objective.needs_norms:
             has_gradient = has_gradient and any(member.score_norm > 0 for member in self.members)
@@ -221,7 +239,9 @@ class ScoredGroup:
         if has_gradient and not objective.needs_logits and all(one.advantage_N is None for one in firsts):
             baselines = [one.trajectory.reward - (one.advantage or 0.0) / one.score_scale for one in firsts]
         return GroupStats(
-            trajectories=tuple(member.stats(policy_version, is_sound=is_sound) for member in self.members),
+            trajectories=tuple(
+                member.stats(policy_version, is_sound=is_sound, has_tokens=has_tokens) for member in self.members
+            ),
             has_spread=has_spread(self.reward_E.tolist()),
             has_gradient=has_gradient,
             baseline_minus_mean=sum(baselines) / len(baselines) - float(self.reward_E.mean()) if baselines else 0.0,
@@ -238,6 +258,11 @@ def give_advantage(segments: Sequence[ScoredTrajectory], advantage: Tensor) -> N
     for one, advantage_N in zip(segments, parts, strict=True):
         one.advantage = float(advantage_N.mean()) if len(advantage_N) else 0.0
         one.advantage_N = advantage_N
+
+
+def _short(value_N: Tensor) -> tuple[float, ...]:
+    """Four digits of each, for people to look at."""
+    return tuple(float(f"{value:.4g}") for value in value_N.tolist())
 
 
 def _block_sums(log_ratio_N: Tensor) -> tuple[float, ...]:

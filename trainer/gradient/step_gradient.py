@@ -16,7 +16,7 @@ Independent of DeepSpeed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from agentrl.config.algorithm import AlgorithmConfig
@@ -44,6 +44,7 @@ class Estimator:
         model: on which `attention.install` was called.
         pack_tokens: budget of a pack; a longer trajectory has a pack of its own.
         gather: collects a list over ranks, in the order of ranks; the identity for a single rank.
+        annotates: whether the numbers of each token of a step are wanted.
         reference: scores packs under the frozen model, for objectives that need it.
     """
 
@@ -54,9 +55,12 @@ class Estimator:
         *,
         pack_tokens: int = DEFAULT_PACK_TOKENS,
         gather: Gather = lambda records, kind: records,
+        annotates: Callable[[int], bool] = lambda step: False,
         reference: ReferenceLogprobs | None = None,
     ) -> None:
-        self._members = StepMembers(model, algorithm, pack_tokens=pack_tokens, gather=gather, reference=reference)
+        self._members = StepMembers(
+            model, algorithm, pack_tokens=pack_tokens, gather=gather, annotates=annotates, reference=reference
+        )
         self._objective = self._members.objective
         self._needs_norms = self._objective.needs_norms
         self._is_exact = algorithm.baseline_norms == "exact"

@@ -68,6 +68,7 @@ class StepMembers:
     Args:
         pack_tokens: budget of a pack; a longer trajectory has a pack of its own.
         gather: the identity for a single rank.
+        annotates: whether the numbers of each token of a step are wanted.
         reference: scores packs under the frozen model. Raises ConfigError where the objective needs it and it is None.
     """
 
@@ -78,8 +79,10 @@ class StepMembers:
         *,
         pack_tokens: int,
         gather: Gather = lambda records, kind: records,
+        annotates: Callable[[int], bool] = lambda step: False,
         reference: ReferenceLogprobs | None = None,
     ) -> None:
+        self._annotates = annotates
         self.objective = make_objective(algorithm)
         if self.objective.needs_reference and reference is None:
             raise ConfigError(
@@ -100,7 +103,8 @@ class StepMembers:
 
     def stats(self, groups: Sequence[ScoredGroup], policy_version: int) -> list[GroupStats]:
         """Statistics of groups whose trajectories all have weights, once their baselines are final."""
-        return [group.stats(policy_version, self.objective) for group in groups]
+        has_tokens = self._annotates(policy_version + 1)
+        return [group.stats(policy_version, self.objective, has_tokens=has_tokens) for group in groups]
 
     def packed(self, members: Sequence[ScoredTrajectory]) -> list[list[ScoredTrajectory]]:
         """The trajectories in as few packs as the budget of tokens allows."""

@@ -21,6 +21,7 @@ import pytest
 
 from agentrl.run_folder import RunFolder
 from agentrl.types import Message, StopReason, ToolCall
+from tests.agentrl.view.test_why import annotate
 from tests.test_imports import ROOT
 
 playwright = pytest.importorskip("playwright.sync_api", reason="`make test-view` has Playwright")
@@ -209,6 +210,23 @@ def test_a_group_shows_who_was_better_and_where_two_part(page: Any, url: str, ru
     page.get_by_label(f"{group.episodes[same].id} on the right").check()
     expect(page.locator(".same summary")).to_have_text("They are the same")
     assert f"b={same}" in page.url
+
+
+def test_a_group_shows_why_the_learner_pushed_its_episodes(page: Any, url: str, run: RunFolder) -> None:
+    group = annotate(run, 1)
+    open_at(page, url, f"group/train/1/{group.group_id}")
+    expect(page.locator("main")).to_contain_text("subtracted the baseline 0.75 (opob_safe), 0.25 above the mean")
+    expect(page.get_by_role("columnheader", name="share in b*")).to_be_visible()
+    good = group.episode_rewards.index(1.0)
+    row = page.locator(".members tbody tr").nth(good)
+    expect(row).to_contain_text("50 %")
+    expect(row.locator(".push")).to_have_attribute("aria-label", "up 0.75")
+    open_at(page, url, f"episode/train/1/{group.group_id}/{group.episodes[good].id}?show=tokens")
+    for colour in ("log ratio", "weight", "advantage", "entropy"):
+        page.get_by_role("button", name=colour, exact=True).click()
+        expect(page.get_by_role("button", name=colour, exact=True)).to_have_attribute("aria-pressed", "true")
+    page.locator("[data-at].sampled").first.hover()
+    expect(page.locator(".token-facts")).to_contain_text("log ratio 0.1 weight 1.5 advantage 0.25")
 
 
 def test_tokens_are_those_of_the_file(page: Any, url: str, run: RunFolder) -> None:

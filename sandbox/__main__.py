@@ -54,6 +54,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _refuse(str(error))
     if capacity.sessions < options.max_sessions:
         log.warning("%d sessions at most: this process may open %d files (ulimit -n)", capacity.sessions, limit)
+    settings = PoolSettings(
+        slots=options.slots,
+        warm=warm,
+        max_sessions=capacity.sessions,
+        num_tenants=max(len(tokens), 1),
+        limits=Limits(memory_bytes=options.memory_bytes, num_processes=options.num_processes),
+    )
     try:
         listener = _listen(options.host, options.port)
     except OSError as error:
@@ -63,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     with listener:
         try:
-            asyncio.run(_serve(options, listener, tokens, capacity, warm=warm))
+            asyncio.run(_serve(options, listener, tokens, settings, capacity.connections))
         except BackendError as error:
             return _refuse(f"no sandbox can run here: {error}")
     return 0
@@ -147,9 +154,8 @@ async def _serve(
     options: argparse.Namespace,
     listener: socket.socket,
     tokens: Sequence[str],
-    capacity: open_files.Capacity,
-    *,
-    warm: int,
+    settings: PoolSettings,
+    max_connections: int,
 ) -> None:
     import uvicorn  # here, so that --help and the refusals above stay fast
 
@@ -163,7 +169,6 @@ async def _serve(
         def capture_signals(self) -> Iterator[None]:
             yield
 
-    limits = Limits(memory_bytes=options.memory_bytes, num_processes=options.num_processes)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -171,7 +176,7 @@ async def _serve(
     if options.alive_fd is not None:
         loop.add_reader(options.alive_fd, stop.set)
     backend_settings = BackendSettings(
-        limits=limits,
+        limits=settings.limits,
         disk_bytes=options.disk_bytes,
         preload=tuple(filter(None, options.preload.split(","))),
         image=options.image,
@@ -179,12 +184,11 @@ async def _serve(
     backend = await start_backend(
         options.backend, backend_settings, allow_unsafe=options.allow_unsafe, strict=options.strict
     )
-    settings = PoolSettings(slots=options.slots, warm=warm, max_sessions=capacity.sessions, limits=limits)
     try:
         async with Pool(backend, settings) as pool:
             config = uvicorn.Config(
                 create_app(pool, tokens=tokens),
-                http=bounded(ConnectionLimits(max_connections=capacity.connections)),
+                http=bounded(ConnectionLimits(max_connections=max_connections)),
                 ws="none",
                 lifespan="off",
                 log_level="warning",

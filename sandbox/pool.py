@@ -18,6 +18,7 @@ from sandbox.backends.base import Backend, BackendError
 from sandbox.kept import KeptResults
 from sandbox.protocol import MAX_FILE_BYTES, ExecRequest, ExecResult, Limits
 from sandbox.supervisor import Interpreter
+from sandbox.tenants import FairSlots, Shares
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -76,6 +77,7 @@ class PoolSettings:
     warm: int = 8
     max_sessions: int = 1024
     max_queue: int = 4096
+    num_tenants: int = 1
     default_ttl_s: float = 3600.0
     limits: Limits = field(default_factory=Limits)
 
@@ -100,7 +102,9 @@ class Pool:
             session_bytes=KEPT_SESSION_BYTES,
             tenant_bytes=KEPT_TENANT_BYTES,
         )
-        self._slots = asyncio.Semaphore(settings.slots)
+        self._slots = FairSlots(settings.slots)
+        self._open = Shares(settings.max_sessions, num_tenants=settings.num_tenants)
+        self._queued = Shares(settings.max_queue, num_tenants=settings.num_tenants)
         self._warm: deque[Interpreter] = deque()
         self._num_starting = 0
         self._wants_refill = asyncio.Event()
@@ -145,8 +149,10 @@ class Pool:
         """A new session, or the one this tenant opened under the same key. Raises Overloaded."""
         if key is not None and (known := self._sessions.get(self._keys.get((tenant, key), ""))) is not None:
             return known
-        if len(self._sessions) >= self.settings.max_sessions:
-            raise Overloaded(f"{self.settings.max_sessions} sessions are open")
+        if not self._open.add(tenant):
+            raise Overloaded(
+                f"{len(self._sessions)} sessions are open, of {self.settings.max_sessions} for all tenants"
+            )
         session = Session(
             id=secrets.token_urlsafe(24),
             tenant=tenant,
@@ -182,7 +188,8 @@ class Pool:
     def close_session(self, session: Session) -> None:
         """Remove the session at once. Its interpreter, and a call in progress, end in the background."""
         session.closed = True
-        self._sessions.pop(session.id, None)
+        if self._sessions.pop(session.id, None) is not None:
+            self._open.remove(session.tenant)
         self._kept.close_session(session.tenant, session.id)
         for task in session.results.values():
             task.cancel()
@@ -196,8 +203,8 @@ class Pool:
         """Start an execution as a task, or find the one with its exec_id. Cancelling stops it. Raises Overloaded."""
         if (known := session.results.get(request.exec_id)) is not None:
             return known
-        if self.num_queued >= self.settings.max_queue:
-            raise Overloaded(f"{self.settings.max_queue} executions are waiting")
+        if not self._queued.has_room(session.tenant):
+            raise Overloaded(f"{self.num_queued} executions are waiting, of {self.settings.max_queue} for all tenants")
         task = asyncio.create_task(self._execute(session, request), name="execution")
         session.results[request.exec_id] = task
         task.add_done_callback(lambda done: self._keep(session, request.exec_id, done))
@@ -284,15 +291,18 @@ class Pool:
                 session.last_used_s = time.monotonic()
 
     async def _queue(self, held: contextlib.AsyncExitStack, session: Session, max_queue_s: float) -> None:
+        if not self._queued.add(session.tenant):
+            raise Overloaded(f"{self.num_queued} executions are waiting, of {self.settings.max_queue} for all tenants")
         self.num_queued += 1
         try:
             async with asyncio.timeout(max_queue_s):
                 await held.enter_async_context(session.lock)
-                await held.enter_async_context(self._slots)
+                await held.enter_async_context(self._slots.of(session.tenant))
         except TimeoutError:
             raise Overloaded(f"no slot came free within {max_queue_s:.1f} s") from None
         finally:
             self.num_queued -= 1
+            self._queued.remove(session.tenant)
 
     async def _interpreter_of(self, session: Session) -> tuple[Interpreter, bool]:
         self._drop_if_dead(session)

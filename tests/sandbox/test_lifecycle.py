@@ -253,7 +253,7 @@ def test_too_few_descriptors_are_refused_in_one_line() -> None:
 
 async def test_few_descriptors_mean_few_sessions_and_each_of_them_works() -> None:
     flags = ("--backend", "unsafe", "--allow-unsafe", "--preload", "", "--slots", "2", "--token-env", "TEST_TOKENS")
-    service = start_service(*flags, program=("-c", _WITH_LIMIT.format(256)))
+    service = start_service(*flags, env={"TEST_TOKENS": TOKEN}, program=("-c", _WITH_LIMIT.format(256)))
     try:
         async with SandboxClient(service.url, TOKEN) as client:
             sessions = [await client.open_session() for _ in range(8)]

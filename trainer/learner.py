@@ -117,7 +117,7 @@ class Learner:
         self._skipped_steps = 0
         self._broken_in_a_row = 0
         self._parts = _Parts()
-        self.stats: list[GroupStats] = []
+        self.last_stats: list[GroupStats] = []
         """Of the groups of the last step."""
 
     def add(self, part: Batch) -> None:
@@ -158,7 +158,7 @@ class Learner:
         self._compute(batch, is_last=True)
         parts, self._parts = self._parts, _Parts()
         batch, groups = parts.whole(), parts.stats
-        self.stats = groups
+        self.last_stats = groups
         metrics = diagnostics.counts(groups) | diagnostics.policy(groups) | self._weight_metrics(groups)
         metrics |= self._penalty() | ({} if masked_share is None else {"learner/masked_share": masked_share})
         rho, update = _rho(groups), None

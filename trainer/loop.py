@@ -165,7 +165,7 @@ class _LearnerLoop:
         learner = self._learner
         if not learner.config.metrics.annotate or not ranks.is_first():
             return
-        found = [one for group in learner.stats for one in group.annotations(is_refused=is_refused)]
+        found = [one for group in learner.last_stats for one in group.annotations(is_refused=is_refused)]
         try:
             learner_notes.write(self._run, learner.policy_version, found)
         except OSError as error:

@@ -393,7 +393,7 @@ def test_viewers_are_told_why_each_episode_was_pushed(tiny_model_dir: Path, tiny
     groups = mixed_groups(tiny_model)
     learner.step(batch(groups))
     run = RunFolder(path=tmp_path)
-    found = [one for stats in learner.stats for one in stats.annotations(is_refused=False)]
+    found = [one for stats in learner.last_stats for one in stats.annotations(is_refused=False)]
     learner_notes.write(run, 1, found)
     notes = learner_notes.read(run, 1)
     for group_ in groups[:2]:

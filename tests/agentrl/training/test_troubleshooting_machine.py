@@ -144,6 +144,9 @@ WALL_CLOCK = {
     "agentrl/supervision/status.py": "when a heartbeat was written, for another process",
     "agentrl/cli/doctor/machine.py": "whether the clock itself is right",
     "sandbox/backends/docker.py": "how old another process's container is",
+    "agentrl/rollouts/generation.py": "where a generation is drawn in the timeline, beside other processes' episodes",
+    "agentrl/rollouts/episode.py": "where an episode is drawn in the timeline; its duration is measured apart",
+    "agentrl/training/training_loop.py": "where a step is drawn in the timeline",
 }
 
 

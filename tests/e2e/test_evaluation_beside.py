@@ -11,6 +11,7 @@ from agentrl.config import load
 from agentrl.report.metrics import read
 from agentrl.run_folder import RunFolder
 from agentrl.training.model_folder import Origin, write_origin
+from tests.agentrl.view.test_report import Page
 from tests.conftest import VLLMServer
 from tests.device import engine_settings
 from tests.e2e.test_black_box import agentrl, shared, write_config
@@ -58,4 +59,5 @@ def test_what_a_run_exported_is_measured_and_drawn(tmp_path: Path, tiny_model_di
         for span in turn.completion.version_spans
     ]
     assert {span.version for span in spans} == {5}
-    assert "Held-out success" in run.report.read_text()
+    (drawn,) = Page(run.report.read_text()).summary()["held_out"]
+    assert drawn["columns"]["step"] == [5] and drawn["columns"]["eval/avg_at_n"] == [line.values["eval/avg_at_n"]]

@@ -161,6 +161,11 @@ class EngineConfig(Section):
         return len(self.urls) or self.replicas
 
     @property
+    def num_started(self) -> int:
+        """Engines that the run starts to train with: those that `url` names run already."""
+        return 0 if self.urls else self.replicas
+
+    @property
     def max_running(self) -> int:
         """Sequences that all engines together generate at once."""
         return self.num_engines * self.max_num_seqs

@@ -217,7 +217,7 @@ class Config(Section):
                 f"eval.engines={num_spare} with engine.weight_transfer={engine.weight_transfer}: an engine that "
                 "evaluates takes its weights from a folder. Set engine.weight_transfer=safetensors, or eval.engines=0"
             )
-        started = num_spare + (0 if engine.urls else engine.replicas)
+        started = num_spare + engine.num_started
         if num_spare and engine.gpus is not None and len(engine.gpus) < started * engine.tensor_parallel:
             raise ValueError(
                 f"engine.gpus={list(engine.gpus)}: {started} engines, {num_spare} of them by eval.engines, of "

@@ -99,7 +99,7 @@ async def engine_servers(
 
 def _indexes(config: Config, *, is_spare: bool) -> dict[int, str]:
     """The number of each server among all that the run starts, which decides its GPUs, and its name."""
-    num_playing = 0 if config.engine.urls else config.engine.replicas
+    num_playing = config.engine.num_started
     count, first, name = (config.eval.engines, num_playing, "eval-engine") if is_spare else (num_playing, 0, "engine")
     return {first + at: name if count == 1 else f"{name}-{at}" for at in range(count)}
 

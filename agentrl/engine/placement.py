@@ -163,7 +163,7 @@ def _seats(
 ) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
     """(GPU of each rank, GPUs of each engine)."""
     count, width = len(visible.gpus), engine.tensor_parallel
-    num_engines = num_spare + (0 if engine.urls else engine.replicas)
+    num_engines = num_spare + engine.num_started
     first, wanted = range(num_ranks), num_engines * width
     named = _named(engine, visible, wanted) if engine.gpus is not None and num_engines else None
     if num_ranks > count or (named is None and wanted > count):
@@ -193,7 +193,7 @@ def _named(engine: EngineConfig, visible: VisibleGpus, wanted: int) -> list[int]
 
 def _too_few(engine: EngineConfig, visible: VisibleGpus, num_ranks: int, num_engines: int) -> ConfigError:
     count, width = len(visible.gpus), engine.tensor_parallel
-    wanted, num_spare = num_engines * width, num_engines - (0 if engine.urls else engine.replicas)
+    wanted, num_spare = num_engines * width, num_engines - engine.num_started
     asked = [f"learner.num_ranks={num_ranks}"] if num_ranks else []
     asked += [f"engine.replicas={engine.replicas} of engine.tensor_parallel={width}"] if num_engines > num_spare else []
     asked += [f"eval.engines={num_spare} of as many"] if num_spare else []

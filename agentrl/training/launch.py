@@ -54,7 +54,7 @@ def needs_of(config: Config) -> list[Needs]:
     Raises ConfigError, MissingDependencyError without vLLM.
     """
     placement = vllm_command.placement_of(config)
-    num_engines = config.eval.engines + (0 if config.engine.urls else config.engine.replicas)
+    num_engines = config.eval.engines + config.engine.num_started
     return [
         learner_needs(config, placement),
         *(launch_servers.engine_needs(config.engine, index, placement) for index in range(num_engines)),

@@ -64,8 +64,7 @@ def needs(config: Config, size: ModelSize | None, *, placement: Placement | None
     num_exports = 1 + (config.train.steps // learner.save_every if learner.save_every else 0)
     num_states = learner.keep_checkpoints + 1 if learner.checkpoint_every else 0
     is_on_cpu = (placement.device if placement else _device(config.engine)) == "cpu"
-    num_started = config.eval.engines + (0 if config.engine.urls else config.engine.replicas)
-    num_engines = num_started if is_on_cpu else 0
+    num_engines = config.eval.engines + config.engine.num_started if is_on_cpu else 0
     engine_bytes = (weights_bytes + memory.cpu_kv_cache_bytes(config.engine)) * num_engines
     learner_bytes = weights_bytes + adam_bytes + 8 * num_parameters if is_on_cpu else 0
     ranks_here = len(placement.ranks) if placement else 0
@@ -161,7 +160,7 @@ def ports(engine: EngineConfig, sandbox: SandboxConfig, *, num_spare: int = 0) -
     """Whether the fixed ports of parts that are started here are free. `num_spare`: the engines of `eval.engines`."""
     from agentrl.supervision.serving import configured_port
 
-    num_engines = num_spare + (0 if engine.urls else engine.replicas)
+    num_engines = num_spare + engine.num_started
     wanted = range(engine.port, engine.port + num_engines) if engine.port else []
     asked = [("engine.port", engine.host, port) for port in wanted]
     if sandbox.url is None and sandbox.port:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import random
+import socket
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator
@@ -43,7 +44,7 @@ MAX_ATTEMPTS = 6
 BACKOFF_S = 0.1  # doubles, with jitter, up to BACKOFF_MAX_S
 BACKOFF_MAX_S = 5.0
 CALL_DEADLINE_S = 30.0
-CONNECT_TIMEOUT_S = 5.0
+NUM_SYN_RETRIES = 2  # after 1 and 3 s; the kernel gives up a connection after 7 s
 KEEPALIVE_S = 2.0  # shorter than the service's 5 s, so that this side closes idle connections first
 CLOSE_ATTEMPTS = 3  # a service that is gone has lost the session anyway
 REPLY_GRACE_S = 30.0  # for the answer to arrive, beyond queueing and running
@@ -166,12 +167,20 @@ class SandboxClient:
         """The HTTP session. The first call makes it, because it belongs to the running event loop."""
         if self._http is None:
             self._http = aiohttp.ClientSession(
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
+                timeout=aiohttp.ClientTimeout(total=None),
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S, socket_factory=_socket),
                 headers=self._headers,
                 trust_env=False,
             )
         return self._http
+
+
+def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    """A socket whose attempt to connect is ended by the kernel: a timer of an event loop that is late would end it."""
+    family, kind, protocol, _, _ = address
+    opened = socket.socket(family, kind, protocol)
+    opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_SYNCNT, NUM_SYN_RETRIES)
+    return opened
 
 
 def _infra_failure(url: str, status: int, body: bytes) -> str:

@@ -7,6 +7,8 @@ A server that cannot be reached, or whose connection broke, is an EngineGone.
 from __future__ import annotations
 
 import asyncio
+import errno
+import socket
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from typing import Any, TypeVar
@@ -19,7 +21,7 @@ from agentrl.errors import EngineError, EngineGone
 
 T = TypeVar("T")
 
-CONNECT_TIMEOUT_S = 5.0
+NUM_SYN_RETRIES = 3  # after 1, 3 and 7 s; the kernel gives up a connection after 15 s
 KEEPALIVE_S = 2.0  # vLLM's server closes idle connections after 5 s: the client must close them first
 RETRY_PAUSED_S = 0.05
 MAX_REASON = 500
@@ -140,8 +142,8 @@ class VLLMHttpClient:
         """The session, created by the first call because it belongs to the event loop that is running then."""
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
+                timeout=aiohttp.ClientTimeout(total=None),
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S, socket_factory=_socket),
                 headers=self._headers,
                 trust_env=False,
             )
@@ -169,11 +171,24 @@ class VLLMHttpClient:
         try:
             yield
         except aiohttp.ClientConnectorError as error:
+            if error.errno == errno.ETIMEDOUT:
+                raise EngineGone(f"{what}: its machine does not answer; is it running, and its network?") from error
             raise EngineGone(f"{what}: nothing listens there; is the engine running? ({error.strerror})") from error
         except (aiohttp.ClientError, OSError) as error:
             if isinstance(error, TimeoutError):
                 raise EngineError(f"{what} was not answered within {timeout_s:g} s; see the engine's log") from error
             raise EngineGone(f"{what}: the connection broke ({type(error).__name__}); see the engine's log") from error
+
+
+def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    """A socket whose attempt to connect is ended by the kernel.
+
+    A timer of the event loop would end it where the loop itself is late, as it is with thousands of episodes.
+    """
+    family, kind, protocol, _, _ = address
+    opened = socket.socket(family, kind, protocol)
+    opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_SYNCNT, NUM_SYN_RETRIES)
+    return opened
 
 
 def _decoded(decoder: msgspec.json.Decoder[T], content: bytes, what: str) -> T:

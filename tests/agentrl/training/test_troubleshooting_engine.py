@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from agentrl.engine.base import WeightUpdate
 from agentrl.engine.pool import EnginePool
 from agentrl.engine.vllm_engine import VLLMEngine
 from agentrl.engine.weight_updates import UpdateSettings
-from agentrl.errors import AgentRLError, EngineError, ErrorRateExceeded, WeightSyncError
+from agentrl.errors import AgentRLError, EngineError, EngineGone, ErrorRateExceeded, WeightSyncError
 from agentrl.report.metrics import MetricsLine, read
 from agentrl.run_folder import RunFolder
 from agentrl.supervision.serving import free_port
@@ -36,6 +37,7 @@ LENGTH = Trouble("engine at ...: ValueError: version spans end at ..., completio
 SLOW = Trouble("engine at ... was not answered within ... s; see the engine's log")
 BREAKER = Trouble("... of the last ... groups failed for infrastructure reasons (...)")
 NOT_READY = Trouble("the engine at ... was not ready within ... s; raise engine.start_timeout_s or see its log.")
+NO_MACHINE = Trouble("engine at ...: GET ...: its machine does not answer; is it running, and its network?")
 NO_LISTENER = Trouble("engine at ...: POST ...: nothing listens there; is the engine running?")
 RESTORED = Trouble("weights of version ... for the engine at ...: ... It continues with version ...")
 UNKNOWN = Trouble("weights of version ...; the previous weights could not be restored either: ...")
@@ -174,6 +176,18 @@ async def test_an_engine_that_is_not_there_is_named_with_its_setting() -> None:
     with pytest.raises(EngineError) as found:
         await launch_servers.engines_ready([server], EngineConfig(start_timeout_s=0.3))
     assert NOT_READY.is_in(found.value)
+
+
+async def test_a_machine_that_does_not_answer_is_given_up_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentrl.engine.vllm_client.NUM_SYN_RETRIES", 1)
+    with socket.socket() as listener, socket.socket() as first:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        first.connect(listener.getsockname())  # it fills the queue: the kernel drops what else arrives
+        with pytest.raises(EngineGone) as found:
+            async with VLLMEngine(f"http://127.0.0.1:{listener.getsockname()[1]}"):
+                pass
+    assert NO_MACHINE.is_in(found.value)
 
 
 async def test_an_engine_that_is_gone_ends_the_run(tmp_path: Path, tokenizer: TurnTokenizer) -> None:
